@@ -1,0 +1,130 @@
+"""How long each step takes: heavy ops as they were timed on this device, all else by a roofline over flops and bytes.
+
+Pointwise work is charged the way Inductor will run it (`traffic`): what stays in registers costs nothing, each kernel
+reads a value once, and views are free.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from tencache_fx.calibrate import Call, describe_call
+from tencache_fx.capture import Capture, byte_hint, tensors_of
+from tencache_fx.machine import Roofline
+from tencache_fx.passes.fusion import Registers, is_pointwise, readers_of
+from tencache_fx.passes.traffic import Traffic, measure_traffic
+from tencache_fx.plan import Op
+
+
+def find_calls(capture: Capture, roofline: Roofline, registers: Registers | None) -> dict[Call, int]:
+    """Return the distinct heavy ops of `capture`, each with the ns that all its steps take by the roofline."""
+    totals: Counter[Call] = Counter()
+    for node, traffic in zip(capture.nodes, measure_traffic(capture, registers), strict=True):
+        if traffic.launches and (call := describe_call(node, fuses=registers is not None)) is not None:
+            totals[call] += _roofline_ns(node, traffic, roofline)
+    return dict(totals)
+
+
+def estimate_ops(
+    capture: Capture, roofline: Roofline, registers: Registers | None, times_ns: Mapping[Call, int]
+) -> tuple[Op, ...]:
+    """Return one `Op` per step of `capture`: as timed where `times_ns` knows it, else by the roofline.
+
+    A heavy op that was not timed is taken to miss the roofline by as much as the timed ones of its kind do. `registers`
+    is None where no compiler fuses. O(nodes + arguments).
+    """
+    fuses = registers is not None
+    traffic = measure_traffic(capture, registers)
+    steps = list(zip(capture.nodes, traffic, strict=True))
+    calls = [describe_call(node, fuses=fuses) if moved.launches else None for node, moved in steps]
+    first_ns = [_roofline_ns(node, moved, roofline) for node, moved in steps]
+    durations_ns = _with_waits(_corrected(calls, first_ns, times_ns), traffic, roofline.issue_ns)
+    return tuple(
+        Op(name=node.name, duration_ns=ns, scratch_bytes=_scratch_bytes(node, capture.device, fuses=fuses))
+        for node, ns in zip(capture.nodes, durations_ns, strict=True)
+    )
+
+
+def _corrected(calls: Sequence[Call | None], first_ns: Sequence[int], times_ns: Mapping[Call, int]) -> Iterator[int]:
+    """Yield each step's own time: as timed, else its first estimate times what the timed ones of its kind came to."""
+    timed, estimated = Counter[object](), Counter[object]()
+    for call, ns in zip(calls, first_ns, strict=True):
+        if call is not None and call in times_ns:
+            timed[call.target] += times_ns[call]
+            estimated[call.target] += ns
+    for call, ns in zip(calls, first_ns, strict=True):
+        if call is None or not estimated[call.target]:
+            yield ns
+        else:
+            yield times_ns.get(call, ns * timed[call.target] // estimated[call.target])
+
+
+def _with_waits(own_ns: Iterable[int], traffic: Sequence[Traffic], issue_ns: int) -> Iterator[int]:
+    """Yield each step's time with what the device waits before it for the thread that issues its kernel.
+
+    The thread runs ahead while kernels are long, and is behind while they are short: one kernel each `issue_ns`.
+    """
+    issued = ready = 0
+    for own, moved in zip(own_ns, traffic, strict=True):
+        issued += issue_ns if moved.launches else 0
+        done = (max(issued, ready) if moved.launches else ready) + own
+        yield done - ready
+        ready = done
+
+
+def _roofline_ns(node: fx.Node, traffic: Traffic, roofline: Roofline) -> int:
+    if not traffic.nbytes and not traffic.launches:
+        return 0
+    flops = count_flops(node)
+    compute_ns = flops * 1_000_000_000 // roofline.flops_rate(tensors_of(node)[0].dtype) if flops else 0
+    memory_ns = traffic.nbytes * 1_000_000_000 // roofline.memory_bytes_per_s
+    return max(compute_ns, memory_ns) + (roofline.launch_ns if traffic.launches else 0)
+
+
+def _scratch_bytes(node: fx.Node, device: torch.device, *, fuses: bool) -> int:
+    """Return the bytes a kernel allocates for itself.
+
+    Convolutions reorder what they read into a layout of their own, weights padded; in the code Inductor makes for CPUs
+    the layout mostly fits already. A CPU's matmuls in reduced precision pack blocks of their operands (at most 2.3
+    times the smallest one was seen). Its eager pointwise kernels first convert what has not the dtype they compute in.
+    """
+    packet = getattr(node.target, "overloadpacket", None)
+    read = node.all_input_nodes
+    if packet in _CONVOLUTIONS:
+        weight = _nbytes(read[1 if packet is torch.ops.aten.convolution else 2])
+        return (
+            min(map(_nbytes, read[:2])) + 2 * weight
+            if fuses and device.type == "cpu"
+            else sum(map(_nbytes, read)) + weight
+        )
+    if device.type != "cpu":
+        # Inductor splits the bias off for pointwise readers: the product and the sum are then two tensors.
+        split = fuses and packet is torch.ops.aten.addmm and any(map(is_pointwise, readers_of(node)))
+        return _nbytes(node) if split else 0
+    tensors = [tensor for argument in read for tensor in tensors_of(argument)]
+    if tensors and tensors[0].dtype.itemsize < 4 and count_flops(node) > 0:
+        return 5 * min(map(_nbytes, read)) // 2
+    if fuses or not is_pointwise(node):
+        return 0
+    common = max((tensor.dtype.itemsize for tensor in tensors), default=0)
+    return sum(byte_hint(tensor.numel()) * common for tensor in tensors if tensor.dtype.itemsize != common)
+
+
+_CONVOLUTIONS = frozenset((torch.ops.aten.convolution, torch.ops.aten.convolution_backward))
+
+
+def _nbytes(node: fx.Node) -> int:
+    return sum(byte_hint(tensor.numel()) * tensor.element_size() for tensor in tensors_of(node))
+
+
+def count_flops(node: fx.Node) -> int:
+    """Return the floating-point operations of a matmul-class or attention node by torch's own formulas, else 0."""
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    return byte_hint(formula(*args, **kwargs, out_val=node.meta["val"]))

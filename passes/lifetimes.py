@@ -1,0 +1,288 @@
+"""Storages and their lives: who makes, reads and aliases which device memory, over forward and backward.
+
+A storage is found by the identity of its fake storage, which AOTAutograd's fakes keep through views, `getitem`, and
+the hand-over from forward to backward (torch: `_inductor/fx_passes/memory_estimator.py` tracks the same way). What
+a storage needs to travel is decided here too: a *carrier*, a dense tensor that spans all of it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch import fx
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+
+from tencache_fx.capture import Capture, byte_hint, output_args, placeholders, tensors_of
+from tencache_fx.passes.fusion import Registers
+from tencache_fx.passes.symbols import SymbolSource, symbol_source
+from tencache_fx.plan import Kind, Step, Storage, round_up
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageNodes:
+    """The nodes behind one planned storage.
+
+    `members` are every node, in either graph, whose value aliases it; `saved` the positions in the forward's output
+    at which it is handed to the backward.
+    """
+
+    storage: Storage
+    members: tuple[fx.Node, ...]
+    saved: tuple[int, ...]
+
+
+@dataclass(kw_only=True)
+class _Trace:
+    """What is seen of one storage while walking the graphs; `members` with the steps at which they appear.
+
+    `shared` says that it may lie inside another, or another inside it, while both are read (torch: `_inductor/ir.py:
+    ConcatKernel`): neither can then leave by itself.
+    """
+
+    name: str
+    nbytes: int
+    formula: str
+    kind: Kind
+    birth: int
+    made_here: bool
+    outlives: bool = False
+    written: bool = False
+    shared: bool = False
+    uses: list[int] = field(default_factory=list)
+    members: dict[fx.Node, int] = field(default_factory=dict)
+    saved: list[int] = field(default_factory=list)
+
+
+def measure_lifetimes(capture: Capture, registers: Registers) -> tuple[StorageNodes, ...]:
+    """Return every storage on the region's device with its life, in order of birth.
+
+    Values in `registers` have no storage; what they are computed from is read when their reader runs. Raises
+    `TencacheError` if a size has no value even as a hint (an unbacked symbol). O(nodes + arguments).
+    """
+    walk = _Walk(capture, registers)
+    walk.enter()
+    for step, node in enumerate(capture.nodes):
+        if step == capture.boundary:
+            walk.leave_forward()
+        walk.visit(step, node)
+    if capture.boundary == len(capture.nodes):  # inference, or a backward that does nothing
+        walk.leave_forward()
+    walk.finish_backward()
+    sources = [symbol_source(capture, graph) for graph in capture.graphs]
+    return tuple(_finish(trace, capture, sources) for trace in walk.traces)
+
+
+class _Walk:
+    """One pass over both graphs in step order, collecting a trace per storage."""
+
+    def __init__(self, capture: Capture, registers: Registers) -> None:
+        self.capture = capture
+        self.traces: list[_Trace] = []
+        # By fake storage, in the graph being walked. What the backward recomputes keeps the forward's fakes, though it
+        # is memory of its own: so the backward begins with its placeholders' storages only.
+        self._known: dict[int, _Trace] = {}
+        self._names: set[str] = set()
+        self._registers = registers
+        # By fake storage of a part, what it was put together to: Inductor lets the part live inside the whole.
+        self._wholes: dict[int, list[_Trace]] = {}
+
+    def enter(self) -> None:
+        """Meet the forward's placeholders: their bytes belong to the caller, before and after."""
+        for index, node in enumerate(placeholders(self.capture.forward)):
+            kind = Kind.PARAMETER if index in self.capture.static_inputs else Kind.INPUT
+            for key, tensor in self._storages(node):
+                self._trace(key, node, tensor, kind, birth=0, made_here=False).outlives = True
+
+    def leave_forward(self) -> None:
+        """Meet the forward's outputs, then the backward's placeholders if there is one."""
+        self._finish_forward()
+        if self.capture.backward is not None:
+            self._cross(self.capture.backward)
+
+    def _finish_forward(self) -> None:
+        """Meet the forward's outputs: what the caller gets outlives the region, what is saved is noted by position."""
+        for index, value in enumerate(output_args(self.capture.forward)):
+            for key, _ in self._storages(value):
+                if index < self.capture.num_outputs:
+                    self._hand_over(key, Kind.OUTPUT)
+                else:
+                    self._known[key].saved.append(index)
+
+    def _cross(self, backward: fx.Graph) -> None:
+        """Meet the backward's placeholders: saved values carry the forward's storages, tangents are new."""
+        handed = {
+            v.name
+            for v in (*output_args(self.capture.forward), *placeholders(self.capture.forward))
+            if isinstance(v, fx.Node)
+        }
+        forward, self._known = self._known, {}
+        for node in placeholders(backward):
+            for key, tensor in self._storages(node):
+                if node.name in handed and key in forward:
+                    self._known[key] = forward[key]
+                    forward[key].members[node] = self.capture.boundary
+                else:
+                    # A gradient from outside: the autograd engine holds it until the whole backward has run.
+                    trace = self._trace(key, node, tensor, Kind.INPUT, birth=self.capture.boundary, made_here=False)
+                    trace.outlives = True
+
+    def finish_backward(self) -> None:
+        """Meet the backward's outputs: gradients outlive the region."""
+        for value in () if self.capture.backward is None else output_args(self.capture.backward):
+            for key, _ in self._storages(value):
+                self._hand_over(key, Kind.GRADIENT)
+
+    def visit(self, step: int, node: fx.Node) -> None:
+        """Meet one step: what it reads, makes, aliases and writes."""
+        read = {key for argument in node.all_input_nodes for key in self._read_through(argument)}
+        for key in read:
+            self._known[key].uses.append(step)
+            for whole in self._wholes.get(key, ()):
+                whole.shared = self._known[key].shared = True
+        if node in self._registers:
+            return
+        for key, tensor in self._storages(node):
+            twice_made = key in self._known and key not in read
+            trace = self._trace(key, node, tensor, Kind.ACTIVATION, birth=step, made_here=True)
+            trace.uses.append(step)
+            trace.written |= twice_made
+        for argument in _written_arguments(node):
+            for key, _ in self._storages(argument):
+                self._known[key].written = True
+        if self._registers and getattr(node.target, "overloadpacket", None) is torch.ops.aten.cat:
+            ((joined, _),) = self._storages(node)
+            for key in read:
+                self._wholes.setdefault(key, []).append(self._known[joined])
+
+    def _read_through(self, argument: fx.Node) -> set[int]:
+        """Return the storages that reading `argument` reads."""
+        return {key for source in self._registers.get(argument, {argument}) for key, _ in self._storages(source)}
+
+    def _hand_over(self, key: int, kind: Kind) -> None:
+        trace = self._known[key]
+        trace.outlives = True
+        if trace.kind is Kind.ACTIVATION:
+            trace.kind = kind
+
+    def _storages(self, value: object) -> Iterator[tuple[int, torch.Tensor]]:
+        for tensor in tensors_of(value) if isinstance(value, fx.Node) else ():
+            if tensor.device == self.capture.device and tensor.layout is torch.strided:
+                yield tensor.untyped_storage()._cdata, tensor
+
+    def _trace(
+        self, key: int, node: fx.Node, tensor: torch.Tensor, kind: Kind, *, birth: int, made_here: bool
+    ) -> _Trace:
+        """Return the storage's trace, begun here if this is its first sight."""
+        if key not in self._known:
+            size = tensor.untyped_storage().nbytes()
+            self._known[key] = _Trace(
+                name=self._fresh_name(node.name),
+                nbytes=allocated_bytes(byte_hint(size), tensor.device),
+                formula=formula_of(size),
+                kind=kind,
+                birth=birth,
+                made_here=made_here,
+            )
+            self.traces.append(self._known[key])
+        trace = self._known[key]
+        trace.members[node] = birth
+        return trace
+
+    def _fresh_name(self, name: str) -> str:
+        """Tell apart the outputs of one node, and a node from its recomputed copy in the backward."""
+        fresh, count = name, 1
+        while fresh in self._names:
+            count += 1
+            fresh = f"{name}#{count}"
+        self._names.add(fresh)
+        return fresh
+
+
+def _hold(trace: _Trace, capture: Capture, uses: tuple[Step, ...]) -> tuple[Step, ...]:
+    """Return `uses`, with every step between those of the backward if that is handed no carrier.
+
+    It is in use there in the sense that it cannot leave: no tensor in that graph spans all of it.
+    """
+    late = [use for use in uses if use >= capture.boundary]
+    handed = [node for node in trace.members if node.op == "placeholder" and node.graph is capture.backward]
+    if len(late) < 2 or trace.birth >= capture.boundary or find_carrier(handed) is not None:
+        return uses
+    return (*(use for use in uses if use < late[0]), *map(Step, range(late[0], late[-1] + 1)))
+
+
+def _finish(trace: _Trace, capture: Capture, sources: Sequence[SymbolSource]) -> StorageNodes:
+    uses = tuple(Step(step) for step in sorted(set(trace.uses)))
+    steps = len(capture.nodes)
+    uses = _hold(trace, capture, uses)
+    last = max(uses, default=Step(trace.birth))
+    if trace.saved:  # it stays until the backward has begun, whether or not that reads it
+        last = max(last, capture.boundary)
+    carrier = find_carrier(trace.members)
+    storage = Storage(
+        name=trace.name,
+        nbytes=trace.nbytes,
+        kind=trace.kind,
+        birth=Step(trace.birth),
+        death=Step(steps if trace.outlives else min(last + 1, steps)),
+        uses=uses,
+        spillable=(
+            trace.made_here
+            and trace.kind is Kind.ACTIVATION
+            and not trace.written
+            and not trace.shared
+            and carrier is not None
+            and all(source.covers(_geometry(member)) for source in sources for member in trace.members)
+        ),
+        ready=Step(trace.birth if carrier is None else trace.members[carrier]),
+        formula=trace.formula,
+    )
+    return StorageNodes(storage=storage, members=tuple(trace.members), saved=tuple(trace.saved))
+
+
+def find_carrier(members: Iterable[fx.Node], graph: fx.Graph | None = None) -> fx.Node | None:
+    """Return the first member (of `graph`) that spans its whole storage densely: its copy carries every member.
+
+    None if there is none (the storage then stays), or if a member reads the bytes as another dtype, which cannot be
+    rebuilt from the carrier by strides alone. A node that returns several tensors is represented by its `getitem`s.
+    """
+    single = [node for node in members if isinstance(node.meta["val"], torch.Tensor)]
+    if len({node.meta["val"].dtype for node in single}) != 1:
+        return None
+    return next((n for n in single if (graph is None or n.graph is graph) and _spans_storage(n.meta["val"])), None)
+
+
+def allocated_bytes(nbytes: int, device: torch.device) -> int:
+    """Return what the allocator takes for `nbytes`: CUDA's rounds up to 512 (torch: `CUDACachingAllocator.cpp`)."""
+    return round_up(nbytes, 512) if device.type == "cuda" else nbytes
+
+
+def _geometry(node: fx.Node) -> Iterator[int | torch.SymInt]:
+    for tensor in tensors_of(node):
+        yield from (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+
+
+def _spans_storage(tensor: torch.Tensor) -> bool:
+    whole = tensor.numel() * tensor.element_size()
+    if byte_hint(whole) != byte_hint(tensor.untyped_storage().nbytes()) or byte_hint(tensor.storage_offset()) != 0:
+        return False
+    return is_non_overlapping_and_dense_or_false(tensor)
+
+
+def formula_of(size: int | torch.SymInt) -> str:
+    """Return a symbolic size as text in its symbols; nothing for a plain number."""
+    if not isinstance(size, torch.SymInt):
+        return ""
+    expression: sympy.Expr = size.node.expr
+    return str(expression) if expression.free_symbols else ""
+
+
+def _written_arguments(node: fx.Node) -> Iterator[fx.Node]:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for argument, value in zip(schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from (
+                item for item in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(item, fx.Node)
+            )

@@ -1,0 +1,128 @@
+"""Pin runtime ops where the plan put them: between the heavy kernels around them.
+
+Inductor may move an op that no data edge holds, and a prefetch, whose output is eight bytes, looks free to hoist.
+Nor does it keep heavy ops in order, or write down a value before a later op reads it; what these read would be held
+longer than planned. So each runtime op and each heavy op is made to follow all that the graph has before it, with
+Inductor's own `control_deps` (torch: `_inductor/fx_passes/control_dependencies.py`). That orders without extending any
+lifetime, and kernels between two heavy ops are fused as ever, since only extern kernels and our ops are wrapped.
+
+    mm_1 | y = sin(mm_1) | offload(x) | mm_2      becomes      offload after y, mm_2 after offload
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch.utils._ordered_set import OrderedSet
+
+from tencache_fx.capture import step_nodes
+from tencache_fx.ops import OFFLOAD, RELEASE, RUNTIME_OPS, WAIT
+from tencache_fx.passes.costs import count_flops
+from tencache_fx.passes.fusion import is_loop_body, is_reduction, is_view, registers_among
+
+
+class PinOrder(CustomGraphPass):
+    """Inductor's `post_grad_custom_post_pass`: the last place where the order of FX nodes counts."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Add the ordering edges. O(nodes)."""
+        follows: dict[fx.Node, OrderedSet[fx.Node]] = {}
+        readers = _Readers(graph)
+        latest: list[fx.Node] = []  # what comes behind these comes behind all before them
+        for node in graph.nodes:
+            if node.target in RUNTIME_OPS or is_heavy(node):
+                if before := [*latest, *readers.written_before(node)]:
+                    follows[node] = OrderedSet(before)
+                if node.target is not WAIT:  # a wait is held by its reader
+                    latest = [_trace_of(node)]
+            elif readers.is_written(node):
+                # Inductor writes no result over a value that an op is still to follow: so none follows what was read.
+                read = readers.sources_of(node)
+                latest = [*(each for each in latest if each not in read), node]
+        preserve_node_ordering(graph, follows)
+        graph.lint()
+
+    def uuid(self) -> Any | None:
+        """Return None: graphs that were pinned are not cached."""
+        return None
+
+
+class _Readers:
+    """Who must have read a storage before it is released.
+
+    Inductor writes a pointwise value down as late as it can. What reads the source of a release, and comes before it in
+    the graph, has to be written down first; else its kernel would run behind the release.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._registers = registers_among(step_nodes(graph))
+        self._order = {node: index for index, node in enumerate(graph.nodes)}
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Say whether Inductor generates a kernel, or a part of one, that writes this value to memory."""
+        return (is_loop_body(node) or is_reduction(node)) and not is_view(node) and node not in self._registers
+
+    def sources_of(self, node: fx.Node) -> set[fx.Node]:
+        """Return the values in memory that a node reads, by the nodes that wrote them."""
+        return {
+            _base(source)
+            for argument in node.all_input_nodes
+            for source in self._registers.get(argument, frozenset((argument,)))
+        }
+
+    def written_before(self, op: fx.Node) -> list[fx.Node]:
+        """Return the values that have to be in memory before a runtime op runs.
+
+        What leaves: so that the copy is made of it, and not of a second one that is computed for the copy alone.
+        """
+        if op.target is OFFLOAD:
+            assert isinstance(op.args[0], fx.Node)
+            return [op.args[0]]
+        return self._of(op) if op.target is RELEASE else []
+
+    def _of(self, release: fx.Node) -> list[fx.Node]:
+        """Return the materialised values, made before `release`, that are computed from what it releases."""
+        source = release.args[1]
+        assert isinstance(source, fx.Node)
+        found: list[fx.Node] = []
+        waiting, seen = [_base(source)], set()
+        while waiting:
+            for user in waiting.pop().users:
+                if user in seen or self._order[user] > self._order[release] or user.target in RUNTIME_OPS:
+                    continue
+                seen.add(user)
+                if is_view(user) or user in self._registers:
+                    waiting.append(user)
+                else:
+                    found.append(user)
+        return sorted(found, key=lambda node: self._order[node])
+
+
+def _trace_of(node: fx.Node) -> fx.Node:
+    """Return the value by which Inductor knows that a node has run.
+
+    A release counts as writing its source; nobody reads the token that it returns, and dependencies on what nobody
+    reads are dropped (torch: `_inductor/scheduler.py: prune_weak_deps`).
+    """
+    if node.target is not RELEASE:
+        return node
+    assert isinstance(node.args[1], fx.Node)
+    return node.args[1]
+
+
+def _base(node: fx.Node) -> fx.Node:
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Say whether a node becomes an extern kernel of its own: matmul class or convolution, one tensor out."""
+    return (
+        node.op == "call_function"
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and isinstance(node.target, torch._ops.OpOverload)
+        and count_flops(node) > 0
+    )

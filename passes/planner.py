@@ -1,0 +1,239 @@
+"""Problem in, Plan out: run a policy, size its buffers, replay it, and say what to expect, or what does not fit."""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+
+import numpy as np
+
+from tencache_fx.errors import BudgetError, OptionError
+from tencache_fx.passes.policy_10cache import choose_10cache
+from tencache_fx.passes.policy_teraio import choose_teraio
+from tencache_fx.plan import (
+    Forecast,
+    Plan,
+    Problem,
+    Spill,
+    Step,
+    Tier,
+    bare_spills,
+    fence_in,
+    held_at,
+    live_bytes,
+    pool_classes,
+    round_up,
+    staging_classes,
+    total_bytes,
+)
+from tencache_fx.simulate import simulate
+from tencache_fx.tables import format_bytes
+
+Policy = Callable[[Problem], tuple[Spill, ...]]
+
+_HEADROOMS = (0.0, 0.05, 0.12)
+
+_MIB = 1 << 20
+_ROUNDS = 6  # times a policy is asked, each time with less of what its plan overran
+
+
+def choose_none(problem: Problem) -> tuple[Spill, ...]:
+    """Return no trips at all."""
+    return ()
+
+
+# By name, the ways a policy tries; the one that the simulator finds fastest is taken.
+POLICIES: Mapping[str, tuple[Policy, ...]] = MappingProxyType(
+    {
+        "none": (choose_none,),
+        "10cache": (choose_10cache,),
+        "teraio": (choose_teraio,),
+        "joint": (*(partial(choose_teraio, headroom=headroom) for headroom in _HEADROOMS), choose_10cache),
+    }
+)
+
+
+def make_plan(problem: Problem, policy: str) -> Plan:
+    """Return `policy`'s plan for `problem`; without trips if the region fits as it is.
+
+    Raises `OptionError` for an unknown policy, and `BudgetError`, before anything has run, when the region's floor is
+    over the device budget, or the trips need more host memory or disk than there is.
+    """
+    if policy not in POLICIES:
+        near = difflib.get_close_matches(policy, POLICIES, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise OptionError(f"policy is {policy!r}, which is unknown.{hint} Choose one of {', '.join(POLICIES)}.")
+    limit = problem.budgets.device_bytes
+    if limit is None or live_bytes(problem).max(initial=problem.outside_bytes) <= limit:
+        return _build_plan(problem, policy, ())
+    if policy == "none":
+        _refuse_device(problem, (), note='policy="none" never spills')
+    if floor_bytes(problem) > limit:
+        _refuse_device(problem, bare_spills(problem), note="with everything spilled that may be")
+    plans = [_settle_tiers(problem, _ask(problem, policy, way)) for way in POLICIES[policy]]
+    plan = min(plans, key=lambda plan: (_over_tiers(problem, plan), plan.forecast.makespan_ns, plan.forecast.d2h_bytes))
+    _check_tiers(problem, plan)
+    return plan
+
+
+def _ask(problem: Problem, policy: str, way: Policy) -> Plan:
+    """Ask one way of a policy for its trips, and again with less of what they overran with buffers and fences counted.
+
+    What still overruns the device after some rounds goes with the bare trips, which fit where any plan does.
+    """
+    limit, host_bytes = problem.budgets.device_bytes, problem.budgets.host_bytes
+    assert limit is not None
+    asked = problem
+    for _ in range(_ROUNDS):
+        spills = bare_spills(asked) if floor_bytes(asked) > (asked.budgets.device_bytes or 0) else way(asked)
+        plan = _build_plan(
+            problem, policy, [s for s in (fence_in(problem, spill) for spill in spills) if s is not None]
+        )
+        over_device = max(0, plan.forecast.peak_bytes - limit)
+        over_host = max(0, plan.forecast.host_bytes - host_bytes) if problem.budgets.disk_bytes else 0
+        if not over_device and not over_host:
+            return plan
+        less = replace(
+            asked.budgets,
+            device_bytes=(asked.budgets.device_bytes or 0) - over_device,
+            host_bytes=max(0, asked.budgets.host_bytes - over_host),
+        )
+        asked = replace(asked, budgets=less)
+    return _build_plan(problem, policy, bare_spills(problem)) if over_device else plan
+
+
+def _settle_tiers(problem: Problem, plan: Plan) -> Plan:
+    """Return `plan` with its trips shared out between host memory and disk anew, if host memory is short.
+
+    One staging buffer for the largest trip is set aside first; then the shortest trips stay in host memory, as long as
+    their buffers fit, and the rest goes to disk. Slower than what a policy would choose, but it fits if anything does.
+    O(n^2 log n) in trips.
+    """
+    host_bytes = problem.budgets.host_bytes
+    if not plan.spills or plan.forecast.host_bytes <= host_bytes or problem.budgets.disk_bytes == 0:
+        return plan
+    room_bytes = host_bytes - round_up(max(spill.nbytes for spill in plan.spills), 4096)
+    settled: list[Spill] = []
+    for spill in sorted(plan.spills, key=lambda s: (s.back - s.offload, s.nbytes, s.name)):
+        stays = replace(spill, tier=Tier.HOST)
+        fits = total_bytes(pool_classes([*settled, stays], Tier.HOST)) <= room_bytes
+        settled.append(stays if fits else replace(spill, tier=Tier.NVME))
+    return _build_plan(problem, plan.policy, settled)
+
+
+def floor_bytes(problem: Problem) -> int:
+    """Return the least device memory that a plan of ours can run in, held-outside bytes included.
+
+    It is the peak with every candidate on its longest trip without slack. A storage with several inactive intervals is
+    away during one of them only, so the step-by-step bound, which lets it be away during all, can be lower: this one
+    can be reached.
+    """
+    return int(live_bytes(problem, bare_spills(problem)).max(initial=problem.outside_bytes))
+
+
+def _build_plan(problem: Problem, policy: str, spills: Sequence[Spill]) -> Plan:
+    ordered = tuple(sorted(spills, key=lambda s: (s.offload, s.gone, s.back, s.name)))
+    pool = pool_classes(ordered, Tier.HOST)
+    staging = staging_classes(ordered, problem.budgets.host_bytes - total_bytes(pool))
+    replay = simulate(problem, ordered, staging)
+    live = live_bytes(problem, ordered)
+    forecast = Forecast(
+        peak_bytes=int(live.max(initial=problem.outside_bytes)),
+        peak_step=Step(int(live.argmax()) if live.size else 0),
+        floor_bytes=floor_bytes(problem),
+        host_bytes=total_bytes(pool) + total_bytes(staging),
+        disk_bytes=total_bytes(pool_classes(ordered, Tier.NVME)),
+        ideal_ns=replay.ideal_ns - problem.recompute_ns,
+        recompute_ns=problem.recompute_ns,
+        makespan_ns=replay.makespan_ns,
+        lower_bound_ns=lower_bound_ns(problem),
+        stall_out_ns=replay.stall_out_ns,
+        stall_in_ns=replay.stall_in_ns,
+        d2h_bytes=replay.d2h_bytes,
+        h2d_bytes=replay.h2d_bytes,
+        disk_write_bytes=replay.disk_write_bytes,
+        disk_read_bytes=replay.disk_read_bytes,
+    )
+    return Plan(policy=policy, spills=ordered, pool=pool, staging=staging, forecast=forecast)
+
+
+def lower_bound_ns(problem: Problem) -> int:
+    """Return a time that no plan of trips within the budget can beat.
+
+    The bytes that are over the budget at step k were copied out before it and come back after it: k starts no sooner
+    than the link can carry them out, and the region ends no sooner after k than the link can carry them in.
+    """
+    durations = np.array([op.duration_ns for op in problem.ops], dtype=np.float64)
+    ideal = float(durations.sum())
+    limit, links = problem.budgets.device_bytes, problem.links
+    if limit is None or not durations.size or min(links.d2h_bytes_per_s, links.h2d_bytes_per_s) == 0:
+        return int(ideal)
+    over = np.maximum(0, live_bytes(problem) - limit)
+    before = np.cumsum(durations) - durations
+    after = ideal - before - durations
+    out_ns, in_ns = over / links.d2h_bytes_per_s * 1e9, over / links.h2d_bytes_per_s * 1e9
+    return int((np.maximum(before, out_ns) + durations + np.maximum(after, in_ns)).max())
+
+
+def _refuse_device(problem: Problem, spills: Sequence[Spill], note: str) -> None:
+    """Raise the `BudgetError` that says which step needs how much, what it holds, and what would do."""
+    limit = problem.budgets.device_bytes
+    assert limit is not None
+    live = live_bytes(problem, spills)
+    step = Step(int(live.argmax()))
+    op, needed = problem.ops[step], int(live[step])
+    needs, budget = _told_apart(needed, limit)
+    held = held_at(problem, spills, step)
+    parts = [f"{s.name} {format_bytes(s.nbytes)} ({s.kind})" for s in held[:5]]
+    if len(held) > 5:
+        parts.append(f"{len(held) - 5} more {format_bytes(sum(s.nbytes for s in held[5:]))}")
+    if op.scratch_bytes:
+        parts.append(f"the op's own scratch {format_bytes(op.scratch_bytes)}")
+    if problem.outside_bytes:
+        parts.append(f"outside this region {format_bytes(problem.outside_bytes)}")
+    floor = floor_bytes(problem)
+    other = "choose another policy, " if floor <= limit else ""
+    raise BudgetError(
+        f"step {step} ({op.name}) needs {needs} on the device, {note}; the budget is {budget}.\n"
+        f"  Held there: {', '.join(parts)}.\n"
+        f"  The floor of this region is {format_bytes(floor)}.\n"
+        f"  Set device_budget to {_at_least(needed)} or more, {other}or shrink the batch."
+    )
+
+
+def _over_tiers(problem: Problem, plan: Plan) -> int:
+    """Return by how many bytes the buffers and extents of `plan` miss their budgets."""
+    budgets, forecast = problem.budgets, plan.forecast
+    return max(0, forecast.host_bytes - budgets.host_bytes) + max(0, forecast.disk_bytes - budgets.disk_bytes)
+
+
+def _check_tiers(problem: Problem, plan: Plan) -> None:
+    """Raise `BudgetError` if the buffers or extents of `plan` do not fit."""
+    budgets, forecast = problem.budgets, plan.forecast
+    if forecast.host_bytes > budgets.host_bytes:
+        needs, budget = _told_apart(forecast.host_bytes, budgets.host_bytes)
+        hint = "" if budgets.disk_bytes else "set spill_dir, "
+        raise BudgetError(
+            f"the trips that fit the region into its device budget need {needs} of pinned host memory; host_budget is "
+            f"{budget}, and the disk may hold {format_bytes(budgets.disk_bytes)}.\n"
+            f"  Set host_budget to {_at_least(forecast.host_bytes)} or more, {hint}"
+            "raise device_budget, or shrink the batch."
+        )
+    if forecast.disk_bytes > budgets.disk_bytes:
+        needs, budget = _told_apart(forecast.disk_bytes, budgets.disk_bytes)
+        raise BudgetError(
+            f"the trips to NVMe need {needs} of disk; the budget is {budget}.\n"
+            f"  Set spill_budget to {_at_least(forecast.disk_bytes)} or more, raise host_budget, or shrink the batch."
+        )
+
+
+def _told_apart(one: int, other: int) -> tuple[str, str]:
+    """Return both sizes as text; as exact bytes where the rounded ones would look the same."""
+    texts = format_bytes(one), format_bytes(other)
+    return texts if texts[0] != texts[1] else (f"{one:,} bytes", f"{other:,} bytes")
+
+
+def _at_least(nbytes: int) -> str:
+    """Return `nbytes` as an option's value, rounded up so that it is enough."""
+    return f"{-(-nbytes // _MIB)}MiB"

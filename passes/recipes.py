@@ -1,0 +1,83 @@
+"""Recipes: what the backward would have to run again to do without a saved value.
+
+From the saved value its producers are followed back to what is there anyway: parameters, inputs, and other saved
+values. An op with several results is not there because one of them is. Randomness, writes, communication and ops of
+unknown origin are never repeated, nor what somebody has decided about: the user's own activation checkpointing, or
+torch itself, which has saved what is computed from an input that the forward writes to (torch:
+`torch/utils/checkpoint.py: CheckpointPolicy`).
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from tencache_fx.capture import Capture, output_args
+from tencache_fx.passes.lifetimes import StorageNodes
+from tencache_fx.plan import Kind, Recipe, Step
+
+
+def find_recipes(capture: Capture, storages: Sequence[StorageNodes]) -> tuple[Recipe, ...]:
+    """Return a recipe for every saved activation that the backward reads and could make again.
+
+    O(saved values x nodes of their recipe).
+    """
+    if capture.backward is None:
+        return ()
+    returned = output_args(capture.forward)
+    step_of = {node: Step(step) for step, node in enumerate(capture.nodes[: capture.boundary])}
+    stops: dict[fx.Node, int] = {}  # what need not be made again, with the storage it belongs to
+    for index, item in enumerate(storages):
+        if item.saved or item.storage.kind in (Kind.PARAMETER, Kind.INPUT):
+            stops |= {member: index for member in item.members if isinstance(member.meta["val"], torch.Tensor)}
+    recipes = []
+    for index, item in enumerate(storages):
+        if not _is_asked_for(item, capture):
+            continue
+        ends = [value for position in item.saved if isinstance(value := returned[position], fx.Node)]
+        steps = _walk_back(ends, index, stops, step_of)
+        if steps and item.storage.birth in steps:
+            recipes.append(Recipe(name=item.storage.name, steps=tuple(sorted(steps))))
+    return tuple(recipes)
+
+
+def recomputed_nodes(capture: Capture, recipes: Sequence[Recipe], names: Sequence[str]) -> frozenset[str]:
+    """Return the names of the forward's nodes that have to run again for the storages `names`."""
+    chosen = set(names)
+    return frozenset(capture.nodes[step].name for recipe in recipes if recipe.name in chosen for step in recipe.steps)
+
+
+def _is_asked_for(item: StorageNodes, capture: Capture) -> bool:
+    storage = item.storage
+    read_late = any(use >= capture.boundary for use in storage.uses)
+    return bool(item.saved) and read_late and storage.kind is Kind.ACTIVATION and storage.spillable
+
+
+def _walk_back(
+    ends: Sequence[fx.Node], own: int, stops: Mapping[fx.Node, int], step_of: Mapping[fx.Node, Step]
+) -> set[Step]:
+    """Return the steps of all that `ends` are computed from; nothing if one of them must not run twice."""
+    steps: set[Step] = set()
+    pending, seen = list(ends), set(ends)
+    while pending:
+        node = pending.pop()
+        if stops.get(node, own) != own or node.op != "call_function":
+            continue
+        if not _is_repeatable(node):
+            return set()
+        steps.add(step_of[node])
+        fresh = [argument for argument in node.all_input_nodes if argument not in seen]
+        seen.update(fresh)
+        pending += fresh
+    return steps
+
+
+def _is_repeatable(node: fx.Node) -> bool:
+    """Say whether running a node twice gives the same value twice and does nothing else."""
+    if node.meta.get("recompute") is not None:
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return callable(node.target) and getattr(node.target, "__module__", "") == "_operator"
+    if node.target.namespace not in ("aten", "prims") or node.target._schema.is_mutable:
+        return False
+    return torch.Tag.nondeterministic_seeded not in node.target.tags

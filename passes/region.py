@@ -1,0 +1,46 @@
+"""A whole region planned as the backend would: what to recompute first, then the trips. On values only."""
+
+from dataclasses import replace
+
+from tencache_fx.errors import BudgetError
+from tencache_fx.passes.planner import floor_bytes, make_plan
+from tencache_fx.passes.policy_joint import choose_recomputed
+from tencache_fx.plan import Plan, Problem, live_bytes
+from tencache_fx.recompute import recompute
+
+
+def plan_region(captured: Problem, policy: str) -> tuple[Problem, Plan]:
+    """Return the faster of two: `policy`'s plan for `captured`, and, under `joint`, for it with more recomputed.
+
+    The problem returned is the one the plan is for. Recomputing is modelled by `recompute`; the backend splits the
+    graph anew, and what torch makes of that may differ by some operations. Raises `OptionError` for an unknown policy,
+    and `BudgetError` if neither fits.
+    """
+    names = choose_recomputed(captured) if policy == "joint" else ()
+    drafts = [(captured, ()), (recompute(captured, names), names)] if names else [(captured, ())]
+    planned: list[tuple[Problem, Plan]] = []
+    refusals: list[tuple[int, BudgetError]] = []
+    for problem, again in drafts:
+        try:
+            planned.append((problem, replace(make_plan(problem, policy), recomputed=again)))
+        except BudgetError as refusal:
+            refusals.append((floor_bytes(problem), refusal))
+    if not planned:
+        raise min(refusals, key=lambda pair: pair[0])[1]
+    return min(planned, key=lambda pair: pair[1].forecast.makespan_ns)
+
+
+def policy_floor_bytes(captured: Problem, policy: str) -> int:
+    """Return a device budget that `policy` can plan `captured` in, host memory and disk aside.
+
+    The least there is for policies that do not recompute. For `joint` the lower of two: with nothing and with
+    everything recomputed that may be; in between there may be less.
+    """
+    if policy == "none":
+        return int(live_bytes(captured).max(initial=captured.outside_bytes))
+    floor = floor_bytes(captured)
+    if policy != "joint":
+        return floor
+    large = {storage.name for storage in captured.storages if storage.nbytes >= captured.min_spill_bytes}
+    everything = [recipe.name for recipe in captured.recipes if recipe.name in large]
+    return min(floor, floor_bytes(recompute(captured, everything)))

@@ -1,0 +1,195 @@
+"""Check the code that Inductor generated: the runtime ops must run between the kernels that the plan put them between.
+
+Only the generated source is read (with `ast`), never what our passes hoped for. Three things can go wrong behind our
+back: an op moves across a heavy kernel, so that memory is held longer than planned; a storage is recycled while its
+copy out is still running, which would corrupt it; and a kernel reads a storage that was released, so that it stays.
+Between two heavy kernels, Inductor fuses and orders the small ones as it likes, and the ops with them.
+"""
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from tencache_fx.errors import InvariantError
+from tencache_fx.ops import OFFLOAD, RUNTIME_OPS
+from tencache_fx.passes.products import runs_heavy
+
+_OURS = "torch.ops.tencache."
+_HEAVY = ("extern_kernels.", "triton_tem_", "cpp_CppMicroGemm", "cpp_CppBmm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCalls:
+    """The runtime ops of one graph before the compiler has touched it.
+
+    `segments` gives, for each (role, storage), how many heavy kernels run before it, of `heavy` in all; `handles` names
+    the storages of the handles that the graph takes as inputs.
+    """
+
+    segments: Mapping[tuple[str, str], int]
+    handles: Mapping[str, str]
+    heavy: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A runtime op as the code calls it, behind `heavy_before` heavy kernels."""
+
+    role: str
+    label: str
+    heavy_before: int
+
+
+def planned_calls(graph: fx.Graph) -> PlannedCalls:
+    """Read the runtime ops of `graph`, in order."""
+    labels: dict[str, str] = {}
+    handles: dict[str, str] = {}
+    segments: dict[tuple[str, str], int] = {}
+    heavy = 0
+    for node in graph.nodes:
+        if node.target in RUNTIME_OPS:
+            if node.target is OFFLOAD:
+                labels[node.name] = str(node.args[3])
+            else:
+                source = node.args[0]
+                assert isinstance(source, fx.Node)
+                if source.op == "placeholder":
+                    labels[source.name] = handles[source.name] = source.name
+                labels[node.name] = labels[source.name]
+            segments[str(node.target).split(".")[1], labels[node.name]] = heavy
+        heavy += runs_heavy(node)
+    return PlannedCalls(segments=segments, handles=handles, heavy=heavy)
+
+
+def verify_code(planned: PlannedCalls, source: str | None) -> None:
+    """Raise `InvariantError` if `source` moves a runtime op across heavy kernels, loses one, frees early or reads late.
+
+    `source` None means that the graph itself runs, in its own order. Inductor can make loops of small products, or one
+    kernel of two: where it made another number of heavy kernels than planned, ops are compared with one another only.
+    O(lines).
+    """
+    if source is None:
+        return
+    tree = ast.parse(source)
+    calls = list(_follow(tree, planned.handles))
+    if sorted(planned.segments) != sorted((call.role, call.label) for call in calls):
+        raise InvariantError(
+            f"code: the graph has the runtime ops {sorted(planned.segments)}, "
+            f"the code {sorted((call.role, call.label) for call in calls)}."
+        )
+    _check_order(planned, calls)
+    if sum(map(_count_heavy, _statements(tree))) == planned.heavy:
+        _check_segments(planned, calls)
+
+
+def _check_order(planned: PlannedCalls, calls: Sequence[_Call]) -> None:
+    reached = 0
+    for call in calls:
+        segment = planned.segments[call.role, call.label]
+        if segment < reached and call.role != "wait":  # a wait may slip to its reader: its bytes are there already
+            raise InvariantError(
+                f"code: {call.role} of {call.label} runs behind heavy kernel {reached}, "
+                f"planned before kernel {segment + 1}."
+            )
+        reached = max(reached, segment)
+
+
+def _check_segments(planned: PlannedCalls, calls: Sequence[_Call]) -> None:
+    for call in calls:
+        segment = planned.segments[call.role, call.label]
+        if call.heavy_before < segment or (call.heavy_before > segment and call.role != "wait"):
+            raise InvariantError(
+                f"code: {call.role} of {call.label} runs behind {call.heavy_before} heavy kernels, planned behind "
+                f"{segment}."
+            )
+
+
+def _follow(tree: ast.Module, handles: Mapping[str, str]) -> Iterator[_Call]:
+    """Yield each runtime op as it is called, following handles and buffers from variable to variable."""
+    label_of: dict[str, str] = dict(handles)
+    leaving: dict[str, str] = {}  # source variable -> storage
+    released: dict[str, str] = {}  # buffer -> storage
+    buffer_of: dict[str, str] = {}  # what a variable is another name, or a view, of
+    heavy = 0
+    for statement in _statements(tree):
+        _check_reads(statement, released, buffer_of)
+        targets = [ast.unparse(t) for t in statement.targets] if isinstance(statement, ast.Assign) else []
+        for role, call in _runtime_calls(statement):
+            if role == "offload":
+                label = str(ast.literal_eval(call.args[3]))
+                leaving[_variable(call.args[0])] = label
+            else:
+                label = label_of[_variable(call.args[0])]
+                if role == "release":
+                    leaving = {name: other for name, other in leaving.items() if other != label}
+                    released[_buffer(call.args[1], buffer_of)] = label
+            label_of |= dict.fromkeys(targets, label)
+            yield _Call(role=role, label=label, heavy_before=heavy)
+        heavy += _count_heavy(statement)
+        if isinstance(statement, ast.Assign) and _names_buffer(statement.value):
+            buffer_of |= dict.fromkeys(targets, _buffer(statement.value, buffer_of))
+            if (source := _variable(statement.value)) in label_of:
+                label_of |= dict.fromkeys(targets, label_of[source])
+        if isinstance(statement, ast.Delete):
+            for name in map(ast.unparse, statement.targets):
+                if name in leaving:
+                    raise InvariantError(f"code: {name} is freed while {leaving[name]} is being copied out.")
+
+
+def _check_reads(statement: ast.stmt, released: Mapping[str, str], buffer_of: Mapping[str, str]) -> None:
+    """Nothing but `del` may name a buffer behind its release, nor a view of it."""
+    if isinstance(statement, ast.Delete):
+        return
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and (label := released.get(buffer_of.get(node.id, node.id))) is not None:
+            raise InvariantError(f"code: {node.id} is read after the release of {label}: {ast.unparse(statement):.80}")
+
+
+def _count_heavy(statement: ast.stmt) -> int:
+    """Count the calls of matmul-class kernels: libraries' own, and those that Inductor makes from its templates."""
+    names = [ast.unparse(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    return sum(name.startswith(_HEAVY) for name in names)
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Yield the straight-line statements of the generated `call` function, `with` blocks looked into."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == "call":
+            yield from _flat(node.body)
+
+
+def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        if isinstance(statement, ast.With):
+            yield from _flat(statement.body)
+        else:
+            yield statement
+
+
+def _runtime_calls(statement: ast.stmt) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Call):
+            target = ast.unparse(node.func)
+            if target.startswith(_OURS):
+                yield target.removeprefix(_OURS).split(".")[0], node
+
+
+def _variable(argument: ast.expr) -> str:
+    """Return the buffer behind an argument: itself, or what `reinterpret_tensor(buffer, ...)` views."""
+    while isinstance(argument, ast.Call):
+        argument = argument.args[0]
+    return ast.unparse(argument)
+
+
+def _names_buffer(value: ast.expr) -> bool:
+    """Say whether a value is a variable, or a view of one."""
+    viewed = isinstance(value, ast.Call) and ast.unparse(value.func) == "reinterpret_tensor"
+    return isinstance(value, ast.Name) or viewed
+
+
+def _buffer(argument: ast.expr, buffer_of: Mapping[str, str]) -> str:
+    """Return the buffer behind an argument, under the name that it was allocated under."""
+    name = _variable(argument)
+    return buffer_of.get(name, name)

@@ -1,0 +1,346 @@
+"""The independent checker of rewritten graphs: re-derive who lives where from the nodes alone, and compare.
+
+Shares no code with the passes it checks: aliasing is followed here from node to node, and a `wait` begins a new
+storage. Every rule raises `InvariantError` under its own name, so that a test can break each one.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+from torch import fx
+
+from tencache_fx.capture import Capture
+from tencache_fx.errors import InvariantError
+from tencache_fx.ops import OFFLOAD, PREFETCH, RELEASE, RUNTIME_OPS, WAIT
+from tencache_fx.plan import Plan, Problem, Tier
+
+
+@dataclass(kw_only=True)
+class _Ops:
+    """The runtime ops of one trip, as found in the graphs."""
+
+    offload: list[fx.Node] = field(default_factory=list)
+    release: list[fx.Node] = field(default_factory=list)
+    prefetch: list[fx.Node] = field(default_factory=list)
+    wait: list[fx.Node] = field(default_factory=list)
+
+
+def verify_graphs(
+    problem: Problem,
+    plan: Plan,
+    capture: Capture,
+    registers: frozenset[fx.Node] = frozenset(),
+    in_place: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
+) -> None:
+    """Raise `InvariantError` unless the graphs carry out `plan`, whole and in order, within its memory.
+
+    `registers` are the nodes whose values the compiler keeps out of memory, `in_place` those it writes over another's.
+    O(nodes + arguments).
+    """
+    forward, backward, graphs = capture.forward, capture.backward, capture.graphs
+    for graph in graphs:
+        graph.lint()
+    _check_hand_over(forward, backward, capture.num_outputs)
+    trips = _find_trips(graphs)
+    if set(trips) != {spill.name for spill in plan.spills}:
+        raise InvariantError(f"trips: the plan has {sorted(s.name for s in plan.spills)}, the graphs {sorted(trips)}.")
+    for name, ops in trips.items():
+        _check_pairs(name, ops)
+        _check_release(name, ops)
+        _check_geometry(name, ops)
+    _check_places(problem, plan, trips, graphs)
+    _check_memory(problem, plan, capture, registers, in_place)
+    _check_buffers(plan, graphs)
+
+
+def _find_trips(graphs: tuple[fx.Graph, ...]) -> dict[str, _Ops]:
+    trips: dict[str, _Ops] = {}
+    label_of: dict[str, str] = {}
+    for graph in graphs:
+        for node in graph.nodes:
+            if node.target is OFFLOAD:
+                label_of[node.name] = str(node.args[3])
+                trips.setdefault(label_of[node.name], _Ops()).offload.append(node)
+            elif node.target in RUNTIME_OPS:
+                source = node.args[0]
+                if not isinstance(source, fx.Node) or source.name not in label_of:
+                    raise InvariantError(
+                        f"pairs: {node.name} reads {source}, which no offload or prefetch of ours made."
+                    )
+                label_of[node.name] = label_of[source.name]
+                role = {RELEASE: "release", PREFETCH: "prefetch", WAIT: "wait"}[node.target]
+                getattr(trips[label_of[node.name]], role).append(node)
+    return trips
+
+
+def _check_pairs(name: str, ops: _Ops) -> None:
+    for role in ("offload", "release", "prefetch", "wait"):
+        found = getattr(ops, role)
+        if len(found) != 1:
+            raise InvariantError(f"pairs: {name} has {len(found)} {role} nodes, must have 1.")
+    if ops.prefetch[0].graph is not ops.wait[0].graph or ops.offload[0].graph is not ops.release[0].graph:
+        raise InvariantError(f"pairs: {name} leaves or comes back across two graphs.")
+
+
+def _check_release(name: str, ops: _Ops) -> None:
+    """No reader of the source may follow its release, and the graph may not return it."""
+    release, source = ops.release[0], ops.offload[0].args[0]
+    if release.args[1] is not source:
+        raise InvariantError(f"released-last: {name} offloads {source} but releases {release.args[1]}.")
+    seen_release = False
+    owner = _owners(release.graph, {}, frozenset())
+    assert isinstance(source, fx.Node)
+    mine = set(owner[source].values())
+    for node in release.graph.nodes:
+        if node is release:
+            seen_release = True
+        elif seen_release and any(mine & set(owner[a].values()) for a in node.all_input_nodes):
+            raise InvariantError(f"released-last: {node.name} reads {name} after its release.")
+
+
+def _check_geometry(name: str, ops: _Ops) -> None:
+    source, wait = ops.offload[0].args[0], ops.wait[0]
+    assert isinstance(source, fx.Node)
+    want, got = source.meta["val"], wait.meta["val"]
+    for what, left, right in (
+        ("size", want.shape, got.shape),
+        ("stride", want.stride(), got.stride()),
+        ("dtype", want.dtype, got.dtype),
+        ("device", want.device, got.device),
+    ):
+        if left != right:
+            raise InvariantError(f"geometry: {name} leaves with {what} {left} and comes back with {right}.")
+    if (wait.args[3], wait.args[4]) != (want.dtype, want.device):
+        raise InvariantError(f"geometry: {name} is asked back as {wait.args[3]} on {wait.args[4]}, not {want.dtype}.")
+    for argument, sizes in ((wait.args[1], want.shape), (wait.args[2], want.stride())):
+        assert isinstance(argument, (list, tuple))
+        literal = [item.meta["val"] if isinstance(item, fx.Node) else item for item in argument]
+        if literal != list(sizes):
+            raise InvariantError(f"geometry: {name} is asked back as {literal}, not {list(sizes)}.")
+
+
+def _check_hand_over(forward: fx.Graph, backward: fx.Graph | None, num_outputs: int) -> None:
+    """What the forward saves must be what the backward takes, by position, behind its symbols.
+
+    Names may differ where one side does not know the other's: the states of random generators are renamed, and a value
+    that came back inside the forward is saved under its new name. The two must then look alike.
+    """
+    if backward is None:
+        return
+    pairs = _handed(forward, backward, num_outputs)
+    saved_names, taken_names = {s.name for s, _ in pairs}, {p.name for p in backward.find_nodes(op="placeholder")}
+    for index, (value, other) in enumerate(pairs):
+        renamed = value.name not in taken_names and other is not None and other.name not in saved_names
+        if other is None or not (value.name == other.name or (renamed and _look_alike(value, other))):
+            raise InvariantError(f"hand-over: the forward saves {value} at {index}, where the backward takes {other}.")
+    paired = {other for _, other in pairs}
+    made_names = {node.name for node in forward.nodes}
+    late = [p for p in backward.find_nodes(op="placeholder") if _is_tensor(p) and p.name in made_names]
+    if unpaired := [p.name for p in late if p not in paired]:
+        raise InvariantError(f"hand-over: the backward takes {unpaired}, which the forward does not save there.")
+
+
+def _handed(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> list[tuple[fx.Node, fx.Node | None]]:
+    """Return the tensors that the forward saves, each with the placeholder at its position in the backward."""
+    (output,) = forward.find_nodes(op="output")
+    saved = [v for v in output.args[0][num_outputs:] if isinstance(v, fx.Node) and _is_tensor(v)]
+    taken = [p for p in backward.find_nodes(op="placeholder") if _is_tensor(p)]
+    return list(itertools.zip_longest(saved, taken[: len(saved)]))
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _look_alike(left: fx.Node, right: fx.Node) -> bool:
+    one, other = left.meta["val"], right.meta["val"]
+    return bool(one.dtype == other.dtype and one.shape == other.shape and one.device == other.device)
+
+
+def _check_places(problem: Problem, plan: Plan, trips: dict[str, _Ops], graphs: tuple[fx.Graph, ...]) -> None:
+    """Every op stands in the gap that the plan names."""
+    gap: dict[fx.Node, int] = {}
+    end = 0
+    for graph, names in zip(graphs, (problem.ops[: problem.boundary], problem.ops[problem.boundary :]), strict=False):
+        waiting = [op.name for op in names]
+        step, end = end, end + len(waiting)
+        for node in graph.nodes:
+            if waiting and node.name == waiting[0]:
+                waiting.pop(0)
+                step += 1
+            gap[node] = step
+        if waiting:
+            raise InvariantError(f"places: step {waiting[0]} is gone from the graph.")
+    for spill in plan.spills:
+        ops = trips[spill.name]
+        for role, planned in (
+            ("offload", spill.offload + 1),
+            ("release", spill.gone),
+            ("prefetch", spill.fetch),
+            ("wait", spill.back),
+        ):
+            found = gap[getattr(ops, role)[0]]
+            if found != planned:
+                raise InvariantError(f"places: {role} of {spill.name} stands before step {found}, planned {planned}.")
+
+
+def _check_memory(
+    problem: Problem,
+    plan: Plan,
+    capture: Capture,
+    registers: frozenset[fx.Node],
+    in_place: Mapping[fx.Node, fx.Node],
+) -> None:
+    """Replay both graphs node by node and compare the most bytes held with the plan's word for it."""
+    peak, where = _replay(capture, registers, in_place)
+    promised = plan.forecast.peak_bytes - problem.outside_bytes
+    if peak > promised:
+        raise InvariantError(f"peak: the graphs hold {peak} bytes at {where}, the plan promised {promised}.")
+
+
+def _replay(capture: Capture, registers: frozenset[fx.Node], in_place: Mapping[fx.Node, fx.Node]) -> tuple[int, str]:
+    """Run through the graphs as the allocator would; return the most bytes held and the node that held them."""
+    carried: dict[str, dict[int, _Key]] = {}
+    held: dict[_Key, int] = {}
+    everywhere: dict[fx.Node, dict[int, _Key]] = {}
+    forever: set[_Key] = set()
+    peak, where = 0, ""
+    for graph in capture.graphs:
+        owner = _owners(graph, carried, registers)
+        everywhere |= owner
+        (output,) = graph.find_nodes(op="output")
+        returned = [v for v in output.args[0] if isinstance(v, fx.Node)]
+        callers = returned
+        if graph is capture.forward:
+            callers = [v for v in output.args[0][: capture.num_outputs] if isinstance(v, fx.Node)]
+        callers = callers + [p for p in graph.find_nodes(op="placeholder") if p.name not in carried]
+        forever |= {key for value in callers for key in owner[value].values()}
+        kept = forever | {key for value in returned for key in owner[value].values()}
+        last = _last_readers(graph, owner)
+        for node in graph.nodes:
+            if node in in_place:
+                for key in everywhere[in_place[node]].values():
+                    held.pop(key, None)
+            for key, nbytes in _bytes_made(node, owner, capture.device).items():
+                held.setdefault(key, nbytes)
+            if sum(held.values()) > peak:
+                peak, where = sum(held.values()), node.name
+            for key in last.get(node, ()):
+                if key not in kept:
+                    held.pop(key, None)
+        if graph is capture.forward and capture.backward is not None:
+            pairs = _handed(graph, capture.backward, capture.num_outputs)
+            carried = {taken.name: _under_new_fake(owner[value], taken) for value, taken in pairs if taken is not None}
+    return peak, where
+
+
+_Key = tuple[int, int]  # one storage: the node that made it, and which of its tensors
+
+
+def _owners(
+    graph: fx.Graph, carried: dict[str, dict[int, _Key]], registers: frozenset[fx.Node]
+) -> dict[fx.Node, dict[int, _Key]]:
+    """Return, for every node, the storages its tensors live in: an argument's where the fakes alias, else new ones.
+
+    A `wait` always begins anew: it lives in the bytes that its prefetch took. A value in `registers` has no memory;
+    it stands for all that it is computed from. `carried` has the storages of values from another graph, by name.
+    """
+    owner: dict[fx.Node, dict[int, _Key]] = {}
+    entered: dict[int, _Key] = {}  # inputs may alias one another
+    for node in graph.nodes:
+        keys = [tensor.untyped_storage()._cdata for tensor in _strided(node)]
+        if node.op == "placeholder" and node.name in carried:
+            owner[node] = carried[node.name]
+        elif node.op == "placeholder":
+            owner[node] = {key: entered.setdefault(key, (id(node), i)) for i, key in enumerate(keys)}
+        elif node.target is WAIT:
+            owner[node] = {keys[0]: (id(node.args[0]), 0)}
+        else:
+            inherited = {key: name for argument in node.all_input_nodes for key, name in owner[argument].items()}
+            if node in registers:
+                owner[node] = inherited
+                continue
+            if _is_view_by_schema(node) and not set(keys) <= set(inherited):
+                raise InvariantError(f"aliasing: {node.name} is a view by its schema, but its fake stands alone.")
+            owner[node] = {key: inherited.get(key, (id(node), i)) for i, key in enumerate(keys)}
+    return owner
+
+
+def _under_new_fake(owned: dict[int, _Key], taken: fx.Node) -> dict[int, _Key]:
+    """Return the storage of a saved tensor under the fake that the backward's placeholder has for it."""
+    return dict(zip((tensor.untyped_storage()._cdata for tensor in _strided(taken)), owned.values(), strict=True))
+
+
+def _is_view_by_schema(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def _strided(node: fx.Node) -> Iterator[torch.Tensor]:
+    value = node.meta.get("val")
+    for item in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(item, torch.Tensor) and item.layout is torch.strided:
+            yield item
+
+
+def _last_readers(graph: fx.Graph, owner: dict[fx.Node, dict[int, _Key]]) -> dict[fx.Node, list[_Key]]:
+    last: dict[_Key, fx.Node] = {}
+    for node in graph.nodes:
+        for reads in (node, *node.all_input_nodes):
+            last.update(dict.fromkeys(owner[reads].values(), node))
+    readers: dict[fx.Node, list[_Key]] = {}
+    for key, node in last.items():
+        readers.setdefault(node, []).append(key)
+    return readers
+
+
+def _bytes_made(node: fx.Node, owner: dict[fx.Node, dict[int, _Key]], device: torch.device) -> dict[_Key, int]:
+    """Return the device bytes that appear with a node, by storage: those of a `wait` appear with its prefetch."""
+    if node.target is PREFETCH:
+        (wait,) = (user for user in node.users if user.target is WAIT)
+        (tensor,) = _strided(wait)
+        return {(id(node), 0): _storage_bytes(tensor)}
+    if node.target in RUNTIME_OPS:  # handles and tokens are bookkeeping of the host
+        return {}
+    made: dict[_Key, int] = {}
+    for tensor in _strided(node):
+        key = owner[node].get(tensor.untyped_storage()._cdata)
+        if key is not None and key[0] == id(node) and tensor.device == device:
+            made[key] = _storage_bytes(tensor)
+    return made
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    size = tensor.untyped_storage().nbytes()
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _check_buffers(plan: Plan, graphs: tuple[fx.Graph, ...]) -> None:
+    """Walk the ops as they run and count the host buffers lent, class by class."""
+    size = {spill.name: spill.nbytes for spill in plan.spills}
+    free = {c.nbytes: c.count for c in plan.pool}
+    holds: dict[str, int] = {}
+    for graph in graphs:
+        for node in graph.nodes:
+            if node.target is OFFLOAD and node.args[2] == Tier.HOST.value:
+                name = str(node.args[3])
+                fits = [nbytes for nbytes, count in sorted(free.items()) if nbytes >= size[name] and count > 0]
+                if not fits:
+                    raise InvariantError(f"buffers: no buffer of {size[name]} bytes is free when {name} leaves.")
+                free[fits[0]] -= 1
+                holds[node.name] = holds[name] = fits[0]
+            elif node.target is WAIT:
+                label = _label_of(node)
+                if label in holds:
+                    free[holds.pop(label)] += 1
+
+
+def _label_of(wait: fx.Node) -> str:
+    prefetch = wait.args[0]
+    assert isinstance(prefetch, fx.Node)
+    handle = prefetch.args[0]
+    assert isinstance(handle, fx.Node)
+    return str(handle.args[3]) if handle.target is OFFLOAD else handle.name

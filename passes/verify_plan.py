@@ -1,0 +1,161 @@
+"""The plan's independent checker: every rule of a valid plan, re-derived step by step in the plainest way.
+
+It shares no code with the policies, the planner or the arithmetic in `plan.py`. It may be slow; it may not be clever.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from tencache_fx.errors import InvariantError
+from tencache_fx.plan import Plan, PoolClass, Problem, Spill, Storage, Tier
+
+
+def verify_plan(problem: Problem, plan: Plan) -> None:
+    """Return quietly if `plan` keeps every rule.
+
+    Raises `InvariantError` that names the broken rule, the trip and the numbers. O(spills x steps).
+    """
+    storages = {storage.name: storage for storage in problem.storages}
+    seen: set[str] = set()
+    for spill in plan.spills:
+        if spill.name not in storages:
+            _fail("known-storage", spill, "the region has no storage of that name")
+        if spill.name in seen:
+            _fail("one-trip", spill, "it travels twice")
+        seen.add(spill.name)
+        _check_storage(problem, storages[spill.name], spill)
+        _check_trip(problem, storages[spill.name], spill)
+    _check_device(problem, plan)
+    _check_host(problem, plan)
+    _check_disk(problem, plan)
+    _check_traffic(plan)
+
+
+def _fail(rule: str, spill: Spill | None, what: str) -> NoReturn:
+    where = "" if spill is None else f" ({spill.name}, {spill.nbytes} bytes to {spill.tier})"
+    raise InvariantError(f"the plan breaks the rule {rule}{where}: {what}.")
+
+
+def _check_storage(problem: Problem, storage: Storage, spill: Spill) -> None:
+    if spill.nbytes != storage.nbytes:
+        _fail("same-bytes", spill, f"the storage has {storage.nbytes} bytes")
+    if not storage.spillable:
+        _fail("spillable", spill, "the storage may not leave the device")
+    if spill.nbytes < problem.min_spill_bytes:
+        _fail("worth-an-op", spill, f"trips start at {problem.min_spill_bytes} bytes")
+    if spill.tier not in (Tier.HOST, Tier.NVME):
+        _fail("tier", spill, "a trip goes to host or nvme")
+
+
+def _check_fences(problem: Problem, spill: Spill) -> None:
+    """Bytes are sure to be gone at a fence or the boundary, and are to be counted from behind one of these."""
+    if not problem.fences:
+        return
+    fences = set(problem.fences)
+    if spill.gone not in fences | {problem.boundary, len(problem.ops)}:
+        _fail("fences", spill, f"gone {spill.gone} is no fence")
+    if spill.fetch not in {fence + 1 for fence in fences} | {0, problem.boundary}:
+        _fail("fences", spill, f"fetch {spill.fetch} does not follow a fence")
+
+
+def _check_trip(problem: Problem, storage: Storage, spill: Spill) -> None:
+    offload, gone, fetch, back = spill.offload, spill.gone, spill.fetch, spill.back
+    if offload < storage.birth:
+        _fail("offload-after-birth", spill, f"offload {offload} is before its birth at {storage.birth}")
+    if offload < storage.ready:
+        _fail("offload-when-ready", spill, f"offload {offload} is before step {storage.ready}, when it is complete")
+    if offload >= gone:
+        _fail("offload-before-gone", spill, f"offload {offload}, gone {gone}")
+    if gone > fetch:
+        _fail("gone-before-fetch", spill, f"gone {gone}, fetch {fetch}")
+    if fetch > back:
+        _fail("fetch-before-back", spill, f"fetch {fetch}, back {back}")
+    if back not in storage.uses:
+        _fail("back-is-a-use", spill, f"back {back} is none of its uses {storage.uses}")
+    earlier = [use for use in storage.uses if use < back]
+    if not earlier:
+        _fail("used-before", spill, f"back {back} is its first use")
+    last = max(earlier)
+    if gone <= last:
+        _fail("gone-after-last-use", spill, f"gone {gone}, but it is used at {last}")
+    if last < problem.boundary <= back and not gone <= problem.boundary <= fetch:
+        _fail("boundary", spill, f"gone {gone}, fetch {fetch}, but the backward graph starts at {problem.boundary}")
+    _check_fences(problem, spill)
+    if last >= problem.boundary > offload:
+        _fail("boundary", spill, f"offload {offload} is in the forward graph, but it is used there until {last}")
+
+
+def _check_device(problem: Problem, plan: Plan) -> None:
+    trips = {spill.name: spill for spill in plan.spills}
+    most, at = problem.outside_bytes, 0
+    for step, op in enumerate(problem.ops):
+        held = problem.outside_bytes + op.scratch_bytes
+        for storage in problem.storages:
+            trip = trips.get(storage.name)
+            away = trip is not None and trip.gone <= step < trip.fetch
+            if storage.birth <= step < storage.death and not away:
+                held += storage.nbytes
+        limit = problem.budgets.device_bytes
+        if limit is not None and held > limit:
+            _fail("device-budget", None, f"step {step} ({op.name}) holds {held} bytes, the budget is {limit}")
+        if held > most:
+            most, at = held, step
+    if plan.forecast.peak_bytes != most:
+        _fail("forecast-peak", None, f"{plan.forecast.peak_bytes} bytes foretold, {most} found at step {at}")
+
+
+def _check_host(problem: Problem, plan: Plan) -> None:
+    _check_lent("pool", plan.pool, [spill for spill in plan.spills if spill.tier is Tier.HOST])
+    for spill in plan.spills:
+        if spill.tier is Tier.NVME and not any(c.nbytes >= spill.nbytes and c.count > 0 for c in plan.staging):
+            _fail("staging", spill, f"no staging buffer holds it: {plan.staging}")
+    held = sum(c.nbytes * c.count for c in (*plan.pool, *plan.staging))
+    if held > problem.budgets.host_bytes:
+        _fail("host-budget", None, f"pool and staging hold {held} bytes, the budget is {problem.budgets.host_bytes}")
+    if plan.forecast.host_bytes != held:
+        _fail("forecast-host", None, f"{plan.forecast.host_bytes} bytes foretold, {held} found")
+
+
+def _check_lent(rule: str, classes: Sequence[PoolClass], spills: Sequence[Spill]) -> None:
+    """Check that at no gap more buffers of a class are lent than there are; a trip takes the smallest that holds it."""
+    by_class: dict[PoolClass, list[Spill]] = {pool: [] for pool in classes}
+    for spill in spills:
+        holding = [pool for pool in classes if pool.nbytes >= spill.nbytes]
+        if not holding:
+            _fail(rule, spill, "no buffer holds it")
+        by_class[min(holding, key=lambda pool: pool.nbytes)].append(spill)
+    for pool, lent in by_class.items():
+        for gap in _gaps(lent):
+            now = sum(spill.offload <= gap < spill.back for spill in lent)
+            if now > pool.count:
+                _fail(rule, None, f"{now} buffers of {pool.nbytes} bytes are lent after step {gap}, of {pool.count}")
+
+
+def _gaps(spills: Iterable[Spill]) -> list[int]:
+    """Return where most can be lent at once: only an offload makes the number grow."""
+    return sorted({spill.offload for spill in spills})
+
+
+def _check_disk(problem: Problem, plan: Plan) -> None:
+    trips = [spill for spill in plan.spills if spill.tier is Tier.NVME]
+    for gap in _gaps(trips):
+        held = sum(spill.nbytes for spill in trips if spill.offload <= gap < spill.back)
+        if held > plan.forecast.disk_bytes:
+            _fail("forecast-disk", None, f"{plan.forecast.disk_bytes} bytes foretold, {held} found after step {gap}")
+    if plan.forecast.disk_bytes > problem.budgets.disk_bytes:
+        used, limit = plan.forecast.disk_bytes, problem.budgets.disk_bytes
+        _fail("disk-budget", None, f"the extents hold {used} bytes, the budget is {limit}")
+
+
+def _check_traffic(plan: Plan) -> None:
+    f = plan.forecast
+    moved = sum(spill.nbytes for spill in plan.spills)
+    on_disk = sum(spill.nbytes for spill in plan.spills if spill.tier is Tier.NVME)
+    for link, foretold, found in (
+        ("d2h", f.d2h_bytes, moved),
+        ("h2d", f.h2d_bytes, moved),
+        ("disk write", f.disk_write_bytes, on_disk),
+        ("disk read", f.disk_read_bytes, on_disk),
+    ):
+        if foretold != found:
+            _fail("forecast-traffic", None, f"{foretold} bytes foretold over {link}, {found} found")

@@ -1,0 +1,59 @@
+"""Make fakes tell the truth about aliasing: a view's fake must share the fake storage of what it views.
+
+AOTAutograd merges equal nodes (torch: `_functorch/compile_utils.py: fx_graph_cse`): the readers of the one that goes
+are given the other, but views among them keep a fake that aliases the lost one's storage. Lives that are measured by
+fake storage would then end too early. Here such views get fakes anew, in order, in both graphs.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from tencache_fx.capture import Capture, placeholders, tensors_of
+
+
+def mend_views(capture: Capture) -> None:
+    """Replace, in place, the fakes of views that do not alias what they view. O(nodes + arguments)."""
+    mended: dict[str, object] = {}
+    for graph in capture.graphs:
+        for node in placeholders(graph):
+            if graph is not capture.forward and node.name in mended:
+                node.meta["val"] = mended[node.name]
+        for node in graph.nodes:
+            if makes_views(node) and not _aliases(node):
+                _refresh(node)
+                mended[node.name] = node.meta["val"]
+
+
+def makes_views(node: fx.Node) -> bool:
+    """Say whether a node returns views, or parts, of what it is given, by its schema.
+
+    A `getitem` does, unless its argument has no fakes (torch leaves them out where it saves the state of a generator).
+    """
+    if node.target is operator.getitem:
+        return all("val" in argument.meta for argument in node.all_input_nodes)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    infos = [returned.alias_info for returned in node.target._schema.returns]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+def _aliases(node: fx.Node) -> bool:
+    made = {tensor.untyped_storage()._cdata for tensor in tensors_of(node) if tensor.layout is torch.strided}
+    given = {
+        tensor.untyped_storage()._cdata
+        for argument in node.all_input_nodes
+        for tensor in tensors_of(argument)
+        if tensor.layout is torch.strided
+    }
+    return made <= given
+
+
+def _refresh(node: fx.Node) -> None:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    assert callable(node.target)
+    fake: Any = tensors_of(node)[0]
+    with fake.fake_mode:
+        node.meta["val"] = node.target(*args, **kwargs)

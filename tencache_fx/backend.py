@@ -1,0 +1,400 @@
+"""`torch.compile(model, backend="tencache")`: the pipeline, top to bottom.
+
+tencache()        torch.compile hands over one captured region
+Region            compiles it, and again if more device memory is held beside it than the plan was made for
+Region.partition  joint graph -> forward and backward -> plan (-> more recomputed: once more) -> rewritten graphs
+Region.lower      one graph -> Inductor (or eager), its order pinned and checked
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from tencache_fx import compat, machine
+from tencache_fx.cache import cached, kept
+from tencache_fx.capture import Capture, main_device
+from tencache_fx.dump import Listing, RegionRecord, write_measured, write_region
+from tencache_fx.errors import BudgetError, StoreError
+from tencache_fx.feedback import PhaseTimes, Scales, reconsider
+from tencache_fx.memory import (
+    avoid_fragmentation,
+    held_bytes,
+    input_bytes,
+    open_workspaces,
+    outside_bytes,
+    peak_held_bytes,
+)
+from tencache_fx.ops import RUNTIME_OPS
+from tencache_fx.options import Options
+from tencache_fx.passes.lifetimes import StorageNodes
+from tencache_fx.passes.listing import list_graph
+from tencache_fx.passes.order import PinOrder
+from tencache_fx.passes.planner import make_plan
+from tencache_fx.passes.policy_joint import choose_recomputed
+from tencache_fx.passes.products import runs_heavy
+from tencache_fx.passes.recipes import find_recipes, recomputed_nodes
+from tencache_fx.passes.symbols import unbacked_symbols
+from tencache_fx.passes.transfers import insert_transfers
+from tencache_fx.passes.verify_code import planned_calls, verify_code
+from tencache_fx.passes.verify_graph import verify_graphs
+from tencache_fx.passes.verify_plan import verify_plan
+from tencache_fx.phases import CallTimes, PhaseClock
+from tencache_fx.plan import Budgets, Plan, Problem, Step, live_bytes
+from tencache_fx.register import REGIONS
+from tencache_fx.runtime import kernels as _kernels  # noqa: F401  (registers the ops' kernels)
+from tencache_fx.runtime.engine import Engine, resolve_device
+from tencache_fx.runtime.registry import engines, open_engine
+from tencache_fx.sizes import Footprint, SizeFormulas, Sizes, at_hints
+from tencache_fx.study import Draft, Study, study
+from tencache_fx.tables import show_summary
+
+log = logging.getLogger("tencache_fx")
+
+Compiled = Callable[..., Any]
+Phase = Literal["forward", "backward", "inference"]
+
+
+def tencache(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, object] | None = None,
+    mode: str | None = None,
+) -> Compiled:
+    """Compile one region of a model so that it runs within its memory budgets: a `torch.compile` backend.
+
+    Raises `OptionError` for options it cannot use, `BudgetError` if no plan fits, both before anything runs.
+    """
+    device = main_device((*example_inputs, *(node.meta.get("example_value") for node in gm.graph.nodes)))
+    own = [engine for engine in engines() if engine.device == resolve_device(device)]
+    resolved = Options.resolve(
+        options,
+        device=device,
+        own_host_bytes=sum(engine.pool.allocated_bytes for engine in own),
+        own_disk_bytes=sum(engine.store.file_bytes for engine in own if engine.store is not None),
+    )
+    settings = compat.inductor_settings(mode, dict(resolved.inductor))
+    region = Region(gm, resolved, device, settings)
+    region.compile(example_inputs)
+    if region.record is not None and region.record.plan.spills and (lost := compat.overruled(settings)):
+        log.warning("region %d has a plan, and so it runs without %s.", region.index, ", ".join(lost))
+    REGIONS.add(region)
+    return region
+
+
+class Region:
+    """One captured region: what it was compiled from, its plan, and the compiled function (it is callable)."""
+
+    def __init__(self, gm: fx.GraphModule, options: Options, device: torch.device, settings: Mapping[str, Any]) -> None:
+        self.index = REGIONS.next_index()
+        self.options = options
+        self.device = device
+        self.record: RegionRecord | None = None
+        self._source = gm
+        self._settings = settings
+        self._name = str(torch._guards.CompileContext.current_compile_id() or "")
+        self._context = torch._guards.TracingContext.try_get()
+        self._compiled: Compiled | None = None
+        self._calls = CallTimes()
+        self._held_bytes = 0
+        self._input_bytes = 0
+        self._wanted: tuple[Sizes, Sizes] | None = None
+        self._formulas: SizeFormulas | None = None
+        self._footprint: Footprint | None = None
+        self._captured: Problem | None = None
+        self._scales = Scales()
+        self._cache_key: dict[str, str] = {}
+        self._clock: PhaseClock | None = None
+        self._may_learn = options.calibrate
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the region; first plan it anew if its inputs, or what others hold, are larger than its plan allows.
+
+        Once it has been timed at the sizes it is planned for, it is planned anew if that pays.
+        Raises `BudgetError`, before anything runs, if there is no plan for these inputs.
+        """
+        self._calls.note()
+        if self._footprint is not None:
+            formulas = self._footprint.formulas
+            sizes = formulas.read(args)
+            if not self._fits(self._footprint, sizes):
+                self._plan_again(formulas, sizes, "its plan, or what is held beside it, is over the budget")
+            elif sizes != formulas.planned:
+                self._clock = None  # it would take other sizes for a wrong forecast
+            elif self._clock is not None and (measured := self._clock.times()) is not None:
+                self._learn(formulas, sizes, measured)
+        assert self._compiled is not None
+        return self._compiled(*args)
+
+    def _fits(self, footprint: Footprint, sizes: Sizes) -> bool:
+        """Say whether the plan holds at these sizes and beside what others hold now; see that its buffers are there."""
+        need = footprint.at(sizes)
+        more_beside = held_bytes(self.device) - footprint.held_bytes - (need.input_bytes - footprint.input_bytes)
+        assert self.options.device_budget is not None
+        if need.peak_bytes + more_beside > self.options.device_budget:
+            return False
+        if not footprint.is_reserved(sizes):
+            try:
+                self._reserve(footprint.plan_for(sizes))
+            except (BudgetError, StoreError):
+                return False
+            footprint.note_reserved(sizes)
+        return True
+
+    def _plan_again(self, formulas: SizeFormulas, sizes: Sizes, why: str) -> None:
+        """Compile anew for these sizes, and for the largest planned so far if there is a plan for both."""
+        at = f" at {formulas.name(sizes)}" if sizes else ""
+        log.info("region %d: %s%s; planning again", self.index, why, at)
+        largest = tuple(map(max, sizes, formulas.planned))
+        for planned in dict.fromkeys((largest, sizes)):
+            self._wanted = (sizes, planned)
+            try:
+                with torch._guards.tracing(self._context):
+                    self.compile(self._fakes())  # the first batch itself is not kept alive for this
+                return
+            except BudgetError as error:
+                if planned == sizes:
+                    raise BudgetError(f"region {self.index}{at}: {error}") from error
+            finally:
+                self._wanted = None
+
+    def _learn(self, formulas: SizeFormulas, sizes: Sizes, measured: PhaseTimes) -> None:
+        """Compile once more, if the first steps took so much longer or shorter than forecast that another plan pays.
+
+        The region stays as it is where no other plan fits: what runs already is never stopped by this.
+        """
+        self._clock, self._may_learn = None, False
+        assert self.record is not None
+        assert self._captured is not None
+        try:
+            found = reconsider(self._captured, self.record.problem, self.record.plan, measured)
+            if found is not None:
+                scales = found.after(self._scales)
+                cached(self._cache_key, Scales, lambda: scales, renew=True)
+                why = f"the forward takes {found.forward:.2f}, the backward {found.backward:.2f} times its forecast"
+                self._plan_again(formulas, sizes, why)
+        except (BudgetError, StoreError) as refusal:
+            log.info("region %d stays as it was: %s", self.index, refusal)
+
+    def _fakes(self) -> list[Any]:
+        """Return the inputs' fakes, with the sizes torch traced the region with."""
+        return [node.meta["example_value"] for node in self._source.graph.find_nodes(op="placeholder")]
+
+    def _reserve(self, plan: Plan) -> Engine:
+        """Return the device's engine, holding the buffers and the disk that `plan` needs."""
+        engine = open_engine(
+            self.device,
+            host_budget_bytes=self.options.host_budget,
+            spill_dirs=self.options.spill_dir,
+            spill_budget_bytes=self.options.spill_budget,
+            checksum=self.options.checksum,
+        )
+        engine.reserve(pool=plan.pool, staging=plan.staging, disk_bytes=plan.forecast.disk_bytes)
+        return engine
+
+    def _at_sizes(self, problem: Problem, storages: Sequence[StorageNodes]) -> Problem:
+        """Return `problem`, measured at the sizes torch traced with, for the sizes to plan for."""
+        now, planned = self._wanted or (None, None)
+        inputs = [node.meta.get("example_value") for node in self._source.graph.find_nodes(op="placeholder")]
+        self._formulas = formulas = SizeFormulas(inputs, storages, self.device, planned)
+        held_now = problem if now is None else formulas.resize(problem, formulas.hints, now)
+        self._input_bytes = input_bytes(held_now.storages)
+        resized = formulas.resize(problem, formulas.hints, formulas.planned)
+        return dataclasses.replace(resized, outside_bytes=outside_bytes(self._held_bytes, self._input_bytes))
+
+    def measured(self) -> dict[str, int | None]:
+        """Return the median time from call to call, user code included, and on CUDA the peak since its last reset."""
+        return {**self._calls.measured(), "device_peak_bytes": peak_held_bytes(self.device)}
+
+    def dump_measured(self) -> None:
+        """Write what was measured beside the region's record, if it is dumped."""
+        if self.options.dump_dir is not None and self.record is not None:
+            write_measured(self.options.dump_dir, self.index, self.measured())
+
+    def compile(self, inputs: Sequence[Any]) -> None:
+        """Capture, plan, rewrite and lower the region; if that fails, the region stays as it was.
+
+        The source is copied, because the compilers below take ownership of what they are given.
+        """
+        open_workspaces(self.device)
+        self._roofline = machine.roofline(self.device, calibrate=self.options.calibrate)
+        self._links = machine.links(self.device, self.options.spill_dir, calibrate=self.options.calibrate)
+        before = (self._held_bytes, self._footprint, self.record, self._captured, self._clock)
+        try:
+            self._held_bytes = held_bytes(self.device)
+            self._compiled = self._lower_source(compat.copy_module(self._source), inputs)
+        except BaseException:
+            self._held_bytes, self._footprint, self.record, self._captured, self._clock = before
+            raise
+        if self.record is not None and self.options.dump_dir is not None:
+            write_region(self.options.dump_dir, self.record)
+
+    def _lower_source(self, source: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        if self.options.compiler == "eager":
+            return compat.compile_eager(source, inputs, partition=self.partition, lower=self.lower)
+        return compat.compile_inductor(
+            source, inputs, patches=self._settings, partition=self.partition, lower=self.lower
+        )
+
+    def partition(
+        self, joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Split the joint graph as AOTAutograd would, then write this region's plan into the halves.
+
+        Where the `joint` policy finds it worth recomputing more, a copy of the joint graph is split once more that way.
+        """
+        kept = compat.copy_joint(joint) if self._may_recompute() else None
+        halves, draft = self._split(joint, joint_inputs, frozenset(), kwargs)
+        self._captured = None if draft is None else draft.problem
+        if kept is not None and draft is not None and (names := choose_recomputed(draft.problem)):
+            again = recomputed_nodes(draft.study.capture, draft.problem.recipes, names)
+            other_halves, other = self._split(kept, joint_inputs, again, kwargs, beside=draft, recomputed=names)
+            if other is not None and other.rank() < draft.rank():
+                halves, draft = other_halves, other
+        if draft is not None:
+            self._carry_out(draft)
+        for half in halves:
+            half.recompile()
+        return halves
+
+    def _may_recompute(self) -> bool:
+        """Say whether more may be recomputed than torch's partitioner would."""
+        options = self.options
+        return options.policy == "joint" and options.recompute == "auto" and options.device_budget is not None
+
+    def _split(
+        self,
+        joint: fx.GraphModule,
+        joint_inputs: Sequence[Any],
+        again: frozenset[str],
+        kwargs: Mapping[str, Any],
+        **more: Any,
+    ) -> tuple[tuple[fx.GraphModule, fx.GraphModule], Draft | None]:
+        """Return forward and backward, the nodes `again` recomputed, and the plan for them."""
+        forward, backward = compat.split_joint(
+            joint, joint_inputs, recompute=self.options.recompute, again=again, **kwargs
+        )
+        capture = Capture(
+            forward=forward.graph,
+            backward=backward.graph,
+            num_outputs=kwargs["num_fwd_outputs"],
+            static_inputs=frozenset(kwargs.get("static_lifetime_input_indices") or ()),
+            device=self.device,
+        )
+        return (forward, backward), self._draft(capture, **more)
+
+    def _draft(self, capture: Capture, beside: Draft | None = None, recomputed: tuple[str, ...] = ()) -> Draft | None:
+        """Return what is known of the captured region and planned for it; `beside` is it without what is `recomputed`.
+
+        None, unmeasured and without a record, if its sizes are known only when it runs and there is no device budget.
+        """
+        if self.options.device_budget is None and unbacked_symbols(capture):
+            return None
+        known = study(capture, self.options, self._roofline)
+        if beside is None:
+            self._cache_key = {**machine.device_key("scales", self.device), "region": known.fingerprint}
+            learned = kept(self._cache_key, Scales) if self.options.calibrate else None
+            self._scales = learned or Scales()
+        known = dataclasses.replace(known, ops=self._scales.scale(known.ops, capture.boundary))
+        problem = self._state_problem(known)
+        if beside is None:
+            recipes = find_recipes(capture, known.storages) if self.options.recompute == "auto" else ()
+            problem = dataclasses.replace(problem, recipes=recipes)
+        else:
+            extra_ns = max(0, known.duration_ns - beside.study.duration_ns)
+            problem = dataclasses.replace(problem, recompute_ns=extra_ns)
+        plan: Plan | BudgetError
+        try:
+            plan = dataclasses.replace(make_plan(problem, self.options.policy), recomputed=recomputed)
+        except BudgetError as refusal:
+            plan = refusal
+        return Draft(study=known, problem=problem, plan=plan, formulas=self._formulas, input_bytes=self._input_bytes)
+
+    def _carry_out(self, draft: Draft) -> None:
+        """Write the plan into the graphs; a region that fits is left as it was. Raises `BudgetError` without a plan."""
+        if isinstance(draft.plan, BudgetError):
+            raise draft.plan
+        known, problem, plan = draft.study, draft.problem, draft.plan
+        capture = known.capture
+        self._formulas, self._input_bytes = draft.formulas, draft.input_bytes
+        verify_plan(problem, plan)
+        if plan.spills or plan.recomputed:
+            avoid_fragmentation(self.device)
+            self._clock = PhaseClock(self.device) if self._may_learn else None
+        if plan.spills:
+            engine = self._reserve(plan)
+            in_registers = insert_transfers(capture, known.storages, plan, known.registers, engine=engine.id)
+            verify_graphs(*at_hints(draft.formulas, problem, plan), capture, in_registers, known.in_place)
+        self._keep(problem, plan, tuple(list_graph(graph, phase) for graph, phase in capture.phases))
+
+    def _state_problem(self, known: Study) -> Problem:
+        """Return everything the planner may know: steps with their cost, storages, links, budgets."""
+        options, capture = self.options, known.capture
+        fuses = options.compiler == "inductor"
+        # What other regions have away right now stays away while this one runs.
+        own = [engine for engine in engines() if engine.device == resolve_device(self.device)]
+        host_lent_bytes = sum(engine.pool.lent_bytes for engine in own)
+        disk_lent_bytes = sum(engine.store.lent_bytes for engine in own if engine.store is not None)
+        problem = Problem(
+            ops=known.ops,
+            boundary=capture.boundary,
+            storages=tuple(item.storage for item in known.storages),
+            links=self._links,
+            budgets=Budgets(
+                device_bytes=options.device_budget,
+                host_bytes=max(0, options.host_budget - host_lent_bytes),
+                disk_bytes=max(0, options.spill_budget - disk_lent_bytes) if options.spill_dir else 0,
+            ),
+            fences=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and runs_heavy(node)),
+            # Smaller storages cannot matter: this many would still be under a thousandth of the budget each.
+            min_spill_bytes=max(4096, (options.device_budget or 0) // 4096),
+        )
+        if options.device_budget is not None:
+            problem = self._at_sizes(problem, known.storages)
+        if fuses:
+            # One fused kernel's results are all allocated before it runs, small ones the plan sees later among them.
+            reserve_bytes = int(live_bytes(problem).max(initial=0)) // 256
+            problem = dataclasses.replace(problem, outside_bytes=problem.outside_bytes + reserve_bytes)
+        return problem
+
+    def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
+        """Lower one graph with `compile_graph`; graphs of ours are pinned in order first, and checked afterwards."""
+        if phase == "inference":
+            capture = Capture(
+                forward=gm.graph, backward=None, num_outputs=1 << 30, static_inputs=frozenset(), device=self.device
+            )
+            if (draft := self._draft(capture)) is not None:
+                self._captured = draft.problem
+                self._carry_out(draft)
+            gm.recompile()
+        if any(node.target in RUNTIME_OPS for node in gm.graph.nodes):
+            planned = planned_calls(gm.graph)
+            compiled = compile_graph(gm, example_inputs, planned=PinOrder())
+            verify_code(planned, compat.source_code(compiled))
+        else:
+            compiled = compile_graph(gm, example_inputs, planned=None)
+        return compiled if self._clock is None else self._clock.timed(phase, compiled)
+
+    def _keep(self, problem: Problem, plan: Plan, listings: tuple[Listing, ...]) -> None:
+        """Record what was decided, for reports and dumps, and how much more others may hold before it must change."""
+        if self._formulas is not None:
+            self._footprint = Footprint(
+                self._formulas, problem, plan, held_bytes=self._held_bytes, input_bytes=self._input_bytes
+            )
+        captured = problem if self._captured is None else self._captured
+        self.record = RegionRecord(
+            region=self.index,
+            name=self._name,
+            torch_version=torch.__version__,
+            device=str(self.device),
+            options=tuple((name, str(getattr(self.options, name))) for name in self.options.__slots__),
+            captured=captured,
+            problem=problem,
+            plan=plan,
+            listings=listings,
+        )
+        log.info("region %d on %s:\n%s", self.index, self.device, show_summary(problem, plan, captured))

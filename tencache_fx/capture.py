@@ -1,0 +1,98 @@
+"""One captured region: the forward and backward graphs that AOTAutograd's partitioner made, as one line of steps."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from tencache_fx.errors import TencacheError
+from tencache_fx.plan import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """The graphs of one region, before anything is rewritten.
+
+    `num_outputs` counts the forward's own outputs (mutated inputs and user outputs); what follows them in its output
+    node is saved for the backward. `static_inputs` are the positions of parameters and buffers among the forward's
+    placeholders. Inference regions have no backward.
+    """
+
+    forward: fx.Graph
+    backward: fx.Graph | None
+    num_outputs: int
+    static_inputs: frozenset[int]
+    device: torch.device
+
+    @cached_property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The nodes of every step, forward first, in captured order."""
+        return (*step_nodes(self.forward), *(step_nodes(self.backward) if self.backward is not None else ()))
+
+    @cached_property
+    def boundary(self) -> Step:
+        """The first backward step; the number of steps if there is none."""
+        return Step(len(step_nodes(self.forward)))
+
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        """Forward, then backward if there is one."""
+        return (self.forward,) if self.backward is None else (self.forward, self.backward)
+
+    @property
+    def phases(self) -> tuple[tuple[fx.Graph, str], ...]:
+        """The graphs with their names: forward and backward, or inference."""
+        if self.backward is None:
+            return ((self.forward, "inference"),)
+        return ((self.forward, "forward"), (self.backward, "backward"))
+
+
+def step_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """Return the nodes that run, in order: each is one step."""
+    return tuple(node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output"))
+
+
+def placeholders(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """Return the graph's inputs in order."""
+    return tuple(graph.find_nodes(op="placeholder"))
+
+
+def output_args(graph: fx.Graph) -> tuple[object, ...]:
+    """Return what the graph returns, in order."""
+    (output,) = graph.find_nodes(op="output")
+    returned = output.args[0]
+    return tuple(returned) if isinstance(returned, (list, tuple)) else (returned,)
+
+
+def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """Return the fake tensors a node makes or stands for; nothing for symbols, tokens and void ops."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return tuple(item for item in values if isinstance(item, torch.Tensor))
+
+
+def byte_hint(size: int | torch.SymInt) -> int:
+    """Return a size, a symbolic one at the value seen while tracing.
+
+    Raises `TencacheError` if it has none (an unbacked symbol).
+    """
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    if size.node.hint is None:
+        raise TencacheError(
+            f"the size {size} is known only when the region runs, so its memory cannot be planned; keep what has that "
+            "size out of the region (torch.compiler.disable), or set device_budget to None."
+        )
+    return int(size.node.hint)
+
+
+def main_device(values: Iterable[object]) -> torch.device:
+    """Return the device whose memory is planned: the accelerator that holds most of the tensors, else the CPU."""
+    held = Counter(value.device for value in values if isinstance(value, torch.Tensor))
+    accelerators = {device: count for device, count in held.items() if device.type != "cpu"}
+    if not accelerators:
+        return torch.device("cpu")
+    return max(sorted(accelerators, key=str), key=lambda device: accelerators[device])

@@ -1,0 +1,252 @@
+"""Everything that touches torch's own compiler entry points, and all that differs between torch 2.11 and 2.15."""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch._inductor import config, list_mode_options
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import BoxedBool
+from torch.utils.checkpoint import CheckpointPolicy
+
+from tencache_fx.errors import OptionError
+from tencache_fx.options import nearest
+
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+Lower = Callable[..., Any]
+
+
+PLANNED: Mapping[str, Any] = MappingProxyType(
+    {
+        "reorder_for_peak_memory": False,  # it knows of no copies
+        "reorder_for_locality": False,  # nor does this, which moves ops of an inference graph to their first reader
+        "allow_buffer_reuse": False,  # the plan counts on the bytes of a dead buffer
+        "triton.cudagraphs": False,  # copies are issued by the host, at each run anew
+        "use_post_grad_passes": True,  # the order is pinned there
+        "force_disable_caches": True,  # a cached graph would skip the plan
+    }
+)
+"""The Inductor settings of every graph with a plan, whatever was asked for."""
+
+_OURS = ("custom_partitioner_fn", "post_grad_custom_post_pass")
+
+
+def inductor_settings(mode: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the Inductor settings behind `torch.compile(mode=...)`, and over them the option `inductor`.
+
+    Raises `OptionError` for a mode or setting that torch does not know, a value of another type, and for the two hooks
+    that planning needs for itself, which may also be set in Inductor's own config.
+    """
+    modes, known = list_mode_options(), config.get_config_copy()
+    if mode is not None and mode not in modes:
+        raise OptionError(f"mode={mode!r} is unknown;{nearest(mode, modes)} the modes are: {', '.join(modes)}.")
+    for name, value in given.items():
+        if name not in known and name not in PLANNED:
+            raise OptionError(
+                f"inductor setting {name} is unknown;{nearest(name, known)} torch._inductor.list_options() returns all."
+            )
+        kind = config.get_type(name)  # type: ignore[attr-defined]
+        if kind in (bool, int, float, str) and not isinstance(value, (int, float) if kind is float else kind):
+            raise OptionError(f"inductor setting {name}={value!r} is a {type(value).__name__}; give a {kind.__name__}.")
+    settings = {**(modes[mode] if mode else {}), **given}
+    for name in _OURS:
+        if settings.get(name, known[name]) is not None:
+            raise OptionError(
+                f"the Inductor hook {name} is taken by tencache, which writes the plan with it; set it to None, "
+                "or compile this model with backend='inductor'."
+            )
+    return settings
+
+
+def overruled(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return those of `settings`, as "name=value", that a graph with a plan is compiled without."""
+    return tuple(
+        f"{name}={settings[name]}" for name in sorted(PLANNED) if settings.get(name, PLANNED[name]) != PLANNED[name]
+    )
+
+
+def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a module that Dynamo made, with two attributes that copies lack.
+
+    By them AOTAutograd knows the parameters among the inputs (torch: `_aot_autograd/frontend_utils.py`).
+    """
+    copied = copy.deepcopy(gm)
+    if hasattr(gm, "_param_name_to_source"):
+        copied._param_name_to_source = gm._param_name_to_source
+    for node, twin in zip(gm.graph.nodes, copied.graph.nodes, strict=True):
+        if hasattr(node, "_dynamo_source"):
+            twin._dynamo_source = node._dynamo_source
+    return copied
+
+
+def copy_joint(joint: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a joint graph, which partitioners change, with the same fakes and the same constants."""
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(joint.graph, {}), type_expr=None)
+    (old,), (new,) = joint.graph.find_nodes(op="output"), copied.find_nodes(op="output")
+    new.meta = dict(old.meta)
+    return fx.GraphModule(joint, copied)
+
+
+def split_joint(
+    joint: fx.GraphModule,
+    joint_inputs: Sequence[Any],
+    *,
+    recompute: str,
+    again: Collection[str] = (),
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: list[int] | None = None,
+    **_ignored: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return forward and backward: by min-cut with `recompute="auto"`, saving all that autograd would with "none".
+
+    The nodes named in `again` are computed in the backward once more, as inside activation checkpointing, whatever the
+    partitioner would think of it.
+    """
+    _save_what_is_overwritten(joint.graph)
+    for node in joint.graph.nodes:
+        if node.name in again:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = 0
+    split = min_cut_rematerialization_partition if recompute == "auto" else default_partition
+    with _fixed_sizes():
+        return split(
+            joint,
+            joint_inputs,
+            num_fwd_outputs=num_fwd_outputs,
+            static_lifetime_input_indices=static_lifetime_input_indices,
+        )
+
+
+@contextlib.contextmanager
+def _fixed_sizes() -> Iterator[None]:
+    """Let what a partitioner adds have plain sizes: else a saved state of random numbers gets a symbol of its own,
+    which no input of the region shows (torch: `_functorch/partitioners.py: functionalize_rng_ops`).
+    """
+    fake_mode = torch._guards.detect_fake_mode()
+    if fake_mode is None:
+        yield
+        return
+    before, fake_mode.static_shapes = fake_mode.static_shapes, True
+    try:
+        yield
+    finally:
+        fake_mode.static_shapes = before
+
+
+def _save_what_is_overwritten(joint: fx.Graph) -> None:
+    """Have everything saved that is computed straight from an input that the forward writes to.
+
+    Computed once more it would be computed from the new value, and gradients would be wrong without a word: torch's
+    min-cut does not see to it (2.13: `_functorch/partitioners.py`), nor does Inductor by itself.
+    """
+    pending = [node.args[0] for node in joint.nodes if node.target is torch.ops.aten.copy_.default]
+    written = [node for node in pending if isinstance(node, fx.Node) and node.op == "placeholder"]
+    while written:
+        node = written.pop()
+        storage = node.meta["val"].untyped_storage()._cdata
+        for user in node.users:
+            value = user.meta.get("val")
+            is_view = isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage
+            if is_view and user.target is not torch.ops.aten.copy_.default:
+                written.append(user)
+            elif user.op == "call_function":
+                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+class _Partitioner(CustomPartitionerFn):
+    """Inductor's hook for a partitioner."""
+
+    def __init__(self, partition: Partition) -> None:
+        self._partition = partition
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return self._partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any | None:
+        """Return None: a cached AOTAutograd artifact would skip the plan."""
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Partitioner":
+        return self  # config snapshots are copied; the region behind this must stay the one being compiled
+
+
+def compile_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], *, patches: Mapping[str, Any], partition: Partition, lower: Lower
+) -> Callable[..., Any]:
+    """Compile through Inductor with `partition` as its partitioner and `lower` around each graph.
+
+    Graphs without a plan are compiled as plain Inductor would, its graph cache included. Graphs with one keep the
+    planned order: pinned by `planned`, and without Inductor's own reordering for peak memory, which knows of no copies.
+    Nor is a dead buffer kept until a later one of its size takes its place: the plan counts on its bytes meanwhile.
+    """
+    caches_off = patches.get("force_disable_caches", config.force_disable_caches)
+
+    def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], *, planned: CustomGraphPass | None) -> Any:
+            if planned is None:
+                with config.patch(custom_partitioner_fn=None, force_disable_caches=caches_off):
+                    return compile_fx_inner(gm, inputs, **kwargs)
+            with config.patch({**PLANNED, "post_grad_custom_post_pass": planned}):
+                return compile_fx_inner(gm, inputs, **{**kwargs, "cudagraphs": BoxedBool(False)})
+
+        phase = "inference" if kwargs.get("is_inference") else "backward" if kwargs.get("is_backward") else "forward"
+        return lower(graph, example_inputs, compile_graph, phase=phase)
+
+    ours = {"custom_partitioner_fn": _Partitioner(partition), "force_disable_caches": True}
+    compiled: Any = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches={**patches, **ours})
+    return compiled  # type: ignore[no-any-return]
+
+
+def compile_eager(
+    gm: fx.GraphModule, inputs: Sequence[Any], *, partition: Partition, lower: Lower
+) -> Callable[..., Any]:
+    """Compile without Inductor: AOTAutograd's graphs, decomposed as for Inductor, run node by node.
+
+    The same as torch's "aot_eager_decomp_partition" (`_dynamo/backends/debugging.py`), with `partition` and `lower`.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config as functorch_config
+
+    def run(gm: fx.GraphModule, inputs: Sequence[Any], *, planned: object) -> Any:
+        return _run_boxed(gm)
+
+    with functorch_config.patch(unlift_effect_tokens=True):
+        return aot_autograd(
+            fw_compiler=functools.partial(lower, compile_graph=run, phase="forward"),
+            bw_compiler=functools.partial(lower, compile_graph=run, phase="backward"),
+            inference_compiler=functools.partial(lower, compile_graph=run, phase="inference"),
+            partition_fn=partition,
+            decompositions=select_decomp_table,
+            keep_inference_input_mutations=True,  # as under Inductor: the plan sees which inputs are written to
+        )(gm, inputs)
+
+
+def _run_boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Return a function that runs `gm` and drops each value after its last use, its arguments included."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    forward = gm.forward
+
+    def run(args: list[Any]) -> Any:
+        return forward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def source_code(compiled: Any) -> str | None:
+    """Return the Python that Inductor generated for a graph; None for a graph that runs without Inductor."""
+    return getattr(compiled, "source_code", None)

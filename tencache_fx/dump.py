@@ -1,0 +1,146 @@
+"""What a compilation decided, kept in a directory for people and for `tencache dump`. No torch here.
+
+    DIR/region-000/record.json      the region's problem, plan and graphs
+                   forward.txt ...  each graph as text
+                   measured.jsonl   what was measured later, one JSON object a line
+
+A directory belongs to one process; its records replace those of an earlier run.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tencache_fx.errors import OptionError
+from tencache_fx.plan import Plan, Problem
+from tencache_fx.tables import show_graph
+from tencache_fx.values import from_json, to_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRow:
+    """One node of a graph: `type` as in "f32[4, 8]", `runtime` true for a node of ours, `note` what it does there."""
+
+    name: str
+    op: str
+    target: str
+    inputs: tuple[str, ...]
+    type: str
+    runtime: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """A rewritten graph; `phase` is "forward", "backward" or "inference"."""
+
+    phase: str
+    nodes: tuple[NodeRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionRecord:
+    """Everything about one region: where it was compiled, what was asked, what was decided.
+
+    `captured` is the region as torch's partitioner left it, with its recipes. `problem` is what `plan` is for: the
+    same, unless more is recomputed.
+    """
+
+    region: int
+    name: str
+    torch_version: str
+    device: str
+    options: tuple[tuple[str, str], ...]
+    captured: Problem
+    problem: Problem
+    plan: Plan
+    listings: tuple[Listing, ...]
+
+
+def write_region(dump_dir: Path, record: RegionRecord) -> Path:
+    """Write `record` into its folder below `dump_dir`, made if need be, and return the folder.
+
+    Raises `OptionError` when it cannot be written.
+    """
+    folder = _folder(dump_dir, record.region)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in (*folder.glob("*.txt"), *folder.glob("measured.jsonl")):
+            old.unlink()
+        for listing in record.listings:
+            (folder / f"{listing.phase}.txt").write_text(show_graph(listing) + "\n")
+        (folder / "record.json").write_text(to_json(record) + "\n")
+    except OSError as error:
+        raise _unwritable(dump_dir, error) from error
+    return folder
+
+
+def write_measured(dump_dir: Path, region: int, measured: Mapping[str, object]) -> None:
+    """Append what was measured of a region: `measured` holds JSON values by name, units last ("step_ns").
+
+    Raises `OptionError` when it cannot be written.
+    """
+    try:
+        with (_folder(dump_dir, region) / "measured.jsonl").open("a") as file:
+            file.write(json.dumps(measured) + "\n")
+    except OSError as error:
+        raise _unwritable(dump_dir, error) from error
+
+
+def read_regions(dump_dir: Path) -> tuple[RegionRecord, ...]:
+    """Return the records below `dump_dir`, by region.
+
+    Raises `OptionError` when there are none, or one cannot be read.
+    """
+    paths = sorted(dump_dir.glob("region-*/record.json"))
+    if not paths:
+        raise OptionError(f"{dump_dir} holds no region; give the dump_dir of a run that compiled a model.")
+    return tuple(read_value(RegionRecord, path) for path in paths)
+
+
+def read_measured(dump_dir: Path, region: int) -> tuple[dict[str, Any], ...]:
+    """Return what was measured of a region, oldest first; empty when nothing was.
+
+    Raises `OptionError` when it cannot be read.
+    """
+    path = _folder(dump_dir, region) / "measured.jsonl"
+    if not path.exists():
+        return ()
+    try:
+        return tuple(json.loads(line) for line in path.read_text().splitlines())
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{path} cannot be read: {error}") from error
+
+
+def read_problem(path: Path) -> Problem:
+    """Return the problem in a file: a `Problem`'s JSON, or what was captured for a region's record.
+
+    Raises `OptionError` when it cannot be read.
+    """
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{path} cannot be read: {error}") from error
+    is_record = isinstance(raw, dict) and "problem" in raw
+    return read_value(RegionRecord, path).captured if is_record else read_value(Problem, path)
+
+
+_T = TypeVar("_T")
+
+
+def read_value(cls: type[_T], path: Path) -> _T:
+    """Return the value of type `cls` in the JSON file `path`; raises `OptionError` when it cannot be read."""
+    try:
+        return from_json(cls, path.read_text())
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{path} cannot be read as {cls.__name__}: {error}") from error
+
+
+def _folder(dump_dir: Path, region: int) -> Path:
+    return dump_dir / f"region-{region:03d}"
+
+
+def _unwritable(dump_dir: Path, error: OSError) -> OptionError:
+    return OptionError(f"dump_dir {dump_dir} cannot be written to: {error.strerror}; name another directory.")

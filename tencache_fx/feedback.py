@@ -1,0 +1,114 @@
+"""What the first steps teach: how long the forward and the backward really take, against what was forecast. No torch.
+
+A plan is as good as its durations (design: costs). Once some steps have been measured, each graph's ops are taken to be
+off by one factor, the one with which the replay of the plan takes as long as was measured. What a new plan would gain
+is then known before anything is compiled.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tencache_fx.passes.region import plan_region
+from tencache_fx.plan import Op, Plan, PoolClass, Problem, Spill, Step
+from tencache_fx.simulate import simulate
+
+_LEAST, _MOST = 0.2, 5.0  # what one look corrects: a forecast further off takes several runs of a program to mend
+_HALVINGS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseTimes:
+    """How long the forward and the backward graph of a region take, in ns."""
+
+    forward_ns: int
+    backward_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """By what the durations of the forward's and the backward's ops are to be multiplied."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+
+    def scale(self, ops: Sequence[Op], boundary: Step) -> tuple[Op, ...]:
+        """Return `ops`, those from `boundary` on the backward's, with their durations scaled."""
+        return tuple(
+            dataclasses.replace(
+                op, duration_ns=round(op.duration_ns * (self.forward if k < boundary else self.backward))
+            )
+            for k, op in enumerate(ops)
+        )
+
+    def apply(self, problem: Problem) -> Problem:
+        """Return `problem` with its durations scaled."""
+        return dataclasses.replace(
+            problem,
+            ops=self.scale(problem.ops, problem.boundary),
+            recompute_ns=round(problem.recompute_ns * self.backward),
+        )
+
+    def far_off(self) -> bool:
+        """Say whether a forecast was off by more than is worth bothering about: a tenth."""
+        return any(abs(math.log(factor)) > math.log(1.1) for factor in (self.forward, self.backward))
+
+    def after(self, earlier: "Scales") -> "Scales":
+        """Return the scales of both, one after the other."""
+        return Scales(forward=self.forward * earlier.forward, backward=self.backward * earlier.backward)
+
+
+def reconsider(captured: Problem, problem: Problem, plan: Plan, measured: PhaseTimes) -> Scales | None:
+    """Return the scales with which planning anew pays, or None if `plan` is as good as it gets.
+
+    `captured` is the region before more was recomputed, `problem` the one that `plan` is for. It pays if the forecast
+    was off by more than a tenth, and the new plan is faster by more than a thirtieth on the corrected durations.
+    """
+    scales = fit_scales(problem, plan.spills, plan.staging, measured)
+    if not scales.far_off():
+        return None
+    staying_ns = simulate(scales.apply(problem), plan.spills, plan.staging).makespan_ns
+    _, better = plan_region(scales.apply(captured), plan.policy)  # fits: durations change no bytes
+    return scales if better.forecast.makespan_ns * 30 < staying_ns * 29 else None
+
+
+def forecast_phases(problem: Problem, spills: Sequence[Spill], staging: Sequence[PoolClass]) -> PhaseTimes:
+    """Return how long each graph takes in the replay of a plan, its stalls included."""
+    replay = simulate(problem, spills, staging)
+    starts = (*replay.starts_ns, replay.makespan_ns)
+    forward_ns = starts[problem.boundary]
+    return PhaseTimes(forward_ns=forward_ns, backward_ns=replay.makespan_ns - forward_ns)
+
+
+def fit_scales(problem: Problem, spills: Sequence[Spill], staging: Sequence[PoolClass], measured: PhaseTimes) -> Scales:
+    """Return the scales with which the plan's replay takes as long as was measured, forward first.
+
+    A graph that waits for copies throughout takes as long whatever its ops do: its factor is then the smallest that
+    explains the time. Bisection: 24 replays.
+    """
+
+    def forward_ns(factor: float) -> int:
+        return forecast_phases(Scales(forward=factor).apply(problem), spills, staging).forward_ns
+
+    forward = _solve(forward_ns, measured.forward_ns)
+    if problem.boundary == len(problem.ops):  # inference: there is nothing to learn of a backward
+        return Scales(forward=forward)
+
+    def backward_ns(factor: float) -> int:
+        scaled = Scales(forward=forward, backward=factor).apply(problem)
+        return forecast_phases(scaled, spills, staging).backward_ns
+
+    return Scales(forward=forward, backward=_solve(backward_ns, measured.backward_ns))
+
+
+def _solve(time_ns: Callable[[float], int], wanted_ns: int) -> float:
+    """Return the least factor with which `time_ns`, which never falls as it grows, reaches `wanted_ns`."""
+    low, high = _LEAST, _MOST
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        if time_ns(middle) >= wanted_ns:
+            high = middle
+        else:
+            low = middle
+    return math.sqrt(low * high)

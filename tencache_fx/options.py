@@ -1,0 +1,365 @@
+"""The options, read once: what "12GiB" means is decided here and nowhere else.
+
+| option        | default  | what it is                                                                            |
+|---------------|----------|---------------------------------------------------------------------------------------|
+| device_budget | auto     | most bytes of device tensors this process may hold; auto: 90 % of what it can have    |
+|               |          | when it compiles (no limit on a CPU); None: no limit                                  |
+| host_budget   | auto     | most pinned host bytes; auto: 80 % of the memory available to this process            |
+| spill_dir     | ()       | directory, or several, on fast disks; none: nothing is spilled to disk                |
+| spill_budget  | auto     | most bytes on disk; auto: 90 % of what is free in spill_dir                           |
+| policy        | joint    | who decides what travels or is recomputed: none, 10cache, teraio, joint               |
+| recompute     | auto     | auto: the partitioner recomputes what is cheap; none: save all that autograd saves    |
+| compiler      | inductor | what runs the rewritten graphs: inductor, or eager (for debugging)                    |
+| calibrate     | True     | measure this machine's links, compute and memory rates (kept in a cache); False: use  |
+|               |          | fixed, low rates                                                                      |
+| dump_dir      | None     | directory for each region's problem, plan and graphs, for `tencache dump`             |
+| checksum      | False    | verify every byte that comes back from disk                                           |
+| inductor      | {}       | options passed on to Inductor, such as {"max_autotune": True}                         |
+
+A size is a number of bytes (`536870912`), a number with a unit ("12GiB", "12GB", "512 MiB"), a share of the tier
+("80%": of the device's memory, of the host's memory, of the disk's free space) or "auto".
+
+An option is looked for in `torch.compile(..., options={...})`, then in `tencache_fx.configure(...)`, then in the
+environment (`TENCACHE_DEVICE_BUDGET=12GiB`; several directories as in PATH; `inductor` as JSON; `none` for None).
+"""
+
+import dataclasses
+import difflib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from tencache_fx.errors import OptionError
+from tencache_fx.tables import format_bytes
+from tencache_fx.tiers import device_space, disk_space, host_space
+
+if TYPE_CHECKING:
+    import torch
+
+POLICIES = ("none", "10cache", "teraio", "joint")
+RECOMPUTE = ("auto", "none")
+COMPILERS = ("inductor", "eager")
+
+_ENVIRONMENT_PREFIX = "TENCACHE_"
+_UNITS = {"B": 1} | {
+    f"{letter}{suffix}": base**power
+    for suffix, base in (("B", 1000), ("iB", 1024))
+    for power, letter in enumerate("kMGTP", start=1)
+}
+_SIZE_EXAMPLES = 'such as 536870912, "12GiB", "12GB", "512 MiB", "80%" or "auto"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Every option, read and checked; the module's docstring says what each one is. Sizes are bytes."""
+
+    device_budget: int | None
+    host_budget: int
+    spill_dir: tuple[Path, ...]
+    spill_budget: int
+    policy: str
+    recompute: str
+    compiler: str
+    calibrate: bool
+    dump_dir: Path | None
+    checksum: bool
+    inductor: tuple[tuple[str, Any], ...]
+
+    @staticmethod
+    def resolve(
+        given: Mapping[str, object] | None,
+        *,
+        device: "torch.device",
+        own_host_bytes: int = 0,
+        own_disk_bytes: int = 0,
+    ) -> "Options":
+        """Return the options for one compilation on `device`: given, over configured, over environment, over defaults.
+
+        What this process's runtime holds already, `own_host_bytes` and `own_disk_bytes`, counts as available to it.
+
+        Raises `OptionError` when an option is unknown or unreadable, asks for more than the machine has, or names a
+        directory that cannot be used.
+        """
+        layers = (
+            _read_layer("environment", _environment()),
+            _read_layer("configure", SETTINGS.given),
+            _read_layer("options", given or {}),
+        )
+        value: dict[str, Any] = dict(_DEFAULTS)
+        for layer in layers:
+            value |= layer
+        for directory in value["spill_dir"]:
+            _check_writable("spill_dir", directory)
+        if value["dump_dir"] is not None:
+            _make_directory("dump_dir", value["dump_dir"])
+            _check_writable("dump_dir", value["dump_dir"])
+        return Options(
+            **value
+            | {
+                "device_budget": _device_budget(value["device_budget"], device),
+                "host_budget": _host_budget(value["host_budget"], own_host_bytes),
+                "spill_budget": _spill_budget(value["spill_budget"], value["spill_dir"], own_disk_bytes),
+            }
+        )
+
+
+class Settings:
+    """What `configure` was told: the process-wide defaults. One instance exists, `SETTINGS`."""
+
+    def __init__(self) -> None:
+        self._given: Mapping[str, object] = MappingProxyType({})
+
+    @property
+    def given(self) -> Mapping[str, object]:
+        """The options set so far, as they were given."""
+        return self._given
+
+    def configure(self, *, reset: bool = False, **options: object) -> Mapping[str, object]:
+        """Set process-wide defaults for later compilations and return all that are set; `reset` forgets earlier ones.
+
+        Names and values are checked at once, and nothing is changed when one is wrong; whether a size fits the machine
+        is checked when a model is compiled, because only then the device is known.
+
+        Raises `OptionError`.
+        """
+        _read_layer("configure", options)
+        self._given = MappingProxyType({**({} if reset else self._given), **options})
+        return self._given
+
+
+SETTINGS = Settings()
+configure = SETTINGS.configure
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A size as it was asked for: bytes, a share of the tier, or neither (auto)."""
+
+    text: str
+    nbytes: int | None = None
+    share: Decimal | None = None
+
+
+AUTO = Size("auto")
+
+
+def read_size(name: str, value: object) -> Size | None:
+    """Return the size that `value` asks for, None for no limit.
+
+    Raises `OptionError`, naming the option `name`, when `value` is no size or not above zero.
+
+    >>> read_size("device_budget", "512 MiB").nbytes
+    536870912
+    """
+    if value is None or value == "none":
+        return None
+    match = re.fullmatch(r"\s*([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*", str(value))
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return AUTO
+    units = {unit.lower(): scale for unit, scale in _UNITS.items()} | {"": 1, "%": 1}
+    if isinstance(value, bool) or not isinstance(value, int | str) or not match or match[2].lower() not in units:
+        raise OptionError(f"{name}={value!r} is not a size; give a size {_SIZE_EXAMPLES}.")
+    number, unit = Decimal(match[1]), match[2].lower()
+    if number <= 0 or (unit != "%" and int(number * units[unit]) < 1):
+        raise OptionError(f"{name}={value!r} must be above zero; give a size {_SIZE_EXAMPLES}.")
+    if unit == "%":
+        if number > 100:
+            raise OptionError(f"{name}={value!r} is more than all there is; give at most 100%.")
+        return Size(str(value), share=number / 100)
+    return Size(str(value), nbytes=int(number * units[unit]))
+
+
+def _read_choice(choices: tuple[str, ...]) -> Callable[[str, object], str]:
+    def read(name: str, value: object) -> str:
+        if value in choices:
+            return str(value)
+        raise OptionError(
+            f"{name}={value!r} is unknown;{nearest(str(value), choices)} choose one of: {_listed(choices)}."
+        )
+
+    return read
+
+
+def _read_flag(name: str, value: object) -> bool:
+    flags: dict[object, bool] = {"1": True, "true": True, "yes": True, "on": True}
+    flags |= {"0": False, "false": False, "no": False, "off": False}
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in flags:
+        return flags[value.lower()]
+    raise OptionError(f"{name}={value!r} is neither true nor false; give True or False (in the environment 1 or 0).")
+
+
+def _read_path(name: str, value: object) -> Path | None:
+    if value is None or value == "none":
+        return None
+    if isinstance(value, str | Path) and str(value):
+        return Path(value).expanduser().absolute()
+    raise OptionError(f"{name}={value!r} is not a directory; give its path.")
+
+
+def _read_paths(name: str, value: object) -> tuple[Path, ...]:
+    if value is None or value == "none":
+        return ()
+    listed = value if isinstance(value, list | tuple) else (value,)
+    paths = [path for item in listed if (path := _read_path(name, item)) is not None]
+    return tuple(dict.fromkeys(paths))
+
+
+def _read_inductor(name: str, value: object) -> tuple[tuple[str, Any], ...]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise OptionError(f"{name}={value!r} is not JSON ({error}); give an object such as {{}}.") from error
+    if isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+        value = dict(value)
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise OptionError(f'{name}={value!r} is not a mapping; give options by name, such as {{"max_autotune": True}}.')
+    return tuple(sorted(value.items()))
+
+
+_READERS: Mapping[str, Callable[[str, object], object]] = MappingProxyType(
+    {
+        "device_budget": read_size,
+        "host_budget": read_size,
+        "spill_dir": _read_paths,
+        "spill_budget": read_size,
+        "policy": _read_choice(POLICIES),
+        "recompute": _read_choice(RECOMPUTE),
+        "compiler": _read_choice(COMPILERS),
+        "calibrate": _read_flag,
+        "dump_dir": _read_path,
+        "checksum": _read_flag,
+        "inductor": _read_inductor,
+    }
+)
+_DEFAULTS: Mapping[str, object] = MappingProxyType(
+    {
+        "device_budget": AUTO,
+        "host_budget": AUTO,
+        "spill_dir": (),
+        "spill_budget": AUTO,
+        "policy": "joint",
+        "recompute": "auto",
+        "compiler": "inductor",
+        "calibrate": True,
+        "dump_dir": None,
+        "checksum": False,
+        "inductor": (),
+    }
+)
+
+
+def _read_layer(source: str, given: Mapping[str, object]) -> dict[str, object]:
+    """Return the options of one source, each read; raises `OptionError` when one is unknown or unreadable."""
+    for name in given:
+        if name not in _READERS:
+            raise OptionError(
+                f"{_spelled(source, name)} is not an option;{nearest(name, _READERS)}"
+                f" the options are: {_listed(_READERS)}."
+            )
+    return {name: _READERS[name](_spelled(source, name), value) for name, value in given.items()}
+
+
+def _environment() -> dict[str, object]:
+    given: dict[str, object] = {}
+    for variable, text in os.environ.items():
+        if variable.startswith(_ENVIRONMENT_PREFIX) and text:
+            name = variable.removeprefix(_ENVIRONMENT_PREFIX).lower()
+            given[name] = text.split(os.pathsep) if name == "spill_dir" and text != "none" else text
+    return given
+
+
+def _spelled(source: str, name: str) -> str:
+    return f"{_ENVIRONMENT_PREFIX}{name.upper()}" if source == "environment" else name
+
+
+def nearest(name: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
+    """Return, for an error message, " did you mean ...?" with the known name most like `name`; "" if none is."""
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" did you mean {found[0]}?" if found else ""
+
+
+def _listed(known: Mapping[str, object] | tuple[str, ...]) -> str:
+    return ", ".join(known)
+
+
+def _device_budget(size: Size | None, device: "torch.device") -> int | None:
+    if size is None or (size is AUTO and device.type != "cuda"):
+        return None
+    space = device_space(device)
+    if size is AUTO:
+        return space.available_bytes * 9 // 10  # the allocator leaves gaps between tensors
+    return _fit("device_budget", size, space.total_bytes, f"the memory of {device}")
+
+
+def _host_budget(size: Size | None, own_bytes: int) -> int:
+    if size is None:
+        raise OptionError(
+            f"host_budget=None is not possible, pinned memory needs a limit; give a size {_SIZE_EXAMPLES}."
+        )
+    space = host_space()
+    if size is AUTO:
+        return (space.available_bytes + own_bytes) * 80 // 100
+    return _fit("host_budget", size, space.total_bytes, "the memory of the host")
+
+
+def _spill_budget(size: Size | None, directories: tuple[Path, ...], own_bytes: int) -> int:
+    if size is None:
+        raise OptionError(f"spill_budget=None is not possible, a disk can fill up; give a size {_SIZE_EXAMPLES}.")
+    if not directories:
+        if size is not AUTO:
+            raise OptionError(f"spill_budget={size.text!r} is given without spill_dir; name a directory, or drop it.")
+        return 0
+    space = disk_space(directories)
+    if size is AUTO:
+        return (space.available_bytes + own_bytes) * 90 // 100
+    return _fit(
+        "spill_budget",
+        size,
+        space.available_bytes + own_bytes,
+        f"the free space of {_listed(tuple(map(str, directories)))}",
+    )
+
+
+def _fit(name: str, size: Size, most_bytes: int, what: str) -> int:
+    if size.share is not None:
+        return int(most_bytes * size.share)
+    assert size.nbytes is not None
+    if size.nbytes > most_bytes:
+        raise OptionError(
+            f"{name} is {format_bytes(size.nbytes)}, but {what} is {format_bytes(most_bytes)};"
+            f' lower {name}, or give "auto" or a share such as "80%".'
+        )
+    return size.nbytes
+
+
+def _make_directory(name: str, directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"{name} {directory} cannot be made: {error.strerror}; name another directory.") from error
+
+
+def _check_writable(name: str, directory: Path) -> None:
+    if not directory.is_dir():
+        raise OptionError(f"{name} {directory} is not a directory; make it, or name one that exists.")
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise OptionError(
+            f"{name} {directory} cannot be written to: {error.strerror};"
+            " mend its permissions, or name another directory."
+        ) from error
+
+
+assert set(_READERS) == set(_DEFAULTS) == {field.name for field in dataclasses.fields(Options)}

@@ -1,0 +1,367 @@
+"""The planner's values: what is known (`Problem`), what is decided (`Plan`), and their arithmetic. No torch here.
+
+A region is one line of *steps*: the forward graph's ops, then the backward graph's. Step `k` owns the device bytes of
+every storage with `birth <= k < death`. All intervals are half-open. Runtime ops sit in the *gap* before a step, and in
+one gap they run in this order, which every checker relies on:
+
+    step k | offload (offload == k), release (gone == k+1), prefetch (fetch == k+1), wait (back == k+1) | step k+1
+"""
+
+import dataclasses
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal, NewType
+
+import numpy as np
+
+Step = NewType("Step", int)
+
+
+class Tier(StrEnum):
+    """Where bytes live, fastest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+class Kind(StrEnum):
+    """What a storage is to the training step."""
+
+    PARAMETER = "parameter"
+    INPUT = "input"
+    ACTIVATION = "activation"
+    OUTPUT = "output"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One step: its node's name, how long it runs, and bytes it needs only while it runs."""
+
+    name: str
+    duration_ns: int
+    scratch_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """Device memory shared by one tensor and its views: the unit that is planned.
+
+    `uses` are the steps that touch it, the producing step included, in rising order. `birth` is the producing step
+    (0 for what exists before the region), `death` the first step at which the bytes are free again (the number of
+    steps for what outlives the region). `ready` is the first step after which it may be copied out, if that is later
+    than its birth: an op with several outputs is followed by the steps that name them. `formula` is the size in
+    symbols where shapes are dynamic.
+    """
+
+    name: str
+    nbytes: int
+    kind: Kind
+    birth: Step
+    death: Step
+    uses: tuple[Step, ...]
+    spillable: bool
+    ready: Step = Step(0)
+    formula: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """Measured rates in bytes per second; `duplex` ones hold while both directions are busy. 0 means no such link."""
+
+    d2h_bytes_per_s: int
+    h2d_bytes_per_s: int
+    d2h_duplex_bytes_per_s: int
+    h2d_duplex_bytes_per_s: int
+    disk_write_bytes_per_s: int = 0
+    disk_read_bytes_per_s: int = 0
+    copy_latency_ns: int = 10_000
+    disk_latency_ns: int = 200_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Most bytes of each tier; `device_bytes` None means no limit, 0 disk bytes means no disk."""
+
+    device_bytes: int | None
+    host_bytes: int
+    disk_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How the backward can make a saved storage again: by running these forward steps, in order, once more.
+
+    What the steps read and do not make themselves is a parameter, an input, or saved.
+    """
+
+    name: str
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Everything a policy may look at.
+
+    `boundary` is the first backward step (`len(ops)` in inference): a storage that crosses it leaves from the forward
+    graph and comes back in the backward graph. `outside_bytes` are held on the device by others for the whole region.
+    Storages below `min_spill_bytes` are not worth an op. `recipes` are what could be recomputed instead of saved, and
+    `recompute_ns` is the time of the steps that do so already. `fences` are the steps whose place among the runtime
+    ops is sure in the code that will run: a compiler that fuses may move the other steps between two fences. Without
+    any, every step is one.
+    """
+
+    ops: tuple[Op, ...]
+    boundary: Step
+    storages: tuple[Storage, ...]
+    links: Links
+    budgets: Budgets
+    outside_bytes: int = 0
+    min_spill_bytes: int = 0
+    fences: tuple[Step, ...] = ()
+    recipes: tuple[Recipe, ...] = ()
+    recompute_ns: int = 0
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Device bytes this region may use, or None for no limit."""
+        if self.budgets.device_bytes is None:
+            return None
+        return self.budgets.device_bytes - self.outside_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spill:
+    """A storage's trip: no device bytes during `[gone, fetch)`, no readers during `[gone, back)`."""
+
+    name: str
+    nbytes: int
+    tier: Tier
+    offload: Step  # issue the copy out after this step
+    gone: Step  # the copy has landed: the device bytes are free from here
+    fetch: Step  # allocate, and issue the copy in, before this step
+    back: Step  # first reader: wait here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolClass:
+    """`count` pinned buffers of `nbytes` each."""
+
+    nbytes: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What the simulator says of a plan; `peak_bytes` includes the bytes held outside the region.
+
+    `ideal_ns` is the time of a device without limits: neither stalls nor what is recomputed to save memory.
+    """
+
+    peak_bytes: int
+    peak_step: Step
+    floor_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    ideal_ns: int
+    makespan_ns: int
+    lower_bound_ns: int
+    stall_out_ns: int
+    stall_in_ns: int
+    d2h_bytes: int
+    h2d_bytes: int
+    disk_write_bytes: int
+    disk_read_bytes: int
+    recompute_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What was decided: the trips, the buffers they need, and what to expect.
+
+    `pool` serves host trips, exactly as many buffers as are lent at once; `staging` serves trips to and from NVMe.
+    `recomputed` names what the backward makes again: the plan is then for the problem in which it does.
+    """
+
+    policy: str
+    spills: tuple[Spill, ...]
+    pool: tuple[PoolClass, ...]
+    staging: tuple[PoolClass, ...]
+    forecast: Forecast
+    recomputed: tuple[str, ...] = ()
+
+
+def inactive_intervals(storage: Storage) -> tuple[tuple[Step, Step], ...]:
+    """Return `(last use, next use)` pairs with at least one whole step between them, from which it may leave.
+
+    >>> s = Storage(name="x", nbytes=1, kind=Kind.ACTIVATION, birth=Step(0), death=Step(8),
+    ...             uses=(Step(0), Step(1), Step(7)), spillable=True)
+    >>> inactive_intervals(s)
+    ((1, 7),)
+    """
+    return tuple((u, v) for u, v in pairwise(storage.uses) if v - u > 1 and u >= storage.ready)
+
+
+def live_bytes(problem: Problem, spills: Iterable[Spill] = ()) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """Return the device bytes in use at each step under `spills`, held-outside bytes included.
+
+    One difference array and one running sum: O(steps + storages + spills).
+    """
+    delta = np.zeros(len(problem.ops) + 1, dtype=np.int64)
+    for storage in problem.storages:
+        delta[storage.birth] += storage.nbytes
+        delta[storage.death] -= storage.nbytes
+    for spill in spills:
+        delta[spill.gone] -= spill.nbytes
+        delta[spill.fetch] += spill.nbytes
+    scratch = np.fromiter((op.scratch_bytes for op in problem.ops), dtype=np.int64, count=len(problem.ops))
+    return np.cumsum(delta)[:-1] + scratch + problem.outside_bytes
+
+
+def is_candidate(problem: Problem, storage: Storage) -> bool:
+    """Say whether a policy may spill `storage` at all: allowed, worth an op, and with links to travel on."""
+    linked = problem.links.d2h_bytes_per_s > 0 and problem.links.h2d_bytes_per_s > 0
+    return linked and storage.spillable and storage.nbytes >= max(1, problem.min_spill_bytes)
+
+
+def earliest_offload(problem: Problem, storage: Storage, last_use: Step) -> Step:
+    """Return the first step after which `storage` may be copied out for the trip that follows `last_use`.
+
+    Graphs are functional, so the copy may start before the last read; but an offload sits in its trip's own graph.
+    """
+    ready = max(storage.birth, storage.ready)
+    return max(ready, problem.boundary) if last_use >= problem.boundary else ready
+
+
+def fence_in(problem: Problem, spill: Spill) -> Spill | None:
+    """Return `spill` with bytes that count as gone only from a fence on, and as taken from behind a fence on.
+
+    None if the storage is then never away. Without fences, `spill` as it is.
+    """
+    fences, boundary = problem.fences, problem.boundary
+    if not fences:
+        return spill
+    after, before = bisect_left(fences, spill.gone), bisect_left(fences, spill.fetch) - 1
+    gone = fences[after] if after < len(fences) else Step(len(problem.ops))
+    fetch = Step(fences[before] + 1) if before >= 0 else Step(0)
+    if spill.offload < boundary <= spill.back:  # it leaves from one graph and comes back in the other
+        gone, fetch = min(gone, boundary), max(fetch, boundary)
+    return dataclasses.replace(spill, gone=gone, fetch=fetch) if gone < fetch else None
+
+
+def bare_spills(problem: Problem) -> tuple[Spill, ...]:
+    """Return, for every candidate, its longest trip with no slack at all: the least any plan of ours can hold.
+
+    Each storage travels at most once, over the inactive interval that contains the most time.
+    """
+    ends_ns = np.cumsum([op.duration_ns for op in problem.ops])
+    spills = []
+    for storage in problem.storages:
+        if not is_candidate(problem, storage):
+            continue
+        trip = partial(Spill, name=storage.name, nbytes=storage.nbytes, tier=Tier.HOST)
+        tight = [trip(offload=u, gone=Step(u + 1), fetch=v, back=v) for u, v in inactive_intervals(storage)]
+        if trips := [fenced for spill in tight if (fenced := fence_in(problem, spill)) is not None]:
+            spills.append(max(trips, key=lambda t: (int(ends_ns[t.fetch - 1] - ends_ns[t.gone - 1]), t.gone, t.fetch)))
+    return tuple(spills)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One runtime op of a plan: what is done, for which trip, in the gap before `step`."""
+
+    step: Step
+    verb: Literal["offload", "release", "prefetch", "wait"]
+    spill: Spill
+
+
+def program(spills: Iterable[Spill]) -> tuple[Event, ...]:
+    """Return every runtime op in the order in which they run.
+
+    Inside one gap the most urgent goes first: offloads by `gone`, prefetches by `back`, ties by name.
+    """
+    events = []
+    for s in spills:
+        events.append(((s.offload + 1, 0, s.gone, s.name), Event(step=Step(s.offload + 1), verb="offload", spill=s)))
+        events.append(((s.gone, 1, s.gone, s.name), Event(step=s.gone, verb="release", spill=s)))
+        events.append(((s.fetch, 2, s.back, s.name), Event(step=s.fetch, verb="prefetch", spill=s)))
+        events.append(((s.back, 3, s.back, s.name), Event(step=s.back, verb="wait", spill=s)))
+    return tuple(event for _, event in sorted(events, key=lambda pair: pair[0]))
+
+
+def held_at(problem: Problem, spills: Iterable[Spill], step: Step) -> tuple[Storage, ...]:
+    """Return the storages with device bytes at `step`, largest first."""
+    away = {spill.name for spill in spills if spill.gone <= step < spill.fetch}
+    held = [s for s in problem.storages if s.birth <= step < s.death and s.name not in away]
+    return tuple(sorted(held, key=lambda s: (-s.nbytes, s.name)))
+
+
+def round_up(nbytes: int, unit: int) -> int:
+    """Return the least multiple of `unit` that holds `nbytes`.
+
+    >>> round_up(5000, 4096)
+    8192
+    """
+    return -(-nbytes // unit) * unit
+
+
+def size_classes(lent: Sequence[tuple[Step, Step, int]], *, page_bytes: int = 4096) -> tuple[PoolClass, ...]:
+    """Return the fewest buffers that serve the `lent` intervals `(from, until, nbytes)`, sized by class.
+
+    Sizes are rounded to pages; neighbouring sizes share a class while that wastes under 3 %. A class needs as many
+    buffers as are lent at once (an interval graph's clique number), so the pool cannot run dry: 10Cache sizes its
+    classes by share of bytes instead. O(n log n) in intervals.
+    """
+    classes: list[list[tuple[Step, Step]]] = []
+    tops: list[int] = []
+    for start, stop, nbytes in sorted(lent, key=lambda item: (-item[2], item[0], item[1])):
+        size = round_up(nbytes, page_bytes)
+        if not tops or size < tops[-1] * 0.97:
+            tops.append(size)
+            classes.append([])
+        classes[-1].append((start, stop))
+    return tuple(PoolClass(nbytes=top, count=_most_at_once(spans)) for top, spans in zip(tops, classes, strict=True))
+
+
+def total_bytes(classes: Iterable[PoolClass]) -> int:
+    """Return the bytes of all buffers of `classes`.
+
+    >>> total_bytes([PoolClass(nbytes=4096, count=3)])
+    12288
+    """
+    return sum(pool.nbytes * pool.count for pool in classes)
+
+
+def pool_classes(spills: Iterable[Spill], tier: Tier) -> tuple[PoolClass, ...]:
+    """Return the buffers (host) or extents (nvme) that the trips to `tier` need; each is lent during `[offload, back)`.
+
+    A trip uses the smallest class that holds it.
+    """
+    return size_classes([(spill.offload, spill.back, spill.nbytes) for spill in spills if spill.tier is tier])
+
+
+def staging_classes(spills: Iterable[Spill], room_bytes: int) -> tuple[PoolClass, ...]:
+    """Return the buffers that trips to NVMe pass through: each holds the largest, four at most, one at least.
+
+    Four let a copy out, a write, a read and a copy in go on at once. Fewer if `room_bytes` of host memory hold fewer;
+    the one that is always there may exceed them, which the caller has to check.
+    """
+    sizes = [spill.nbytes for spill in spills if spill.tier is Tier.NVME]
+    if not sizes:
+        return ()
+    nbytes = round_up(max(sizes), 4096)
+    return (PoolClass(nbytes=nbytes, count=max(1, min(4, len(sizes), room_bytes // nbytes))),)
+
+
+def _most_at_once(spans: Sequence[tuple[Step, Step]]) -> int:
+    events = sorted([(start, 1) for start, _ in spans] + [(stop, -1) for _, stop in spans])
+    most = now = 0
+    for _, change in events:  # at one point in time returns (-1) sort before loans (+1)
+        now += change
+        most = max(most, now)
+    return most

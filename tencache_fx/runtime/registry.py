@@ -1,0 +1,135 @@
+"""Which engine serves which graph: the only state of the process that outlives a call, and it can be closed."""
+
+import atexit
+import ctypes
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tencache_fx.errors import InvariantError, OptionError, TencacheError
+from tencache_fx.runtime.engine import Engine, resolve_device
+from tencache_fx.runtime.store import Store
+
+
+class Registry:
+    """At most one open engine per device, and all that ever were, by index: an index is never used twice."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._engines: dict[int, Engine] = {}
+        self._count = 0
+
+    def by_id(self, index: int) -> Engine:
+        """Return an open engine; raises `TencacheError` when it was closed."""
+        engine = self._engines.get(index)
+        if engine is None or engine.closed:
+            raise TencacheError(
+                f"engine {index}, which this compiled graph uses, is closed; "
+                "call torch.compiler.reset() and compile again."
+            )
+        return engine
+
+    def open_engines(self) -> tuple[Engine, ...]:
+        """Return the open engines, oldest first; in a forked child, those that it opened itself."""
+        with self._lock:
+            self._engines = {index: engine for index, engine in self._engines.items() if not engine.closed}
+            return tuple(engine for engine in self._engines.values() if not engine.inherited)
+
+    def install(self, engine: Engine) -> None:
+        """Make `engine` its device's; raises `InvariantError` when the device has another open one."""
+        if any(other.device == engine.device for other in self.open_engines()):
+            raise InvariantError(f"{engine.device} has an open engine already; call tencache_fx.close() first.")
+        with self._lock:
+            engine.id = self._count
+            self._count += 1
+            self._engines[engine.id] = engine
+
+    def close_all(self) -> None:
+        """Close every engine of this process."""
+        for engine in self.open_engines():
+            engine.close()
+
+    def settle_in_child(self) -> None:
+        """Make a forked child's copy safe: its lock is free, and the parent's engines are never taken apart.
+
+        Their buffers are not mapped here (`MADV_DONTFORK`), and what has been mapped in their place since would be
+        unmapped with them, even by the interpreter's own end: so one reference more than anybody will give back.
+        """
+        self._lock = threading.Lock()
+        for engine in self._engines.values():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+
+
+_REGISTRY = Registry()
+atexit.register(_REGISTRY.close_all)
+os.register_at_fork(after_in_child=_REGISTRY.settle_in_child)
+
+
+def open_engine(
+    device: torch.device,
+    *,
+    host_budget_bytes: int,
+    spill_dirs: Sequence[Path] = (),
+    spill_budget_bytes: int = 0,
+    checksum: bool = False,
+) -> Engine:
+    """Return the open engine of `device`, or a new one.
+
+    An open one takes over the new host budget, a larger spill budget, and a store if it had none. Raises `OptionError`
+    for other differences: the values that are away now depend on them.
+    """
+    device = resolve_device(device)
+    found = [engine for engine in engines() if engine.device == device]
+    if not found:
+        engine = Engine(
+            device,
+            host_budget_bytes=host_budget_bytes,
+            spill_dirs=spill_dirs,
+            spill_budget_bytes=spill_budget_bytes,
+            checksum=checksum,
+        )
+        install_engine(engine)
+        return engine
+    engine = found[0]
+    engine.pool.resize_budget(host_budget_bytes)
+    if not spill_dirs:
+        return engine
+    if engine.store is None:
+        engine.attach_store(Store(spill_dirs, spill_budget_bytes, checksum=checksum))
+        return engine
+    _require_same(engine, "spill_dir", _listed(engine.store.directories), _listed(spill_dirs))
+    _require_same(engine, "checksum", str(engine.store.checksum), str(checksum))
+    if spill_budget_bytes < engine.store.file_bytes:
+        _require_same(engine, "spill_budget", str(engine.store.budget_bytes), str(spill_budget_bytes))
+    engine.store.budget_bytes = spill_budget_bytes
+    return engine
+
+
+def engine_by_id(index: int) -> Engine:
+    """Return the open engine with this index; raises `TencacheError` when it was closed."""
+    return _REGISTRY.by_id(index)
+
+
+def engines() -> tuple[Engine, ...]:
+    """Return all open engines."""
+    return _REGISTRY.open_engines()
+
+
+def install_engine(engine: Engine) -> None:
+    """Make `engine`, built with streams or a store of your own, the one of its device."""
+    _REGISTRY.install(engine)
+
+
+def _require_same(engine: Engine, option: str, have: str, want: str) -> None:
+    if have != want:
+        raise OptionError(
+            f"{option} is {want} here, but the open engine of {engine.device} has {have}; use the same everywhere, "
+            "or call tencache_fx.close() first, and compile again what was compiled before."
+        )
+
+
+def _listed(directories: Sequence[Path]) -> str:
+    return ", ".join(map(str, directories))

@@ -1,0 +1,88 @@
+"""What the runtime did: counters since they were last taken, and gauges of now."""
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tencache_fx.runtime.streams import Watch
+
+READY_NS = 20_000
+"""A stall shorter than this is what it costs to ask: between two marks on a GPU there is never no time at all."""
+
+_COUNTERS = (
+    "offloads",
+    "prefetches",
+    "dropped",
+    "d2h_bytes",
+    "h2d_bytes",
+    "disk_write_bytes",
+    "disk_read_bytes",
+    "disk_write_failures",
+    "stall_out_ns",
+    "stall_in_ns",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stall:
+    watch: Watch
+    counter: str
+    wanted_bytes: int
+
+
+class Stats:
+    """Collects counts from any thread. `gauges` is called by `take`, outside the lock."""
+
+    def __init__(self, gauges: Callable[[], Mapping[str, int]]) -> None:
+        self._gauges = gauges
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._stalls: deque[_Stall] = deque()
+
+    def add(self, **amounts: int) -> None:
+        """Add to counters."""
+        with self._lock:
+            self._counts.update(amounts)
+
+    def add_ready(self, wanted_bytes: int) -> None:
+        """Count bytes that were there when their reader asked: no stall, whatever the asking itself took."""
+        self.add(wanted_bytes=wanted_bytes, hit_bytes=wanted_bytes)
+
+    def add_stall(self, watch: Watch, counter: str, wanted_bytes: int = 0) -> None:
+        """Add a stall whose length may be known only later; `wanted_bytes` count for the hit rate."""
+        with self._lock:
+            self._stalls.append(_Stall(watch, counter, wanted_bytes))
+            self._resolve()
+
+    def take(self) -> dict[str, int | float]:
+        """Return the counters since the last call, and the gauges; never waits for the device.
+
+        Counters: `offloads`, `prefetches`, `dropped` (given back without backward), `d2h_bytes`, `h2d_bytes`,
+        `disk_write_bytes`, `disk_read_bytes`, `disk_write_failures`, `stall_out_ns` (at release, or for want of a
+        staging buffer), `stall_in_ns` (at wait), `stall_ns` (both), `hit_rate`. Stalls that the device has not
+        reached yet count next time.
+        `hit_rate` is the share of the bytes waited for that were ready: their copy in was over when the host asked, or
+        their reader on the device stood still for less than `READY_NS`. 1.0 when nothing was waited for.
+        Gauges: the engine's, see `Engine.stats`.
+        """
+        gauges = self._gauges()
+        with self._lock:
+            self._resolve()
+            counts, self._counts = self._counts, Counter()
+        values: dict[str, int | float] = {name: counts[name] for name in _COUNTERS}
+        values["stall_ns"] = counts["stall_out_ns"] + counts["stall_in_ns"]
+        values["hit_rate"] = counts["hit_bytes"] / counts["wanted_bytes"] if counts["wanted_bytes"] else 1.0
+        return {**values, **gauges}
+
+    def _resolve(self) -> None:
+        while self._stalls:
+            stall = self._stalls[0]
+            elapsed_ns = stall.watch.elapsed_ns()
+            if elapsed_ns is None:
+                return
+            self._stalls.popleft()
+            self._counts[stall.counter] += elapsed_ns
+            self._counts["wanted_bytes"] += stall.wanted_bytes
+            if elapsed_ns < READY_NS:
+                self._counts["hit_bytes"] += stall.wanted_bytes

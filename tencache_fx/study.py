@@ -1,0 +1,84 @@
+"""What is known of a captured region before it is planned, and what was planned for it."""
+
+import hashlib
+from dataclasses import dataclass
+
+from torch import fx
+
+from tencache_fx.calibrate import time_calls
+from tencache_fx.capture import Capture
+from tencache_fx.errors import BudgetError
+from tencache_fx.machine import Roofline
+from tencache_fx.options import Options
+from tencache_fx.passes.costs import estimate_ops, find_calls
+from tencache_fx.passes.fused_groups import hold_fused_operands
+from tencache_fx.passes.fusion import find_registers
+from tencache_fx.passes.in_place import InPlace, reuse_in_place
+from tencache_fx.passes.lifetimes import StorageNodes, measure_lifetimes
+from tencache_fx.passes.planner import floor_bytes
+from tencache_fx.passes.products import sink_products
+from tencache_fx.passes.views import mend_views
+from tencache_fx.plan import Op, Plan, Problem
+from tencache_fx.sizes import SizeFormulas
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A captured region's storages with their lives, what never reaches memory, and what its ops cost."""
+
+    capture: Capture
+    storages: tuple[StorageNodes, ...]
+    registers: frozenset[fx.Node]
+    in_place: InPlace
+    ops: tuple[Op, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """A name for the region that is the same in every process: its ops and its sizes."""
+        seen = [op.name for op in self.ops], [(item.storage.name, item.storage.nbytes) for item in self.storages]
+        return hashlib.sha256(repr(seen).encode()).hexdigest()
+
+    @property
+    def duration_ns(self) -> int:
+        """How long the ops take, one after the other."""
+        return sum(op.duration_ns for op in self.ops)
+
+
+def study(capture: Capture, options: Options, roofline: Roofline) -> Study:
+    """Return what is known of a captured region; its graphs are put in order first, nothing in them is decided."""
+    fuses = options.compiler == "inductor"
+    if fuses:
+        sink_products(capture)
+    mend_views(capture)
+    registers = find_registers(capture) if fuses else None
+    storages = measure_lifetimes(capture, registers or {})
+    in_place: InPlace = {}
+    if registers is not None:
+        storages, in_place = reuse_in_place(capture, registers, storages)
+        storages = hold_fused_operands(capture, registers, storages)
+    heavy = find_calls(capture, roofline, registers) if options.calibrate else {}
+    times_ns = time_calls(heavy, capture.device, budget_bytes=options.device_budget)
+    return Study(
+        capture=capture,
+        storages=tuple(storages),
+        registers=frozenset(registers or ()),
+        in_place=in_place,
+        ops=estimate_ops(capture, roofline, registers, times_ns),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A region split in one way, and the plan for it, or why there is none."""
+
+    study: Study
+    problem: Problem
+    plan: Plan | BudgetError
+    formulas: SizeFormulas | None
+    input_bytes: int
+
+    def rank(self) -> tuple[int, int]:
+        """Return how good it is, lower is better: whether it fits, then how fast it is, or what it would need."""
+        if isinstance(self.plan, BudgetError):
+            return 1, floor_bytes(self.problem)
+        return 0, self.plan.forecast.makespan_ns

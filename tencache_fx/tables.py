@@ -1,0 +1,258 @@
+"""The only formatter: values in, text out. No torch here."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+from tencache_fx.bounds import joint_lower_bound_ns
+from tencache_fx.plan import Plan, PoolClass, Problem, Spill, Step, Storage, Tier
+
+if TYPE_CHECKING:
+    from tencache_fx.dump import Listing, NodeRow
+    from tencache_fx.frontier import Frontier, Outcome
+    from tencache_fx.reasons import Choice, Price, Reasons, TensorReason
+
+_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_TIME_UNITS = ("ns", "us", "ms", "s")
+_RUNTIME_MARK = ">>"
+
+
+def format_bytes(nbytes: int) -> str:
+    """Return `nbytes` in decimal units with three significant digits.
+
+    >>> format_bytes(999), format_bytes(16_800_000), format_bytes(-2_500_000_000)
+    ('999 B', '16.8 MB', '-2.5 GB')
+    """
+    return _format_scaled(nbytes, _BYTE_UNITS)
+
+
+def format_rate(bytes_per_s: int) -> str:
+    """Return a rate, such as "12.5 GB/s"."""
+    return f"{format_bytes(bytes_per_s)}/s"
+
+
+def format_ns(duration_ns: int) -> str:
+    """Return a duration with three significant digits.
+
+    >>> format_ns(0), format_ns(12_345), format_ns(297_000_000), format_ns(-1_500_000_000)
+    ('0 ns', '12.3 us', '297 ms', '-1.5 s')
+    """
+    return _format_scaled(duration_ns, _TIME_UNITS)
+
+
+def _format_scaled(amount: int, units: Sequence[str]) -> str:
+    size, unit = float(abs(amount)), 0
+    while size >= 999.5 and unit < len(units) - 1:
+        size /= 1000
+        unit += 1
+    digits = f"{size:.0f}" if size >= 999.5 else f"{size:.3g}"
+    return f"{'-' if amount < 0 else ''}{digits} {units[unit]}"
+
+
+def show_summary(problem: Problem, plan: Plan, captured: Problem) -> str:
+    """Return what the plan costs and gains, one line per figure.
+
+    `problem` is what the plan is for, `captured` the region before more was recomputed: "lower bound" is a time that no
+    other trips beat, "best possible" one that no choice of what to recompute and what to move beats.
+    """
+    forecast, budgets = plan.forecast, problem.budgets
+    over = forecast.makespan_ns / max(1, forecast.ideal_ns)
+    device_budget = "no limit" if budgets.device_bytes is None else format_bytes(budgets.device_bytes)
+    trips = {tier: [spill for spill in plan.spills if spill.tier is tier] for tier in (Tier.HOST, Tier.NVME)}
+    rows = [
+        ("policy", plan.policy),
+        ("steps", f"{len(problem.ops)}, backward from {problem.boundary}"),
+        ("device budget", f"{device_budget}, of it held outside the region {format_bytes(problem.outside_bytes)}"),
+        ("device peak", f"{format_bytes(forecast.peak_bytes)} at {_step_name(problem, forecast.peak_step)}"),
+        ("device floor", format_bytes(forecast.floor_bytes)),
+        ("host", f"{format_bytes(forecast.host_bytes)} of {format_bytes(budgets.host_bytes)}"),
+        ("disk", f"{format_bytes(forecast.disk_bytes)} of {format_bytes(budgets.disk_bytes)}"),
+        *((f"spilled to {tier}", _count_and_bytes(spills)) for tier, spills in trips.items()),
+        ("recomputed", _recomputed(plan, captured)),
+        ("time", f"{format_ns(forecast.makespan_ns)}, {over:.3f} of the {format_ns(forecast.ideal_ns)} without limits"),
+        ("lower bound", format_ns(forecast.lower_bound_ns)),
+        ("best possible", format_ns(joint_lower_bound_ns(captured))),
+        ("stalls", f"{format_ns(forecast.stall_out_ns)} going out, {format_ns(forecast.stall_in_ns)} coming in"),
+        ("link traffic", f"{format_bytes(forecast.d2h_bytes)} out, {format_bytes(forecast.h2d_bytes)} in"),
+        (
+            "disk traffic",
+            f"{format_bytes(forecast.disk_write_bytes)} written, {format_bytes(forecast.disk_read_bytes)} read",
+        ),
+    ]
+    return _table(rows)
+
+
+def show_tensors(problem: Problem, plan: Plan) -> str:
+    """Return one row per storage, largest first: what it is, how long it lives, where it spends that time."""
+    spills = {spill.name: spill for spill in plan.spills}
+    again = set(plan.recomputed)
+    rows = []
+    for storage in sorted(problem.storages, key=lambda s: (-s.nbytes, s.name)):
+        spill = spills.get(storage.name)
+        steps: Iterable[Step] = () if spill is None else (spill.offload, spill.gone, spill.fetch, spill.back)
+        stays = "recompute" if storage.name in again else "keep"
+        decision = stays if spill is None else f"spill to {spill.tier}"
+        life = f"[{storage.birth}, {storage.death})"
+        trip = (_step_name(problem, step) for step in steps)
+        rows.append((storage.name, _size(storage), storage.kind, life, decision, *trip))
+    return _table(rows, headers=("storage", "bytes", "kind", "lives", "decision", "offload", "gone", "fetch", "back"))
+
+
+def show_pool(plan: Plan) -> str:
+    """Return one row per size class of pinned buffers, and their sum."""
+    uses = (("host trips", plan.pool), ("disk staging", plan.staging))
+    rows = [(use, format_bytes(c.nbytes), c.count, format_bytes(c.nbytes * c.count)) for use, cs in uses for c in cs]
+    total = sum(c.count for _, cs in uses for c in cs), sum(_class_bytes(cs) for _, cs in uses)
+    return _table([*rows, ("all", "", total[0], format_bytes(total[1]))], headers=("use", "buffer", "count", "bytes"))
+
+
+def show_frontier(frontier: "Frontier") -> str:
+    """Return one row per budget and policy: the predicted time, as a share of the ideal one, and where it goes."""
+    named = zip(frontier.policies, frontier.floors_bytes, strict=True)
+    head = [
+        ("unlimited", f"{format_ns(frontier.ideal_ns)}, {format_bytes(frontier.peak_bytes)} on the device"),
+        *((f"floor of {policy}", format_bytes(floor)) for policy, floor in named),
+    ]
+    rows: list[tuple[str, ...]] = []
+    for point in frontier.points:
+        budget, best = format_bytes(point.device_bytes), _times_ideal(point.best_possible_ns, frontier)
+        rows.append((budget, "best possible", format_ns(point.best_possible_ns), best, "", "", "", ""))
+        for policy, outcome in zip(frontier.policies, point.outcomes, strict=True):
+            rows.append(("", policy, *_outcome_cells(outcome, frontier)))
+    headers = ("device budget", "policy", "step", "of ideal", "recomputed", "stalls", "moved", "by disk")
+    return f"{_table(head)}\n\n{_table(rows, headers=headers)}"
+
+
+def _outcome_cells(outcome: "Outcome | None", frontier: "Frontier") -> tuple[str, ...]:
+    if outcome is None:
+        return ("-",) * 6
+    times = format_ns(outcome.makespan_ns), _times_ideal(outcome.makespan_ns, frontier)
+    parts = format_ns(outcome.recompute_ns), format_ns(outcome.stall_ns)
+    return (*times, *parts, format_bytes(outcome.link_bytes), format_bytes(outcome.disk_bytes))
+
+
+def _times_ideal(makespan_ns: int, frontier: "Frontier") -> str:
+    return f"{makespan_ns / max(1, frontier.ideal_ns):.3f}"
+
+
+def show_reasons(reasons: "Reasons") -> str:
+    """Return why the plan is what it is: a row per tensor, with what every other choice would change, and the prices.
+
+    A choice is shown as what it adds to the step, or as the bytes by which a budget would be overrun (the device's, if
+    no other is named); a recipe as the time of its steps, and the bytes that have to be held longer for it.
+    """
+    headers = ("storage", "bytes", "decision", "out", "in", "waited", "keep", "recompute", "host", "nvme", "recipe")
+    table = _table([_reason_cells(tensor) for tensor in reasons.tensors], headers=headers)
+    left_out = f"\n{reasons.left_out} smaller ones are not shown." if reasons.left_out else ""
+    prices = _table([_price_cells(price) for price in reasons.prices], headers=("resource", "change", "step", "price"))
+    return f"{reasons.policy}, {format_ns(reasons.makespan_ns)} a step as modelled\n\n{table}{left_out}\n\n{prices}"
+
+
+def _reason_cells(tensor: "TensorReason") -> tuple[str, ...]:
+    choices = {choice.decision: choice for choice in tensor.choices}
+    decisions = ("keep", "recompute", "host", "nvme")
+    cells = ["as it is" if each == tensor.decision else _choice_cell(choices.get(each)) for each in decisions]
+    recipe = "-" if tensor.recipe_ns is None else format_ns(tensor.recipe_ns)
+    if tensor.held_longer:
+        recipe += f", holds {format_bytes(tensor.held_longer_bytes)}"
+    copies = (format_ns(tensor.out_ns), format_ns(tensor.in_ns), format_ns(tensor.stall_ns))
+    return (tensor.name, format_bytes(tensor.nbytes), tensor.decision, *copies, *cells, recipe)
+
+
+def _choice_cell(choice: "Choice | None") -> str:
+    if choice is None:
+        return "-"
+    if choice.over_bytes:
+        where = "" if choice.over_tier is Tier.DEVICE else f" ({choice.over_tier})"
+        return f"{format_bytes(choice.over_bytes)} over{where}"
+    return "no plan" if choice.change_ns is None else _signed_ns(choice.change_ns)
+
+
+def _price_cells(price: "Price") -> tuple[str, ...]:
+    amount = f"{price.amount:+d} %" if price.resource == "links" else _signed(format_bytes(price.amount))
+    if price.change_ns is None:
+        return price.resource, amount, "does not fit", "-"
+    if price.resource == "links":
+        worth = f"{-price.change_ns / price.copying_ns:.2f} s per link-second" if price.copying_ns else "nothing moves"
+    else:
+        worth = f"{format_ns(round(abs(price.change_ns) * 1e9 / abs(price.amount)))} per GB"
+    return price.resource, amount, _signed_ns(price.change_ns), worth
+
+
+def _signed_ns(change_ns: int) -> str:
+    return _signed(format_ns(change_ns))
+
+
+def _signed(text: str) -> str:
+    return text if text.startswith("-") else f"+{text}"
+
+
+def show_measured(measured: Mapping[str, object]) -> str:
+    """Return measured figures, one per line; the unit is the end of each name ("step_ns", "peak_bytes")."""
+    return _table([(name, _by_unit(name, value)) for name, value in measured.items()])
+
+
+def show_graph(listing: "Listing") -> str:
+    """Return a graph as text, one node a line, the runtime's own nodes marked with ">>"."""
+    lines = [f"{listing.phase}: {len(listing.nodes)} nodes, {sum(row.runtime for row in listing.nodes)} of the runtime"]
+    for row in listing.nodes:
+        mark = _RUNTIME_MARK if row.runtime else " " * len(_RUNTIME_MARK)
+        typed = f"{row.name}: {row.type}" if row.type else row.name
+        lines.append(f"{mark} {typed} = {_call(row)}" + (f"  # {row.note}" if row.note else ""))
+    return "\n".join(lines)
+
+
+def graph_dot(listing: "Listing") -> str:
+    """Return a graph in Graphviz's language, the runtime's own nodes filled."""
+    lines = [f"digraph {_quoted(listing.phase)} {{", "  node [shape=box];"]
+    for row in listing.nodes:
+        label = "\n".join(part for part in (row.name, row.target, row.type, row.note) if part)
+        style = ", style=filled, fillcolor=lightblue" if row.runtime else ""
+        lines.append(f"  {_quoted(row.name)} [label={_quoted(label)}{style}];")
+        lines.extend(f"  {_quoted(source)} -> {_quoted(row.name)};" for source in row.inputs)
+    return "\n".join([*lines, "}"])
+
+
+def _table(rows: Sequence[Sequence[object]], headers: Sequence[str] = ()) -> str:
+    return str(tabulate(rows, headers=headers, tablefmt="simple" if headers else "plain", disable_numparse=True))
+
+
+def _step_name(problem: Problem, step: Step) -> str:
+    return f"{step} {problem.ops[step].name}" if step < len(problem.ops) else f"{step} (end)"
+
+
+def _size(storage: Storage) -> str:
+    return format_bytes(storage.nbytes) + (f" = {storage.formula}" if storage.formula else "")
+
+
+def _count_and_bytes(spills: Sequence[Spill]) -> str:
+    return f"{len(spills)}, {format_bytes(sum(spill.nbytes for spill in spills))}"
+
+
+def _recomputed(plan: Plan, captured: Problem) -> str:
+    again, forecast = set(plan.recomputed), plan.forecast
+    nbytes = sum(storage.nbytes for storage in captured.storages if storage.name in again)
+    share = forecast.recompute_ns / max(1, forecast.makespan_ns)
+    return f"{len(again)}, {format_bytes(nbytes)}, in {format_ns(forecast.recompute_ns)}, {share:.1%} of the time"
+
+
+def _class_bytes(classes: Iterable[PoolClass]) -> int:
+    return sum(c.nbytes * c.count for c in classes)
+
+
+def _by_unit(name: str, value: object) -> str:
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return format_bytes(value)
+    if isinstance(value, int) and name.endswith("_ns"):
+        return format_ns(value)
+    return str(value)
+
+
+def _call(row: "NodeRow") -> str:
+    return row.op if row.op == "placeholder" else f"{row.target}({', '.join(row.inputs)})"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

@@ -1,0 +1,94 @@
+"""How many bytes each tier of this machine has: device, host (cgroup-aware), disk."""
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """Bytes of one tier: all that exist, and those this process may use now, its own included."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+def device_space(device: "torch.device") -> Space:
+    """Return the memory of `device`; what torch's allocator already holds counts as available to this process.
+
+    A CPU "device" is the host's memory.
+    """
+    if device.type != "cuda":
+        return host_space()
+    import torch  # here, because sizes are also read by commands that must start without torch
+
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return Space(
+        total_bytes=total_bytes,
+        available_bytes=min(total_bytes, free_bytes + torch.cuda.memory_reserved(device)),
+    )
+
+
+def host_space(root: Path = Path("/")) -> Space:
+    """Return the host's memory: the least of what the kernel and every enclosing cgroup (v1 and v2) allow.
+
+    `root` is where `proc` and `sys` are found.
+    """
+    meminfo = (root / "proc/meminfo").read_text()
+    fields = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, re.MULTILINE)}
+    limits = list(_cgroup_limits(root))
+    return Space(
+        total_bytes=min([fields["MemTotal"], *(limit for limit, _ in limits)]),
+        available_bytes=max(0, min([fields["MemAvailable"], *(limit - used for limit, used in limits)])),
+    )
+
+
+def disk_space(directories: Sequence[Path]) -> Space:
+    """Return the space of the filesystems that hold `directories`, each filesystem counted once.
+
+    Raises `OSError` when a directory does not exist.
+    """
+    stats = {os.stat(directory).st_dev: os.statvfs(directory) for directory in directories}
+    return Space(
+        total_bytes=sum(stat.f_blocks * stat.f_frsize for stat in stats.values()),
+        available_bytes=sum(stat.f_bavail * stat.f_frsize for stat in stats.values()),
+    )
+
+
+def _cgroup_limits(root: Path) -> Iterable[tuple[int, int]]:
+    """Yield `(limit, used)` bytes of this process's memory cgroup and of every cgroup above it.
+
+    The page cache that the kernel can drop at once (`inactive_file`) does not count as used. Inside a container the
+    path may name folders that only the host sees, so folders that are not there are passed over.
+    """
+    membership = root / "proc/self/cgroup"
+    for line in membership.read_text().splitlines() if membership.exists() else ():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        leaf = base / path.lstrip("/")
+        for folder in (leaf, *leaf.parents):
+            if (folder / names[0]).exists():
+                yield from _read_limit(folder, *names)
+            if folder == base:
+                break
+
+
+def _read_limit(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> Iterable[tuple[int, int]]:
+    limit = (folder / limit_name).read_text().strip()
+    if limit == "max":
+        return
+    dropped = re.search(rf"^{cache_name} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+    used_bytes = int((folder / usage_name).read_text()) - (int(dropped[1]) if dropped else 0)
+    yield int(limit), max(0, used_bytes)

@@ -1,0 +1,105 @@
+"""Fixtures that runtime tests share: engines that must end clean, and a check that nothing leaks."""
+
+import gc
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from faulty_streams import FaultyCpuStreams
+
+from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.registry import engines
+from tencache_fx.runtime.store import FileIO, Store
+from tencache_fx.runtime.streams import Streams
+
+MIB = 1 << 20
+
+
+def open_files() -> set[str]:
+    """Return this process's open files, without those that come and go by themselves."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
+        except FileNotFoundError:  # the descriptor of listdir itself
+            continue
+    return found
+
+
+def eventually(holds: Callable[[], bool], *, limit_s: float = 10.0) -> bool:
+    """Wait until `holds()`, at most `limit_s`; return whether it does."""
+    until = time.monotonic() + limit_s
+    while not holds():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def settled(engine: Engine) -> bool:
+    """Say whether the engine holds nothing for anybody."""
+    gc.collect()
+    gauges = engine.stats.take()
+    return not (gauges["host_lent_bytes"] or gauges["disk_lent_bytes"] or gauges["trips"])
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Fail when the test leaves an engine, a thread or a file open."""
+    gc.collect()
+    threads, files = set(threading.enumerate()), open_files()
+    yield
+    gc.collect()
+    left = engines()
+    for engine in left:
+        engine.close()
+    assert not left, "an engine was left open"
+    assert eventually(lambda: set(threading.enumerate()) <= threads), threading.enumerate()
+    assert open_files() <= files
+
+
+@pytest.fixture
+def spill_dir(tmp_path: Path) -> Iterator[Path]:
+    """Return a directory in which no file may ever show up."""
+    directory = tmp_path / "spill"
+    directory.mkdir()
+    yield directory
+    assert list(directory.iterdir()) == []
+
+
+@pytest.fixture
+def new_engine(no_leaks: None, spill_dir: Path) -> Iterator[Callable[..., Engine]]:
+    """Return a maker of CPU engines that must have given everything back when the test ends."""
+    made: list[Engine] = []
+
+    def make(
+        *,
+        host_budget_bytes: int = 64 * MIB,
+        streams: Streams | None = None,
+        io: FileIO | None = None,
+        spill_budget_bytes: int = 64 * MIB,
+        checksum: bool = True,
+        block_bytes: int = 8 * MIB,
+    ) -> Engine:
+        engine = Engine(torch.device("cpu"), host_budget_bytes=host_budget_bytes, streams=streams or FaultyCpuStreams())
+        made.append(engine)
+        engine.attach_store(Store((spill_dir,), spill_budget_bytes, checksum=checksum, io=io, block_bytes=block_bytes))
+        return engine
+
+    yield make
+    try:
+        for engine in made:
+            if not engine.closed:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    assert eventually(lambda engine=engine: settled(engine)), engine.stats.take()
+                assert engine.pool.allocated_bytes <= engine.pool.budget_bytes
+    finally:
+        for engine in made:
+            engine.close()
+            assert engine.pool.allocated_bytes == 0

@@ -1,0 +1,300 @@
+"""Shapes that change: one compilation, several batch sizes, the same gradients; and options by every road."""
+
+import contextlib
+import logging
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from harness import EAGER, INDUCTOR, Options, budget_for, compiled, faulty_engine
+from torch import Tensor, nn
+
+import tencache_fx
+from tencache_fx.errors import BudgetError, OptionError
+from tencache_fx.plan import live_bytes
+from tencache_fx.register import REGIONS
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    tencache_fx.close()
+    tencache_fx.configure(reset=True)
+    torch.compiler.reset()
+
+
+def tower() -> nn.Module:
+    """Return sixteen layers: 1.6 MB at a batch of 256, and 0.9 MB at least."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(16) for m in (nn.Linear(64, 64), nn.Tanh())))
+
+
+def backward(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    run(x).square().sum().backward()
+
+
+def gradients(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    backward(run, x)
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["mark_dynamic", "automatic"])
+def test_one_compilation_serves_several_batch_sizes(*, marked: bool) -> None:
+    model = tower()
+
+    def data(batch: int) -> Tensor:
+        x = torch.randn(batch, 64)
+        if marked:
+            torch._dynamo.mark_dynamic(x, 0)
+        return x
+
+    before = {record.region for record in tencache_fx.regions()}
+    with faulty_engine() as engine:
+        run = compiled(model, {**EAGER, "device_budget": 1_000_000})
+        for batch in (256, 250, 200, 130, 256):
+            x = data(batch)
+            truth = gradients(model, model, x)
+            for mine, true in zip(gradients(model, run, x), truth, strict=True):
+                torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-5)
+        assert engine.stats.take()["offloads"] > 0
+        compiled_now = [record for record in tencache_fx.regions() if record.region not in before]
+        assert len(compiled_now) == (1 if marked else 2)
+        assert any(s.formula for s in tencache_fx.regions()[-1].problem.storages)
+        del run
+
+
+def marked(*sizes: int) -> Tensor:
+    """Return random data whose dimensions, but for the last, are dynamic."""
+    x = torch.randn(*sizes)
+    for dim in range(len(sizes) - 1):
+        torch._dynamo.mark_dynamic(x, dim)
+    return x
+
+
+@contextlib.contextmanager
+def plannings() -> Iterator[list[str]]:
+    """Collect a line for each time that a region is planned again."""
+    seen: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "planning again" in record.getMessage():
+                seen.append(record.getMessage())
+
+    log, handler = logging.getLogger("tencache_fx"), Collect()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield seen
+    log.removeHandler(handler)
+    log.setLevel(level)
+
+
+def check_gradients(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    truth = gradients(model, model, x)
+    for mine, true in zip(gradients(model, run, x), truth, strict=True):
+        torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [EAGER, pytest.param(INDUCTOR, marks=pytest.mark.slow)], ids=["eager", "inductor"])
+def test_a_larger_batch_is_planned_for_and_keeps_the_budget(options: Options) -> None:
+    """The plan of the largest batch serves all smaller ones; what is held is measured by an independent trace."""
+    model, budget, largest = tower(), 2_200_000, 0
+    with faulty_engine(), plannings() as again:
+        run = compiled(model, {**options, "device_budget": budget})
+        for batch in (256, 300, 512, 300, 1024, 512, 256):
+            x = marked(batch, 64)
+            check_gradients(model, run, x)
+            model.zero_grad()
+            own = sum(p.nbytes for p in model.parameters()) + x.nbytes
+            measured = own + tencache_fx.peak_bytes(partial(backward, run, x), torch.device("cpu"))
+            footprint = REGIONS.live()[-1]._footprint
+            forecast = footprint.at((batch,)).peak_bytes
+            assert measured - 1024 <= forecast <= budget
+            assert footprint.formulas.planned == (max(largest, 256 if batch < 512 else batch),)
+            largest = max(largest, *footprint.formulas.planned)
+        assert len(again) == 2
+        assert "= 512" in again[0]
+        assert "= 1024" in again[1]
+        del run
+
+
+def test_a_batch_too_large_is_refused_before_anything_runs() -> None:
+    model = tower()
+    with faulty_engine() as engine, plannings() as again:
+        run = compiled(model, {**EAGER, "device_budget": 1_000_000})
+        check_gradients(model, run, marked(256, 64))
+        before = tencache_fx.regions()[-1]
+        engine.stats.take()
+        with pytest.raises(
+            BudgetError, match=r"^region \d+ at s\d+ = 4096: step .* needs .*; the budget is 1 MB"
+        ) as caught:
+            run(marked(4096, 64))
+        assert "shrink the batch" in str(caught.value)
+        assert engine.stats.take()["offloads"] == 0
+        assert tencache_fx.regions()[-1] is before
+        check_gradients(model, run, marked(200, 64))
+        assert len(again) == 1
+        del run, caught
+
+
+def test_two_dimensions_that_do_not_fit_together_are_planned_one_by_one() -> None:
+    model = tower()
+    with faulty_engine(), plannings() as again:
+        run = compiled(model, {**EAGER, "device_budget": 1_000_000})
+        for sizes in ((4, 64, 64), (64, 4, 64), (16, 16, 64)):
+            check_gradients(model, run, marked(*sizes))
+        assert len(again) == 0, "256 rows each"
+        check_gradients(model, run, marked(4, 72, 64))
+        assert len(again) == 1, "4 x 72 rows fit, 64 x 72 would not"
+        assert tencache_fx.regions()[-1].plan.forecast.peak_bytes <= 1_000_000
+        del run
+
+
+def test_buffers_for_a_batch_beyond_the_plan_are_there_before_it_runs() -> None:
+    """The plan has room for a few more on the device: their buffers are reserved; if they do not fit, it is refused."""
+    model = tower()
+    with faulty_engine() as engine:
+        run = compiled(model, {**EAGER, "device_budget": 1_090_000})
+        check_gradients(model, run, marked(256, 64))
+        plan = tencache_fx.regions()[-1].plan
+        assert plan.spills
+        batch = 258
+        check_gradients(model, run, marked(batch, 64))
+        assert tencache_fx.regions()[-1].plan is plan, "not planned again"
+        have = Counter(buffer.nbytes for buffer in engine.pool._buffers)
+        wanted = -(-batch * 64 * 4 // 4096) * 4096
+        assert have[wanted] == sum(each.count for each in plan.pool)
+        del run
+
+
+def test_every_batch_keeps_the_host_budget_and_an_earlier_one_always_runs_again() -> None:
+    model, host_budget = tower(), 3_600_000
+    with faulty_engine(host_budget_bytes=host_budget) as engine:
+        run = compiled(model, {**EAGER, "device_budget": 2_300_000, "host_budget": host_budget})
+        for batch in (512, 1024, 512, 300, 768, 1024, 512):
+            check_gradients(model, run, marked(batch, 64))
+            assert 0 < engine.pool.allocated_bytes <= host_budget
+        del run
+
+
+def attention(x: Tensor, w: Tensor) -> Tensor:
+    """Return something with bytes linear, quadratic and constant in two symbols."""
+    scores = (x @ w) @ x.transpose(1, 2)
+    return (scores.softmax(-1) @ x).square().sum() + (w @ w).tanh().sum()
+
+
+def peak_at(x: Tensor) -> int:
+    """Return the peak of `attention` compiled for the sizes of `x` alone."""
+    torch.compiler.reset()
+    run = torch.compile(attention, backend="tencache", options={**EAGER, "recompute": "none"}, dynamic=False)
+    run(x, torch.ones(16, 16, requires_grad=True)).backward()
+    return int(live_bytes(tencache_fx.regions()[-1].problem).max())
+
+
+def test_the_peak_at_other_sizes_is_what_compiling_for_them_would_say() -> None:
+    run = torch.compile(attention, backend="tencache", options={**EAGER, "recompute": "none", "device_budget": "1GB"})
+    run(marked(4, 8, 16), torch.ones(16, 16, requires_grad=True)).backward()
+    footprint = REGIONS.live()[-1]._footprint
+    for batch, length in ((4, 8), (2, 8), (9, 30), (3, 100), (64, 5)):
+        x = torch.randn(batch, length, 16)
+        symbols = dict(zip(map(str, footprint.formulas.symbols), footprint.formulas.hints, strict=True))
+        sizes = tuple({4: batch, 8: length}[hint] for hint in symbols.values())
+        assert footprint.at(sizes).peak_bytes == peak_at(x)
+        assert footprint.plan_for(sizes).forecast.peak_bytes == footprint.at(sizes).peak_bytes
+        assert footprint.at(sizes).input_bytes == x.nbytes + 16 * 16 * 4
+
+
+def test_sizes_that_only_the_run_knows_are_refused_where_they_must_be_planned() -> None:
+    def choose(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).tanh()[torch.nonzero(x[:, 0] > 0).squeeze(1)].exp().sum()
+
+    x, w = torch.randn(32, 16), torch.randn(16, 16, requires_grad=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = torch.compile(choose, backend="tencache", options={**EAGER, "device_budget": None}, fullgraph=True)
+        (mine,) = torch.autograd.grad(run(x, w), w)
+        (true,) = torch.autograd.grad(choose(x, w), w)
+        torch.testing.assert_close(mine, true)
+        torch.compiler.reset()
+        run = torch.compile(choose, backend="tencache", options={**EAGER, "device_budget": 10_000}, fullgraph=True)
+        with pytest.raises(Exception, match="TencacheError: the size .*u0 is known only when the region runs"):
+            run(x, w)
+
+
+@pytest.mark.slow
+def test_inductor_with_dynamic_shapes() -> None:
+    model = tower()
+    x = torch.randn(256, 64)
+    torch._dynamo.mark_dynamic(x, 0)
+    run = compiled(model, INDUCTOR)
+    run(x).sum().backward()
+    problem = tencache_fx.regions()[-1].problem
+    torch.compiler.reset()
+    with faulty_engine():
+        run = compiled(model, {**INDUCTOR, "device_budget": budget_for([problem], 60)})
+        for batch in (256, 200):
+            x = torch.randn(batch, 64)
+            torch._dynamo.mark_dynamic(x, 0)
+            truth = gradients(model, model, x)
+            for mine, true in zip(gradients(model, run, x), truth, strict=True):
+                torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-4)
+        assert tencache_fx.regions()[-1].plan.spills
+        del run
+
+
+def budget_seen(model: nn.Module, **how: object) -> int | None:
+    torch.compiler.reset()
+    kept = torch.compile(model, backend="tencache", **how)
+    kept(torch.randn(256, 64)).sum().backward()
+    return tencache_fx.regions()[-1].problem.budgets.device_bytes
+
+
+def test_options_come_from_the_call_then_configure_then_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tower()
+    for name in ("compiler", "calibrate", "host_budget"):
+        monkeypatch.setenv(f"TENCACHE_{name.upper()}", str(EAGER[name]))
+    monkeypatch.setenv("TENCACHE_DEVICE_BUDGET", "1100kB")
+    assert budget_seen(model) == 1_100_000
+    tencache_fx.configure(device_budget="1200kB")
+    assert budget_seen(model) == 1_200_000
+    assert budget_seen(model, options={"device_budget": "1300kB"}) == 1_300_000
+
+
+def test_modes() -> None:
+    tencache_fx.configure(**{**INDUCTOR, "device_budget": "1GB"})
+    model = nn.Linear(8, 8)
+    run = torch.compile(model, backend="tencache", mode="max-autotune-no-cudagraphs")
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(run(x), model(x))
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="mode='fastest' is unknown"):
+        torch.compile(model, backend="tencache", mode="fastest")(x)
+
+
+def test_an_unknown_option_is_named() -> None:
+    with pytest.raises(Exception, match="did you mean device_budget") as caught:
+        torch.compile(nn.Linear(8, 8), backend="tencache", options={"device_buget": "1GB"})(torch.randn(4, 8))
+    assert isinstance(caught.value.__cause__ or caught.value, OptionError) or "OptionError" in str(caught.value)
+
+
+def test_dumps_are_read_by_the_command_line(tmp_path: Path) -> None:
+    model = tower()
+    run = compiled(model, {**EAGER, "device_budget": 1_000_000, "dump_dir": tmp_path})
+    run(torch.randn(256, 64)).sum().backward()
+    record = tencache_fx.regions()[-1]
+    folder = tmp_path / f"region-{record.region:03d}"
+    assert {"record.json", "forward.txt", "backward.txt"} <= {path.name for path in folder.iterdir()}
+    assert "offload_" in (folder / "forward.txt").read_text()
+    done = subprocess.run(
+        [sys.executable, "-m", "tencache_fx.cli", "dump", str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{len(record.problem.ops)}, backward from {record.problem.boundary}" in done.stdout
+    assert int(live_bytes(record.problem, record.plan.spills).max()) <= 1_000_000

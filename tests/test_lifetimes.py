@@ -1,0 +1,116 @@
+"""Who lives where and how long: storages found in small captured regions, against what anybody can see in them."""
+
+import operator
+
+import torch
+from harness import capture_of
+from torch import Tensor
+
+from tencache_fx.capture import Capture, tensors_of
+from tencache_fx.passes.lifetimes import measure_lifetimes
+from tencache_fx.passes.views import mend_views
+from tencache_fx.plan import Kind, Step, Storage, inactive_intervals
+
+
+def storages_of(capture: Capture) -> dict[str, Storage]:
+    mend_views(capture)
+    return {item.storage.name: item.storage for item in measure_lifetimes(capture, {})}
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def test_kinds_bytes_and_lives() -> None:
+    capture = capture_of(lambda x, w: torch.tanh(x @ w), leaf(16, 8), leaf(8, 4))
+    found = storages_of(capture)
+    steps = len(capture.nodes)
+    assert (found["primals_1"].kind, found["primals_1"].nbytes) == (Kind.INPUT, 16 * 8 * 4)
+    assert (found["primals_1"].birth, found["primals_1"].death) == (0, steps)
+    assert (found["tanh"].kind, found["tanh"].nbytes, found["tanh"].death) == (Kind.OUTPUT, 16 * 4 * 4, steps)
+    product = found["mm"]
+    assert (product.kind, product.birth, product.death) == (Kind.ACTIVATION, 0, 2), "tanh is its last reader"
+    gradients = [s for s in found.values() if s.kind is Kind.GRADIENT]
+    assert sorted(s.nbytes for s in gradients) == [8 * 4 * 4, 16 * 8 * 4]
+    assert all(s.death == steps for s in gradients)
+    assert found["tangents_1"].birth == capture.boundary
+
+
+def test_views_share_one_storage() -> None:
+    capture = capture_of(lambda x: (x * 2).view(4, 4).t().reshape(2, 2, 4).tanh(), leaf(16))
+    found = storages_of(capture)
+    assert sum(s.kind is Kind.ACTIVATION and s.birth < capture.boundary for s in found.values()) <= 2
+
+
+def test_an_op_with_several_outputs_is_ready_once_they_are_named() -> None:
+    def program(x: Tensor) -> Tensor:
+        values, order = (x * 2).sort(dim=1)
+        return (values.sin() * order).exp()
+
+    capture = capture_of(program, leaf(64, 64))
+    found = storages_of(capture)
+    names = {node.name: step for step, node in enumerate(capture.nodes)}
+    first, second = found["sort"], found["sort#2"]
+    assert {first.birth, second.birth} == {names["sort"]}
+    getitems = sorted(
+        step
+        for step, node in enumerate(capture.nodes)
+        if node.target is operator.getitem and node.all_input_nodes[0].name == "sort"
+    )
+    assert sorted({first.ready, second.ready}) == getitems
+    assert all(u >= s.ready for s in (first, second) for u, _ in inactive_intervals(s))
+
+
+def test_parts_of_a_storage_cannot_leave_from_the_backward() -> None:
+    """The backward is handed two halves of one product, and has nothing that spans it."""
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        left, right = (x @ w).split(32, dim=1)
+        return (left.sin().exp() * right.sin().exp()).tanh()
+
+    found = storages_of(capture_of(program, leaf(64, 64), leaf(64, 64)))
+    capture = capture_of(program, leaf(64, 64), leaf(64, 64))
+    product = storages_of(capture)["mm"]
+    assert found["mm"] == product, "the same graph gives the same answer"
+    assert product.spillable
+    assert all(u < capture.boundary for u, _ in inactive_intervals(product))
+
+
+def test_a_backward_that_does_nothing() -> None:
+    capture = capture_of(lambda x, y: x + y.sin(), leaf(8, 8), torch.randn(8, 8))
+    assert capture.boundary == len(capture.nodes)
+    found = storages_of(capture)
+    assert found["tangents_1"].birth == Step(len(capture.nodes))
+
+
+def test_views_of_merged_nodes_alias_what_they_view() -> None:
+    """AOTAutograd's partitioner merges equal nodes; the views of the one that went must follow the one that stayed."""
+
+    def program(x: Tensor) -> Tensor:
+        first, second = x.sin().t(), x.sin()
+        return (first.exp() + second.exp().unsqueeze(0).squeeze(0).t()).tanh()
+
+    capture = capture_of(program, leaf(16, 16))
+    mend_views(capture)
+    for graph in capture.graphs:
+        for node in graph.nodes:
+            schema = getattr(node.target, "_schema", None)
+            if schema is not None and any(r.alias_info is not None for r in schema.returns):
+                made = {t.untyped_storage()._cdata for t in tensors_of(node)}
+                given = {t.untyped_storage()._cdata for a in node.all_input_nodes for t in tensors_of(a)}
+                assert made <= given, node
+    handed = {n.name: n for n in capture.forward.nodes}
+    for node in capture.backward.find_nodes(op="placeholder") if capture.backward else ():
+        if node.name in handed and isinstance(node.meta["val"], Tensor):
+            mine, other = node.meta["val"].untyped_storage(), handed[node.name].meta["val"].untyped_storage()
+            assert mine._cdata == other._cdata
+
+
+def test_stale_fakes_are_found() -> None:
+    """A view whose fake stands alone, as after a merge: its base must live until the view's last reader."""
+    capture = capture_of(lambda x: x.sin().t().exp().tanh(), leaf(16, 16))
+    view = next(node for node in capture.forward.nodes if "permute" in node.name or node.name == "t")
+    view.meta["val"] = view.meta["val"].clone()
+    found = storages_of(capture)
+    assert view.name not in found
+    assert found["sin"].death > next(step for step, node in enumerate(capture.nodes) if node is view)

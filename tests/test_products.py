@@ -1,0 +1,48 @@
+"""Products that Inductor computes with the sum that takes them up: moved to it, and counted as heavy there."""
+
+import pytest
+import torch
+from harness import capture_of
+from torch import Tensor
+
+from tencache_fx.passes.products import runs_heavy, sink_products
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def late_sum(x: Tensor, w: Tensor, other: Tensor) -> Tensor:
+    product = x @ w
+    for _ in range(3):
+        other = (other @ w).tanh()
+    return product + other
+
+
+def names(function: object, *inputs: Tensor) -> tuple[list[str], list[str]]:
+    """Return the forward's steps in order once products are sunk, and those at which a heavy kernel runs."""
+    capture = capture_of(function, *inputs)  # type: ignore[arg-type]
+    sink_products(capture)
+    steps = capture.nodes[: capture.boundary]
+    return [node.name for node in steps], [node.name for node in steps if runs_heavy(node)]
+
+
+def test_a_product_goes_to_its_sum_and_is_heavy_there() -> None:
+    steps, heavy = names(late_sum, leaf(8, 8), leaf(8, 8), leaf(8, 8))
+    assert steps.index("mm") == steps.index("add") - 1
+    assert heavy == ["mm_1", "mm_2", "mm_3", "add"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w, y: (x @ w).tanh() + y.sin(),  # no product is summed
+        lambda x, w, y: torch.add(x @ w, y.sin(), alpha=2),  # a scaled sum is not fused
+        lambda x, w, y: (x @ w) + y.double(),  # nor one of two dtypes
+        lambda x, w, y: (lambda product: (product + y.sin()) * product)(x @ w),  # nor a product with other readers
+    ],
+)
+def test_other_products_stay(function: object) -> None:
+    steps, heavy = names(function, leaf(8, 8), leaf(8, 8), leaf(8, 8))
+    assert steps[0] == "mm"
+    assert heavy == ["mm"]

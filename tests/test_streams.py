@@ -1,0 +1,121 @@
+"""The CPU lanes obey the rules that CUDA streams obey: order within a lane, events between lanes."""
+
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from faulty_streams import FaultyCpuStreams
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tencache_fx.errors import InvariantError
+from tencache_fx.runtime.streams import CpuStreams, Lane, open_streams
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def flat(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.uint8)
+
+
+def test_a_lane_keeps_its_order() -> None:
+    streams = FaultyCpuStreams(delay_s=0.002)
+    cell, seen = flat(0), []
+    for value in range(1, 20):
+        streams.copy(Lane.OUT, cell, flat(value))
+        streams.submit(Lane.OUT, lambda: seen.append(int(cell)))
+    streams.close()
+    assert seen == list(range(1, 20))
+
+
+def test_lanes_run_side_by_side_and_do_not_block_the_caller() -> None:
+    streams = FaultyCpuStreams()
+    streams.gate = threading.Event()
+    a, b = flat(0), flat(0)
+    out, back = streams.copy(Lane.OUT, a, flat(1)), streams.copy(Lane.IN, b, flat(2))
+    assert not out.query()
+    assert not back.query()
+    streams.gate.set()
+    out.synchronize()
+    back.synchronize()
+    assert (int(a), int(b)) == (1, 2)
+    streams.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(chain=st.lists(st.sampled_from(list(Lane)), min_size=2, max_size=12), seed=st.integers(0, 1000))
+def test_a_chain_of_events_carries_a_value(chain: list[Lane], seed: int) -> None:
+    streams = FaultyCpuStreams(delay_s=0.002, seed=seed)
+    cells = [flat(7), *(flat(0) for _ in chain)]
+    event = streams.record_compute()
+    for lane, src, dst in zip(chain, cells, cells[1:], strict=False):
+        event = streams.copy(lane, dst, src, (event,))
+    streams.wait_compute(event)
+    assert int(cells[-1]) == 7
+    streams.close()
+
+
+def test_a_failed_copy_raises_for_its_readers_only() -> None:
+    """Who waits for the value hears of it; who only waits for the memory goes on."""
+    streams = FaultyCpuStreams(failing=[0])
+    a, b = flat(0), flat(0)
+    failed = streams.copy(Lane.OUT, a, flat(1))
+    after = streams.copy(Lane.IN, b, flat(2), (failed,))
+    streams.wait_compute(after)
+    assert int(b) == 2
+    streams.settle([failed])
+    with pytest.raises(InvariantError, match="injected copy failure"):
+        streams.wait_compute(failed)
+    streams.close()
+
+
+def test_compute_waits_and_the_watch_sees_it() -> None:
+    streams = FaultyCpuStreams()
+    streams.gate = threading.Event()
+    event = streams.copy(Lane.IN, flat(0), flat(1))
+    watch = streams.watch()
+    assert watch.elapsed_ns() is None
+    threading.Timer(0.05, streams.gate.set).start()
+    streams.wait_compute(event)
+    watch.stop()
+    elapsed_ns = watch.elapsed_ns()
+    assert elapsed_ns is not None
+    assert elapsed_ns > 30_000_000
+    streams.close()
+
+
+def test_close_finishes_what_was_queued() -> None:
+    streams = FaultyCpuStreams(delay_s=0.01)
+    cells = [flat(0) for _ in range(10)]
+    for cell in cells:
+        streams.copy(Lane.OUT, cell, flat(1))
+    streams.close()
+    assert [int(cell) for cell in cells] == [1] * 10
+    streams.close()
+
+
+def test_the_lane_keeps_tensors_alive_and_lets_go_of_them() -> None:
+    streams = FaultyCpuStreams()
+    streams.gate = threading.Event()
+    memory = np.zeros(4, dtype=np.uint8)
+    alive = weakref.ref(memory)
+    streams.copy(Lane.OUT, flat(0, 0, 0, 0), torch.from_numpy(memory))
+    del memory
+    assert alive() is not None
+    streams.gate.set()
+    until = time.monotonic() + 10
+    while alive() is not None and time.monotonic() < until:
+        time.sleep(0.001)
+    assert alive() is None
+    streams.close()
+
+
+def test_cpu_streams_never_touch_cuda() -> None:
+    streams = open_streams(torch.device("cpu"))
+    assert isinstance(streams, CpuStreams)
+    assert streams.pin(np.zeros(1, dtype=np.uint8))
+    streams.close()
+    assert torch.cuda.is_available() or not torch.cuda.is_initialized()

@@ -1,0 +1,118 @@
+"""The rewrite, carried out and run: interpreted graphs give the values of the graphs before, for any legal plan."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from harness import capture_of, faulty_engine
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+import tencache_fx.runtime.kernels  # noqa: F401  (registers the ops' kernels)
+from tencache_fx.capture import Capture, placeholders
+from tencache_fx.machine import FIXED_LINKS
+from tencache_fx.ops import RUNTIME_OPS
+from tencache_fx.passes.fusion import find_registers
+from tencache_fx.passes.lifetimes import measure_lifetimes
+from tencache_fx.passes.planner import _build_plan
+from tencache_fx.passes.transfers import insert_transfers
+from tencache_fx.passes.verify_graph import verify_graphs
+from tencache_fx.passes.verify_plan import verify_plan
+from tencache_fx.passes.views import mend_views
+from tencache_fx.plan import Budgets, Op, Problem, Spill, Step, Tier, earliest_offload, inactive_intervals, is_candidate
+
+
+def views_of_one_product(x: Tensor, w: Tensor) -> Tensor:
+    a, b, c = (x @ w).split(32, dim=1)
+    values, order = (a * b.sin()).sort(dim=1)
+    return torch.tanh(values * c.exp() + order) + (x @ w).t().reshape(x.shape[0], -1).tanh().sum(1, keepdim=True)
+
+
+def deep(x: Tensor, w: Tensor) -> Tensor:
+    for _ in range(3):
+        x = torch.tanh(x @ w)[:, :96].sin()
+        x = (x.unflatten(1, (3, 32)).transpose(1, 2).flatten(1) * x.sigmoid()).clamp(-2, 2)
+        x = torch.nn.functional.pad(x, (0, 0))
+    return x
+
+
+PROGRAMS = {f.__name__: (f, (64, 96), (96, 96)) for f in (views_of_one_product, deep)}
+
+
+def run(capture: Capture, inputs: list[Tensor], num_outputs: int) -> list[Tensor]:
+    """Interpret the forward, then the backward with tangents of ones; return outputs and gradients."""
+    outs = list(fx.Interpreter(fx.GraphModule({}, capture.forward)).run(*inputs))
+    results = [out.clone() for out in outs[:num_outputs]]
+    saved = outs[num_outputs:]
+    assert capture.backward is not None
+    names = placeholders(capture.backward)
+    tangents = [torch.ones(node.meta["val"].shape) for node in names[len(saved) :]]
+    args = [*saved, *tangents]
+    del outs, saved
+    grads: Any = fx.Interpreter(fx.GraphModule({}, capture.backward)).run(*args)
+    return [*results, *(grad for grad in grads if grad is not None)]
+
+
+def random_spills(data: st.DataObject, problem: Problem) -> tuple[Spill, ...]:
+    """Draw legal trips, with every freedom that a policy has."""
+    spills = []
+    for storage in problem.storages:
+        intervals = inactive_intervals(storage)
+        if not (is_candidate(problem, storage) and intervals and data.draw(st.booleans())):
+            continue
+        u, v = data.draw(st.sampled_from(intervals))
+        crossing = u < problem.boundary <= v
+        offload = data.draw(st.integers(earliest_offload(problem, storage, u), u))
+        gone = data.draw(st.integers(u + 1, min(v, problem.boundary) if crossing else v))
+        fetch = data.draw(st.integers(max(gone, problem.boundary) if crossing else gone, v))
+        spills.append(
+            Spill(
+                name=storage.name,
+                nbytes=storage.nbytes,
+                tier=Tier.HOST,
+                offload=Step(offload),
+                gone=Step(gone),
+                fetch=Step(fetch),
+                back=v,
+            )
+        )
+    return tuple(spills)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@settings(
+    max_examples=8,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+@given(data=st.data())
+def test_any_legal_plan_keeps_the_values(name: str, data: st.DataObject) -> None:
+    function, *shapes = PROGRAMS[name]
+    torch.manual_seed(0)
+    inputs = [torch.randn(*shape, requires_grad=True) for shape in shapes]
+    capture = capture_of(function, *inputs)
+    mend_views(capture)
+    values = [x.detach() for x in inputs]
+    plain = run(copy.deepcopy(capture), values, capture.num_outputs)
+    registers = find_registers(capture) if data.draw(st.booleans()) else {}
+    storages = measure_lifetimes(capture, registers)
+    problem = Problem(
+        ops=tuple(Op(name=node.name, duration_ns=1000) for node in capture.nodes),
+        boundary=capture.boundary,
+        storages=tuple(item.storage for item in storages),
+        links=FIXED_LINKS,
+        budgets=Budgets(device_bytes=None, host_bytes=1 << 30),
+        min_spill_bytes=4096,
+    )
+    plan = _build_plan(problem, "teraio", random_spills(data, problem))
+    verify_plan(problem, plan)
+    with faulty_engine(delay_s=0.0002) as engine:
+        copied = insert_transfers(capture, storages, plan, frozenset(registers), engine=engine.id)
+        verify_graphs(problem, plan, capture, copied)
+        ops = sum(node.target in RUNTIME_OPS for graph in capture.graphs for node in graph.nodes)
+        assert ops == 4 * len(plan.spills)
+        ours = run(capture, values, capture.num_outputs)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
