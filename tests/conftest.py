@@ -12,6 +12,7 @@ import pytest
 import torch
 from faulty_streams import FaultyCpuStreams
 
+import tencache_fx
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.registry import engines
 from tencache_fx.runtime.store import FileIO, Store
@@ -46,6 +47,24 @@ def settled(engine: Engine) -> bool:
     gc.collect()
     gauges = engine.stats.take()
     return not (gauges["host_lent_bytes"] or gauges["disk_lent_bytes"] or gauges["trips"])
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start without options from outside, and leave no engine, no compiled graph and no option to the next test."""
+    for variable in [name for name in os.environ if name.startswith("TENCACHE_")]:
+        monkeypatch.delenv(variable)
+    yield
+    tencache_fx.close()
+    tencache_fx.configure(reset=True)
+    torch.compiler.reset()
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Return the folder, empty at first, of everything that this test measures."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tencache_fx"
 
 
 @pytest.fixture

@@ -1,8 +1,5 @@
 """Make a CPU pass for a fast device behind slow links: what it can do is read from the cache of measured rates."""
 
-from pathlib import Path
-
-import pytest
 import torch
 
 from tencache_fx.cache import cached
@@ -10,9 +7,8 @@ from tencache_fx.machine import Roofline, device_key
 from tencache_fx.plan import Links
 
 
-def pretend_slow_links(patch: pytest.MonkeyPatch, folder: Path, *, bytes_per_s: int = 50_000_000) -> None:
+def pretend_slow_links(*, bytes_per_s: int = 50_000_000) -> None:
     """Let `calibrate=True` find links of `bytes_per_s` and compute so fast that no op is worth timing."""
-    patch.setenv("XDG_CACHE_HOME", str(folder))
     cpu = torch.device("cpu")
     links = Links(
         d2h_bytes_per_s=bytes_per_s,

@@ -33,14 +33,6 @@ def few_words(step: int) -> Batch:
 SHORT_LSTM = Case(name="lstm", build=Lstm, batch=few_words, allow_rnn=True)
 
 
-@pytest.fixture(autouse=True)
-def closed() -> object:
-    torch.compiler.reset()
-    yield
-    tencache_fx.close()
-    torch.compiler.reset()
-
-
 def floor_at(problem: Problem, budget_bytes: int) -> int:
     """Return the floor that holds for a budget: what is too small to travel depends on it."""
     return floor_bytes(replace(problem, min_spill_bytes=max(4096, budget_bytes // 4096)))

@@ -22,12 +22,6 @@ CPU = torch.device("cpu")
 aten = torch.ops.aten
 
 
-@pytest.fixture(autouse=True)
-def cache_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "tencache_fx"
-
-
 def product(rows=256, inner=256, columns=256):
     def operand(shape):
         return Operand(shape, (shape[1], 1), torch.float32)
@@ -212,7 +206,6 @@ def test_the_prediction_holds_up(cache_folder):
 
 
 def test_without_calibration_nothing_is_measured(cache_folder):
-    torch.compiler.reset()
     step = torch.compile(nn.Linear(512, 512), backend="tencache", options={"compiler": "eager", "calibrate": False})
     step(torch.randn(512, 512)).sum().backward()
     assert not cache_folder.exists()
@@ -237,7 +230,6 @@ class Block(nn.Module):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_prediction_holds_up_on_cuda():
-    torch.compiler.reset()
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(2048) for _ in range(4))).to("cuda", torch.bfloat16)
     x = torch.randn(8, 2048, 2048, device="cuda", dtype=torch.bfloat16)

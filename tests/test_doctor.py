@@ -17,12 +17,6 @@ from tencache_fx.tiers import Space
 GB = 10**9
 
 
-@pytest.fixture(autouse=True)
-def cache_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "tencache_fx"
-
-
 DISK = DiskReport(
     directory=Path("/scratch"),
     filesystem="xfs",

@@ -20,15 +20,6 @@ from tencache_fx.plan import live_bytes
 from tencache_fx.register import REGIONS
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    tencache_fx.close()
-    tencache_fx.configure(reset=True)
-    torch.compiler.reset()
-
-
 def tower() -> nn.Module:
     """Return sixteen layers: 1.6 MB at a batch of 256, and 0.9 MB at least."""
     torch.manual_seed(0)

@@ -268,7 +268,6 @@ def test_a_closed_engine_says_so_and_a_new_one_works(bench: Callable[..., Bench]
     made.backward(made.run(made.x))
     for parameter, true in zip(made.model.parameters(), made.truth, strict=True):
         torch.testing.assert_close(parameter.grad, true, rtol=1e-4, atol=1e-5)
-    tencache_fx.close()
 
 
 def test_a_slow_disk(bench: Callable[..., Bench], spill_dir: Path) -> None:

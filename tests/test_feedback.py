@@ -1,8 +1,6 @@
 """What is measured, and fed back, explains the measurement: on values, and in a region that is planned again."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -73,9 +71,8 @@ def test_a_measurement_of_something_else_is_bounded() -> None:
 
 
 @pytest.fixture
-def slow_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def slow_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates that promise seconds of compute hide every copy; the first steps show how little there is to hide in."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("tencache_fx.study.time_calls", lambda *args, **kwargs: {})  # it would notice beforehand
     cpu = torch.device("cpu")
     rate = 5_000_000
@@ -85,10 +82,6 @@ def slow_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     slow = Roofline(flops_per_s=(("float32", 10**9),), memory_bytes_per_s=2 * 10**7, launch_ns=0, issue_ns=0)
     cached(device_key("links", cpu), Links, lambda: slow_links)
     cached(device_key("roofline", cpu), Roofline, lambda: slow)
-    torch.compiler.reset()
-    yield
-    tencache_fx.close()
-    torch.compiler.reset()
 
 
 def tower() -> nn.Module:

@@ -1,10 +1,7 @@
 """The joint policy: whole trainings in which some of what was saved is computed again, and its choice on problems."""
 
-import gc
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,13 +28,8 @@ ODD_BYTES = 1024  # scalars of autograd and of the loop, outside the region
 
 
 @pytest.fixture
-def slow_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    torch.compiler.reset()
-    pretend_slow_links(monkeypatch, tmp_path)
-    yield
-    tencache_fx.close()
-    torch.compiler.reset()
-    gc.collect()
+def slow_links() -> None:
+    pretend_slow_links()
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,6 @@ DISK = Disk(write_bytes_per_s=1, read_bytes_per_s=2, direct=True)
 OTHER = Disk(write_bytes_per_s=3, read_bytes_per_s=4, direct=False)
 
 
-@pytest.fixture(autouse=True)
-def cache_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "tencache_fx"
-
-
 @pytest.fixture
 def spill(tmp_path):
     (tmp_path / "spill").mkdir()

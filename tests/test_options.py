@@ -20,15 +20,6 @@ CPU = torch.device("cpu")
 GiB = 1 << 30
 
 
-@pytest.fixture(autouse=True)
-def clean_sources(monkeypatch):
-    for variable in [name for name in os.environ if name.startswith("TENCACHE_")]:
-        monkeypatch.delenv(variable)
-    SETTINGS.configure(reset=True)
-    yield
-    SETTINGS.configure(reset=True)
-
-
 def resolve(**options):
     return Options.resolve(options, device=CPU)
 
@@ -248,14 +239,12 @@ def test_one_line_tells_what_a_region_with_a_plan_runs_without(caplog, budget, l
     found = [record for record in caplog.records if "triton.cudagraphs=True" in record.getMessage()]
     assert [record.levelname for record in found] == ["WARNING"] * lines
     close()
-    torch.compiler.reset()
 
 
 def test_an_unknown_mode_is_refused_in_one_sentence():
     run = torch.compile(layers(), backend="tencache", mode="fast")
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="OptionError: mode='fast' is unknown"):
         run(torch.randn(256, 64))
-    torch.compiler.reset()
 
 
 def test_directories_must_be_there_and_be_writable(tmp_path):

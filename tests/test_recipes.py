@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,10 +144,8 @@ def check(seen: Seen) -> None:
 
 
 @pytest.fixture
-def slow_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    pretend_slow_links(monkeypatch, tmp_path)
-    yield
-    tencache_fx.close()
+def slow_links() -> None:
+    pretend_slow_links()
 
 
 QUICK = ("gpt2", "vit", "convnet-autocast", "views")
