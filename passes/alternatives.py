@@ -227,7 +227,7 @@ def _prices(captured: Problem, plan: Plan) -> Iterator[Price]:
         if resource != "device" and used_bytes <= budget - step:
             continue
         for change in (-step, step):
-            changed = replace(captured, budgets=replace(captured.budgets, **{field: budget + change}))
+            changed = captured.within(**{field: budget + change})
             yield Price(resource=resource, amount=change, change_ns=_change_ns(changed, plan))
     if captured.links.d2h_bytes_per_s > 0:
         faster = _faster(captured.links)

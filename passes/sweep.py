@@ -1,7 +1,6 @@
 """One region planned at several device budgets by several policies: what device memory buys."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from tencache_fx.bounds import joint_lower_bound_ns
 from tencache_fx.errors import BudgetError
@@ -25,7 +24,7 @@ def find_frontier(captured: Problem, policies: Sequence[str], budgets: Iterable[
     """
     points = []
     for device_bytes in budgets:
-        problem = replace(captured, budgets=replace(captured.budgets, device_bytes=device_bytes))
+        problem = captured.within(device_bytes=device_bytes)
         points.append(
             Point(
                 device_bytes=device_bytes,

@@ -46,8 +46,8 @@ from tencache_fx.phases import CallTimes, PhaseClock
 from tencache_fx.plan import Budgets, Plan, Problem, Step, live_bytes
 from tencache_fx.register import REGIONS
 from tencache_fx.runtime import kernels as _kernels  # noqa: F401  (registers the ops' kernels)
-from tencache_fx.runtime.engine import Engine, resolve_device
-from tencache_fx.runtime.registry import engines, open_engine
+from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.registry import open_engine, usage
 from tencache_fx.sizes import Footprint, SizeFormulas, Sizes, at_hints
 from tencache_fx.study import Draft, Study, study
 from tencache_fx.tables import show_summary
@@ -56,6 +56,8 @@ log = logging.getLogger("tencache_fx")
 
 Compiled = Callable[..., Any]
 Phase = Literal["forward", "backward", "inference"]
+
+_ATTEMPTS = 3  # how often the `joint` policy is asked, before the best of what it said is taken
 
 
 def tencache(
@@ -70,13 +72,8 @@ def tencache(
     Raises `OptionError` for options it cannot use, `BudgetError` if no plan fits, both before anything runs.
     """
     device = main_device((*example_inputs, *(node.meta.get("example_value") for node in gm.graph.nodes)))
-    own = [engine for engine in engines() if engine.device == resolve_device(device)]
-    resolved = Options.resolve(
-        options,
-        device=device,
-        own_host_bytes=sum(engine.pool.allocated_bytes for engine in own),
-        own_disk_bytes=sum(engine.store.file_bytes for engine in own if engine.store is not None),
-    )
+    own = usage(device)
+    resolved = Options.resolve(options, device=device, own_host_bytes=own.host_bytes, own_disk_bytes=own.disk_bytes)
     settings = compat.inductor_settings(mode, dict(resolved.inductor))
     region = Region(gm, resolved, device, settings)
     region.compile(example_inputs)
@@ -246,25 +243,30 @@ class Region:
         """Split the joint graph as AOTAutograd would, then write this region's plan into the halves.
 
         Where the `joint` policy finds it worth recomputing more, a copy of the joint graph is split once more that way.
+        What does not fit then (torch may save other values than the policy took it to) is asked for in less memory.
         """
-        kept = compat.copy_joint(joint) if self._may_recompute() else None
+        untouched = compat.copy_joint(joint) if self.options.may_recompute else None
         halves, draft = self._split(joint, joint_inputs, frozenset(), kwargs)
         self._captured = None if draft is None else draft.problem
-        if kept is not None and draft is not None and (names := choose_recomputed(draft.problem)):
-            again = recomputed_nodes(draft.study.capture, draft.problem.recipes, names)
-            other_halves, other = self._split(kept, joint_inputs, again, kwargs, beside=draft, recomputed=names)
-            if other is not None and other.rank() < draft.rank():
-                halves, draft = other_halves, other
+        if untouched is not None and draft is not None:
+            first, problem = draft, draft.problem
+            for _ in range(_ATTEMPTS):
+                if not (names := choose_recomputed(problem)):
+                    break
+                again = recomputed_nodes(first.study.capture, first.problem.recipes, names)
+                source = compat.copy_joint(untouched)
+                more_halves, more = self._split(source, joint_inputs, again, kwargs, beside=first, recomputed=names)
+                assert more is not None
+                if more.rank() < draft.rank():
+                    halves, draft = more_halves, more
+                if more.missing_bytes == 0:
+                    break
+                problem = problem.with_less(more.missing_bytes)
         if draft is not None:
             self._carry_out(draft)
         for half in halves:
             half.recompile()
         return halves
-
-    def _may_recompute(self) -> bool:
-        """Say whether more may be recomputed than torch's partitioner would."""
-        options = self.options
-        return options.policy == "joint" and options.recompute == "auto" and options.device_budget is not None
 
     def _split(
         self,
@@ -322,9 +324,10 @@ class Region:
         capture = known.capture
         self._formulas, self._input_bytes = draft.formulas, draft.input_bytes
         verify_plan(problem, plan)
-        if plan.spills or plan.recomputed:
+        planned = bool(plan.spills or plan.recomputed)
+        self._clock = PhaseClock(self.device) if planned and self._may_learn else None
+        if planned:
             avoid_fragmentation(self.device)
-            self._clock = PhaseClock(self.device) if self._may_learn else None
         if plan.spills:
             engine = self._reserve(plan)
             in_registers = insert_transfers(capture, known.storages, plan, known.registers, engine=engine.id)
@@ -335,10 +338,7 @@ class Region:
         """Return everything the planner may know: steps with their cost, storages, links, budgets."""
         options, capture = self.options, known.capture
         fuses = options.compiler == "inductor"
-        # What other regions have away right now stays away while this one runs.
-        own = [engine for engine in engines() if engine.device == resolve_device(self.device)]
-        host_lent_bytes = sum(engine.pool.lent_bytes for engine in own)
-        disk_lent_bytes = sum(engine.store.lent_bytes for engine in own if engine.store is not None)
+        away = usage(self.device)  # what other regions have away right now stays away while this one runs
         problem = Problem(
             ops=known.ops,
             boundary=capture.boundary,
@@ -346,8 +346,8 @@ class Region:
             links=self._links,
             budgets=Budgets(
                 device_bytes=options.device_budget,
-                host_bytes=max(0, options.host_budget - host_lent_bytes),
-                disk_bytes=max(0, options.spill_budget - disk_lent_bytes) if options.spill_dir else 0,
+                host_bytes=max(0, options.host_budget - away.host_lent_bytes),
+                disk_bytes=max(0, options.spill_budget - away.disk_lent_bytes) if options.spill_dir else 0,
             ),
             fences=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and runs_heavy(node)),
             # Smaller storages cannot matter: this many would still be under a thousandth of the budget each.
@@ -385,7 +385,7 @@ class Region:
             self._footprint = Footprint(
                 self._formulas, problem, plan, held_bytes=self._held_bytes, input_bytes=self._input_bytes
             )
-        captured = problem if self._captured is None else self._captured
+        captured = self._captured or problem
         self.record = RegionRecord(
             region=self.index,
             name=self._name,

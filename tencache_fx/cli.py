@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -140,7 +139,7 @@ def _plan(arguments: argparse.Namespace) -> str:
     if arguments.sweep is not None or arguments.plot is not None or len(given) > 1 or len(policies) > 1:
         return _compare(captured, policies, given, arguments)
     device_bytes = _budget("--device-budget", given[0], None) if given else captured.budgets.device_bytes
-    captured = replace(captured, budgets=replace(captured.budgets, device_bytes=device_bytes))
+    captured = captured.within(device_bytes=device_bytes)
     problem, plan = plan_region(captured, policies[0] if policies else "joint")
     if arguments.json:
         return to_json(plan)
@@ -153,7 +152,7 @@ def _with_tiers(problem: Problem, arguments: argparse.Namespace) -> Problem:
     disk_bytes = _budget("--spill-budget", arguments.spill_budget, problem.budgets.disk_bytes)
     if host_bytes is None or disk_bytes is None:
         raise OptionError("only --device-budget may be none; give --host-budget and --spill-budget a size.")
-    return replace(problem, budgets=replace(problem.budgets, host_bytes=host_bytes, disk_bytes=disk_bytes))
+    return problem.within(host_bytes=host_bytes, disk_bytes=disk_bytes)
 
 
 def _compare(captured: Problem, policies: list[str], given: list[str], arguments: argparse.Namespace) -> str:

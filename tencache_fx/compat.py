@@ -115,7 +115,6 @@ def split_joint(
     for node in joint.graph.nodes:
         if node.name in again:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["ac_graph_id"] = 0
     split = min_cut_rematerialization_partition if recompute == "auto" else default_partition
     with _fixed_sizes():
         return split(

@@ -64,12 +64,13 @@ def reconsider(captured: Problem, problem: Problem, plan: Plan, measured: PhaseT
 
     `captured` is the region before more was recomputed, `problem` the one that `plan` is for. It pays if the forecast
     was off by more than a tenth, and the new plan is faster by more than a thirtieth on the corrected durations.
+    Raises `BudgetError` if, close to the floor, the search on the corrected durations finds no plan.
     """
     scales = fit_scales(problem, plan.spills, plan.staging, measured)
     if not scales.far_off():
         return None
     staying_ns = simulate(scales.apply(problem), plan.spills, plan.staging).makespan_ns
-    _, better = plan_region(scales.apply(captured), plan.policy)  # fits: durations change no bytes
+    _, better = plan_region(scales.apply(captured), plan.policy)
     return scales if better.forecast.makespan_ns * 30 < staying_ns * 29 else None
 
 

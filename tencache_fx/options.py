@@ -72,6 +72,11 @@ class Options:
     checksum: bool
     inductor: tuple[tuple[str, Any], ...]
 
+    @property
+    def may_recompute(self) -> bool:
+        """Say whether more may be recomputed than torch's own partitioner would."""
+        return self.policy == "joint" and self.recompute == "auto" and self.device_budget is not None
+
     @staticmethod
     def resolve(
         given: Mapping[str, object] | None,

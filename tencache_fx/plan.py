@@ -10,7 +10,7 @@ one gap they run in this order, which every checker relies on:
 import dataclasses
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from itertools import pairwise
@@ -133,6 +133,15 @@ class Problem:
         if self.budgets.device_bytes is None:
             return None
         return self.budgets.device_bytes - self.outside_bytes
+
+    def within(self, **budgets: Any) -> "Problem":
+        """Return the same problem under other budgets: fields of `Budgets`."""
+        return replace(self, budgets=replace(self.budgets, **budgets))
+
+    def with_less(self, nbytes: int) -> "Problem":
+        """Return the same problem with `nbytes` less of a limited device."""
+        limit = self.budgets.device_bytes
+        return self if limit is None else self.within(device_bytes=limit - nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

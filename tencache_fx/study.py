@@ -18,7 +18,7 @@ from tencache_fx.passes.lifetimes import StorageNodes, measure_lifetimes
 from tencache_fx.passes.planner import floor_bytes
 from tencache_fx.passes.products import sink_products
 from tencache_fx.passes.views import mend_views
-from tencache_fx.plan import Op, Plan, Problem
+from tencache_fx.plan import Op, Plan, Problem, live_bytes
 from tencache_fx.sizes import SizeFormulas
 
 
@@ -76,6 +76,19 @@ class Draft:
     plan: Plan | BudgetError
     formulas: SizeFormulas | None
     input_bytes: int
+
+    @property
+    def missing_bytes(self) -> int:
+        """How much less device memory would have to be needed for there to be a plan; 0 where there is one.
+
+        By how much the floor is above the budget, or where that is low enough and host memory or disk is not, how much
+        was to travel.
+        """
+        limit = self.problem.budgets.device_bytes
+        if limit is None or not isinstance(self.plan, BudgetError):
+            return 0
+        over_bytes = floor_bytes(self.problem) - limit
+        return over_bytes if over_bytes > 0 else int(live_bytes(self.problem).max()) - limit
 
     def rank(self) -> tuple[int, int]:
         """Return how good it is, lower is better: whether it fits, then how fast it is, or what it would need."""

@@ -331,11 +331,7 @@ def tight_problems(draw: st.DrawFn, **limits: int) -> Problem:
     least = min(floor_bytes(problem), floor_bytes(recompute(problem, everything)))
     device_bytes = draw(st.integers(least, max(least, most - 1)))
     rate = draw(st.sampled_from((10**8, 3 * 10**8, 10**9, 3 * 10**9)))
-    return replace(
-        problem,
-        links=links(rate),
-        budgets=replace(problem.budgets, device_bytes=device_bytes),
-    )
+    return replace(problem.within(device_bytes=device_bytes), links=links(rate))
 
 
 def transformer_recipes(problem: Problem) -> Problem:

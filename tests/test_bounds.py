@@ -70,7 +70,7 @@ def test_without_links_the_best_choice_of_recipes_does_not_beat_the_bound(
         choices[names] = int(live_bytes(changed).max()), sum(op.duration_ns for op in changed.ops)
     limit = data.draw(st.sampled_from(sorted({peak for peak, _ in choices.values()})))
     best_ns = min(duration_ns for peak, duration_ns in choices.values() if peak <= limit)
-    stuck = replace(problem, links=links(0), budgets=replace(problem.budgets, device_bytes=limit))
+    stuck = replace(problem.within(device_bytes=limit), links=links(0))
     bound = joint_lower_bound_ns(stuck)
     event(f"recomputes {best_ns > choices[()][1]}, bound says so {bound > choices[()][1]}")
     assert bound <= best_ns
@@ -168,7 +168,7 @@ def test_the_floor_of_a_policy_is_where_it_fits() -> None:
         assert plan.forecast.peak_bytes <= floor
         if policy != "joint":
             with pytest.raises(BudgetError):
-                plan_region(replace(problem, budgets=replace(budgets, device_bytes=floor - 1)), policy)
+                plan_region(problem.within(device_bytes=floor - 1), policy)
 
 
 def test_planning_a_region_imports_no_torch() -> None:

@@ -110,7 +110,7 @@ def test_prices_are_plans_with_more_and_less(case: tuple[Problem, Problem, Plan,
 def test_a_budget_at_the_floor_cannot_be_lowered() -> None:
     captured = transformer(layers=2)
     floor = make_plan(captured, "teraio").forecast.floor_bytes
-    captured = replace(captured, budgets=replace(captured.budgets, device_bytes=floor))
+    captured = captured.within(device_bytes=floor)
     _, plan = plan_region(captured, "teraio")
     reasons = find_reasons(captured, plan, most=2)
     assert reasons.prices[0].change_ns is None

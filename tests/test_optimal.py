@@ -233,7 +233,7 @@ def small_region(seed: int) -> tuple[Program, Problem] | None:
     if least == most:
         return None
     device_bytes = least + int((most - least) * rng.choice((0.0, 0.1, 0.3, 0.6)))
-    return program, replace(problem, budgets=replace(problem.budgets, device_bytes=device_bytes))
+    return program, problem.within(device_bytes=device_bytes)
 
 
 def hand_made(rate: int, device_bytes: int, *saved: tuple[int, int, int]) -> Problem:

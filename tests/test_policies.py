@@ -20,7 +20,7 @@ SPILLING = [name for name in POLICIES if name != "none"]
 
 
 def with_device(problem: Problem, device_bytes: int | None) -> Problem:
-    return replace(problem, budgets=replace(problem.budgets, device_bytes=device_bytes))
+    return problem.within(device_bytes=device_bytes)
 
 
 def plan_or_refusal(problem: Problem, policy: str) -> tuple[Plan | None, str]:
@@ -152,7 +152,7 @@ def test_tiers_too_small_are_refused_with_both_numbers(policy: str) -> None:
         make_plan(problem, policy)
     assert "spill_dir" in str(caught.value)
     with pytest.raises(BudgetError):
-        make_plan(replace(problem, budgets=replace(problem.budgets, disk_bytes=2 * GIB)), policy)
+        make_plan(problem.within(disk_bytes=2 * GIB), policy)
 
 
 def test_more_memory_is_not_slower() -> None:

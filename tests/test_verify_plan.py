@@ -53,7 +53,7 @@ def spill(name: str, offload: int, gone: int, fetch: int, back: int, tier: Tier 
 
 def valid() -> Plan:
     problem = region()
-    plan = make_plan(replace(problem, budgets=replace(problem.budgets, device_bytes=None)), "none")
+    plan = make_plan(problem.within(device_bytes=None), "none")
     forecast = replace(
         plan.forecast,
         peak_bytes=5 * PAGE + 8,
@@ -129,7 +129,7 @@ def test_a_broken_rule_is_named(rule: str, change: Callable[[Plan], Plan]) -> No
 
 def test_a_region_over_its_budget_is_named_with_the_step() -> None:
     problem = region()
-    tight = replace(problem, budgets=replace(problem.budgets, device_bytes=4 * PAGE))
+    tight = problem.within(device_bytes=4 * PAGE)
     with pytest.raises(
         InvariantError, match=r"device-budget: step \d \(op_\d\) holds 20488 bytes, the budget is 16384"
     ):

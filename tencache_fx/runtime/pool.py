@@ -109,7 +109,7 @@ class Pool:
             if self.allocated_bytes > budget_bytes:
                 raise OptionError(
                     f"host_budget {budget_bytes} bytes is below the {self.allocated_bytes} bytes of host memory in "
-                    "use; set it before the first step, or close the engine first with engine.close()."
+                    "use; set it before the first step, or call tencache_fx.close() first."
                 )
             self._budget_bytes = budget_bytes
 

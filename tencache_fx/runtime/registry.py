@@ -5,6 +5,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -106,6 +107,31 @@ def open_engine(
         _require_same(engine, "spill_budget", str(engine.store.budget_bytes), str(spill_budget_bytes))
     engine.store.budget_bytes = spill_budget_bytes
     return engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a device's runtime has taken from the system, and how much of that is lent to values that are away."""
+
+    host_bytes: int = 0
+    host_lent_bytes: int = 0
+    disk_bytes: int = 0
+    disk_lent_bytes: int = 0
+
+
+def usage(device: torch.device) -> Usage:
+    """Return what the open engine of `device` uses; nothing if there is none."""
+    device = resolve_device(device)
+    for engine in engines():
+        if engine.device == device:
+            pool, store = engine.pool, engine.store
+            return Usage(
+                host_bytes=pool.allocated_bytes,
+                host_lent_bytes=pool.lent_bytes,
+                disk_bytes=0 if store is None else store.file_bytes,
+                disk_lent_bytes=0 if store is None else store.lent_bytes,
+            )
+    return Usage()
 
 
 def engine_by_id(index: int) -> Engine:
