@@ -191,7 +191,7 @@ def _refuse_device(problem: Problem, spills: Sequence[Spill], note: str) -> None
     if op.scratch_bytes:
         parts.append(f"the op's own scratch {format_bytes(op.scratch_bytes)}")
     if problem.outside_bytes:
-        parts.append(f"outside this region {format_bytes(problem.outside_bytes)}")
+        parts.append(f"outside this region's graphs {format_bytes(problem.outside_bytes)}")
     floor = floor_bytes(problem)
     other = "choose another policy, " if floor <= limit else ""
     raise BudgetError(

@@ -80,7 +80,7 @@ def verify_code(planned: PlannedCalls, source: str | None) -> None:
             f"the code {sorted((call.role, call.label) for call in calls)}."
         )
     _check_order(planned, calls)
-    if sum(map(_count_heavy, _statements(tree))) == planned.heavy:
+    if sum(map(_count_heavy, statements(tree))) == planned.heavy:
         _check_segments(planned, calls)
 
 
@@ -113,7 +113,7 @@ def _follow(tree: ast.Module, handles: Mapping[str, str]) -> Iterator[_Call]:
     released: dict[str, str] = {}  # buffer -> storage
     buffer_of: dict[str, str] = {}  # what a variable is another name, or a view, of
     heavy = 0
-    for statement in _statements(tree):
+    for statement in statements(tree):
         _check_reads(statement, released, buffer_of)
         targets = [ast.unparse(t) for t in statement.targets] if isinstance(statement, ast.Assign) else []
         for role, call in _runtime_calls(statement):
@@ -153,7 +153,7 @@ def _count_heavy(statement: ast.stmt) -> int:
     return sum(name.startswith(_HEAVY) for name in names)
 
 
-def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+def statements(tree: ast.Module) -> Iterator[ast.stmt]:
     """Yield the straight-line statements of the generated `call` function, `with` blocks looked into."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "call":

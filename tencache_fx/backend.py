@@ -14,42 +14,37 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from tencache_fx import compat, machine
-from tencache_fx.cache import cached, kept
+from tencache_fx import compat
+from tencache_fx.cache import cached
 from tencache_fx.capture import Capture, main_device
+from tencache_fx.drafts import Draft, Drafts
 from tencache_fx.dump import Listing, RegionRecord, write_measured, write_region
 from tencache_fx.errors import BudgetError, StoreError
 from tencache_fx.feedback import PhaseTimes, Scales, reconsider
 from tencache_fx.memory import (
     avoid_fragmentation,
     held_bytes,
-    input_bytes,
     open_workspaces,
-    outside_bytes,
     peak_held_bytes,
 )
 from tencache_fx.ops import RUNTIME_OPS
 from tencache_fx.options import Options
-from tencache_fx.passes.lifetimes import StorageNodes
 from tencache_fx.passes.listing import list_graph
 from tencache_fx.passes.order import PinOrder
-from tencache_fx.passes.planner import make_plan
 from tencache_fx.passes.policy_joint import choose_recomputed
-from tencache_fx.passes.products import runs_heavy
-from tencache_fx.passes.recipes import find_recipes, recomputed_nodes
-from tencache_fx.passes.symbols import unbacked_symbols
+from tencache_fx.passes.recipes import recomputed_nodes
 from tencache_fx.passes.transfers import insert_transfers
 from tencache_fx.passes.verify_code import planned_calls, verify_code
 from tencache_fx.passes.verify_graph import verify_graphs
 from tencache_fx.passes.verify_plan import verify_plan
+from tencache_fx.passes.weigh_code import Interface, code_peak_bytes, read_interface
 from tencache_fx.phases import CallTimes, PhaseClock
-from tencache_fx.plan import Budgets, Plan, Problem, Step, live_bytes
+from tencache_fx.plan import Plan, Problem
 from tencache_fx.register import REGIONS
 from tencache_fx.runtime import kernels as _kernels  # noqa: F401  (registers the ops' kernels)
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.registry import open_engine, usage
 from tencache_fx.sizes import Footprint, SizeFormulas, Sizes, at_hints
-from tencache_fx.study import Draft, Study, study
 from tencache_fx.tables import show_summary
 
 log = logging.getLogger("tencache_fx")
@@ -57,7 +52,7 @@ log = logging.getLogger("tencache_fx")
 Compiled = Callable[..., Any]
 Phase = Literal["forward", "backward", "inference"]
 
-_ATTEMPTS = 3  # how often the `joint` policy is asked, before the best of what it said is taken
+_ATTEMPTS = 3  # how often the `joint` policy is asked, and code generated, before the best there was is taken
 
 
 def tencache(
@@ -97,16 +92,12 @@ class Region:
         self._context = torch._guards.TracingContext.try_get()
         self._compiled: Compiled | None = None
         self._calls = CallTimes()
-        self._held_bytes = 0
-        self._input_bytes = 0
-        self._wanted: tuple[Sizes, Sizes] | None = None
-        self._formulas: SizeFormulas | None = None
+        self._draft: Draft | None = None
         self._footprint: Footprint | None = None
         self._captured: Problem | None = None
-        self._scales = Scales()
-        self._cache_key: dict[str, str] = {}
         self._clock: PhaseClock | None = None
         self._may_learn = options.calibrate
+        self._code: list[tuple[Interface, str | None]] = []
 
     def __call__(self, *args: Any) -> Any:
         """Run the region; first plan it anew if its inputs, or what others hold, are larger than its plan allows.
@@ -148,16 +139,14 @@ class Region:
         log.info("region %d: %s%s; planning again", self.index, why, at)
         largest = tuple(map(max, sizes, formulas.planned))
         for planned in dict.fromkeys((largest, sizes)):
-            self._wanted = (sizes, planned)
             try:
                 with torch._guards.tracing(self._context):
-                    self.compile(self._fakes())  # the first batch itself is not kept alive for this
+                    # The first batch itself is not kept alive for this.
+                    self.compile(self._fakes(), (sizes, planned))
                 return
             except BudgetError as error:
                 if planned == sizes:
                     raise BudgetError(f"region {self.index}{at}: {error}") from error
-            finally:
-                self._wanted = None
 
     def _learn(self, formulas: SizeFormulas, sizes: Sizes, measured: PhaseTimes) -> None:
         """Compile once more, if the first steps took so much longer or shorter than forecast that another plan pays.
@@ -166,12 +155,12 @@ class Region:
         """
         self._clock, self._may_learn = None, False
         assert self.record is not None
-        assert self._captured is not None
+        assert self._draft is not None
         try:
-            found = reconsider(self._captured, self.record.problem, self.record.plan, measured)
+            found = reconsider(self.record.captured, self.record.problem, self.record.plan, measured)
             if found is not None:
-                scales = found.after(self._scales)
-                cached(self._cache_key, Scales, lambda: scales, renew=True)
+                scales = found.after(self._draft.scales)
+                cached(self._draft.scales_key, Scales, lambda: scales, renew=True)
                 why = f"the forward takes {found.forward:.2f}, the backward {found.backward:.2f} times its forecast"
                 self._plan_again(formulas, sizes, why)
         except (BudgetError, StoreError) as refusal:
@@ -193,16 +182,6 @@ class Region:
         engine.reserve(pool=plan.pool, staging=plan.staging, disk_bytes=plan.forecast.disk_bytes)
         return engine
 
-    def _at_sizes(self, problem: Problem, storages: Sequence[StorageNodes]) -> Problem:
-        """Return `problem`, measured at the sizes torch traced with, for the sizes to plan for."""
-        now, planned = self._wanted or (None, None)
-        inputs = [node.meta.get("example_value") for node in self._source.graph.find_nodes(op="placeholder")]
-        self._formulas = formulas = SizeFormulas(inputs, storages, self.device, planned)
-        held_now = problem if now is None else formulas.resize(problem, formulas.hints, now)
-        self._input_bytes = input_bytes(held_now.storages)
-        resized = formulas.resize(problem, formulas.hints, formulas.planned)
-        return dataclasses.replace(resized, outside_bytes=outside_bytes(self._held_bytes, self._input_bytes))
-
     def measured(self) -> dict[str, int | None]:
         """Return the median time from call to call, user code included, and on CUDA the peak since its last reset."""
         return {**self._calls.measured(), "device_peak_bytes": peak_held_bytes(self.device)}
@@ -212,29 +191,60 @@ class Region:
         if self.options.dump_dir is not None and self.record is not None:
             write_measured(self.options.dump_dir, self.index, self.measured())
 
-    def compile(self, inputs: Sequence[Any]) -> None:
+    def compile(self, inputs: Sequence[Any], sizes: tuple[Sizes, Sizes] | None = None) -> None:
         """Capture, plan, rewrite and lower the region; if that fails, the region stays as it was.
 
-        The source is copied, because the compilers below take ownership of what they are given.
+        `sizes` are those at hand, and those to plan for. Code that turns out to hold more than the budget is generated
+        anew, for a plan that keeps so much free. The source is copied, because the compilers below take ownership of
+        what they are given.
         """
         open_workspaces(self.device)
-        self._roofline = machine.roofline(self.device, calibrate=self.options.calibrate)
-        self._links = machine.links(self.device, self.options.spill_dir, calibrate=self.options.calibrate)
-        before = (self._held_bytes, self._footprint, self.record, self._captured, self._clock)
+        before = (self._draft, self._footprint, self.record, self._captured, self._clock)
+        unforeseen_bytes = 0
         try:
-            self._held_bytes = held_bytes(self.device)
-            self._compiled = self._lower_source(compat.copy_module(self._source), inputs)
+            for _ in range(_ATTEMPTS):
+                self._drafts = Drafts(self.options, self.device, self._fakes(), sizes, unforeseen_bytes)
+                self._code = []
+                compiled = self._lower_source(compat.copy_module(self._source), inputs)
+                over_bytes = self._weigh()
+                if over_bytes <= 0:
+                    break
+                assert self.record is not None
+                assert self.record.code_peak_bytes is not None
+                unforeseen_bytes += self.record.code_peak_bytes - self.record.plan.forecast.peak_bytes
+                log.info("region %d: its code would hold %d bytes too many; planning again", self.index, over_bytes)
+            else:
+                log.warning("region %d: its code holds %d bytes more than its device budget.", self.index, over_bytes)
         except BaseException:
-            self._held_bytes, self._footprint, self.record, self._captured, self._clock = before
+            self._draft, self._footprint, self.record, self._captured, self._clock = before
             raise
-        if self.record is not None and self.options.dump_dir is not None:
-            write_region(self.options.dump_dir, self.record)
+        self._compiled = compiled
+        if (record := self.record) is not None:
+            summary = show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes)
+            log.info("region %d on %s:\n%s", self.index, self.device, summary)
+            if self.options.dump_dir is not None:
+                write_region(self.options.dump_dir, record)
+
+    def _weigh(self) -> int:
+        """Return by how much the generated code goes over the device budget; 0 where there is none of either."""
+        budget = self.options.device_budget
+        code = [(interface, source) for interface, source in self._code if source is not None]
+        if budget is None or self.record is None or self._draft is None or len(code) < len(self._code):
+            return 0
+        held = self._draft.outside_bytes + code_peak_bytes(code, self._draft.study.capture.num_outputs)
+        self.record = dataclasses.replace(self.record, code_peak_bytes=held)
+        return held - budget
 
     def _lower_source(self, source: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         if self.options.compiler == "eager":
             return compat.compile_eager(source, inputs, partition=self.partition, lower=self.lower)
         return compat.compile_inductor(
-            source, inputs, patches=self._settings, partition=self.partition, lower=self.lower
+            source,
+            inputs,
+            patches=self._settings,
+            partition=self.partition,
+            lower=self.lower,
+            lazy_backward=self.options.device_budget is None,
         )
 
     def partition(
@@ -287,42 +297,14 @@ class Region:
             static_inputs=frozenset(kwargs.get("static_lifetime_input_indices") or ()),
             device=self.device,
         )
-        return (forward, backward), self._draft(capture, **more)
-
-    def _draft(self, capture: Capture, beside: Draft | None = None, recomputed: tuple[str, ...] = ()) -> Draft | None:
-        """Return what is known of the captured region and planned for it; `beside` is it without what is `recomputed`.
-
-        None, unmeasured and without a record, if its sizes are known only when it runs and there is no device budget.
-        """
-        if self.options.device_budget is None and unbacked_symbols(capture):
-            return None
-        known = study(capture, self.options, self._roofline)
-        if beside is None:
-            self._cache_key = {**machine.device_key("scales", self.device), "region": known.fingerprint}
-            learned = kept(self._cache_key, Scales) if self.options.calibrate else None
-            self._scales = learned or Scales()
-        known = dataclasses.replace(known, ops=self._scales.scale(known.ops, capture.boundary))
-        problem = self._state_problem(known)
-        if beside is None:
-            recipes = find_recipes(capture, known.storages) if self.options.recompute == "auto" else ()
-            problem = dataclasses.replace(problem, recipes=recipes)
-        else:
-            extra_ns = max(0, known.duration_ns - beside.study.duration_ns)
-            problem = dataclasses.replace(problem, recompute_ns=extra_ns)
-        plan: Plan | BudgetError
-        try:
-            plan = dataclasses.replace(make_plan(problem, self.options.policy), recomputed=recomputed)
-        except BudgetError as refusal:
-            plan = refusal
-        return Draft(study=known, problem=problem, plan=plan, formulas=self._formulas, input_bytes=self._input_bytes)
+        return (forward, backward), self._drafts.draft(capture, **more)
 
     def _carry_out(self, draft: Draft) -> None:
         """Write the plan into the graphs; a region that fits is left as it was. Raises `BudgetError` without a plan."""
         if isinstance(draft.plan, BudgetError):
             raise draft.plan
         known, problem, plan = draft.study, draft.problem, draft.plan
-        capture = known.capture
-        self._formulas, self._input_bytes = draft.formulas, draft.input_bytes
+        capture, self._draft = known.capture, draft
         verify_plan(problem, plan)
         planned = bool(plan.spills or plan.recomputed)
         self._clock = PhaseClock(self.device) if planned and self._may_learn else None
@@ -332,34 +314,7 @@ class Region:
             engine = self._reserve(plan)
             in_registers = insert_transfers(capture, known.storages, plan, known.registers, engine=engine.id)
             verify_graphs(*at_hints(draft.formulas, problem, plan), capture, in_registers, known.in_place)
-        self._keep(problem, plan, tuple(list_graph(graph, phase) for graph, phase in capture.phases))
-
-    def _state_problem(self, known: Study) -> Problem:
-        """Return everything the planner may know: steps with their cost, storages, links, budgets."""
-        options, capture = self.options, known.capture
-        fuses = options.compiler == "inductor"
-        away = usage(self.device)  # what other regions have away right now stays away while this one runs
-        problem = Problem(
-            ops=known.ops,
-            boundary=capture.boundary,
-            storages=tuple(item.storage for item in known.storages),
-            links=self._links,
-            budgets=Budgets(
-                device_bytes=options.device_budget,
-                host_bytes=max(0, options.host_budget - away.host_lent_bytes),
-                disk_bytes=max(0, options.spill_budget - away.disk_lent_bytes) if options.spill_dir else 0,
-            ),
-            fences=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and runs_heavy(node)),
-            # Smaller storages cannot matter: this many would still be under a thousandth of the budget each.
-            min_spill_bytes=max(4096, (options.device_budget or 0) // 4096),
-        )
-        if options.device_budget is not None:
-            problem = self._at_sizes(problem, known.storages)
-        if fuses:
-            # One fused kernel's results are all allocated before it runs, small ones the plan sees later among them.
-            reserve_bytes = int(live_bytes(problem).max(initial=0)) // 256
-            problem = dataclasses.replace(problem, outside_bytes=problem.outside_bytes + reserve_bytes)
-        return problem
+        self._keep(draft, plan, tuple(list_graph(graph, phase) for graph, phase in capture.phases))
 
     def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
         """Lower one graph with `compile_graph`; graphs of ours are pinned in order first, and checked afterwards."""
@@ -367,23 +322,27 @@ class Region:
             capture = Capture(
                 forward=gm.graph, backward=None, num_outputs=1 << 30, static_inputs=frozenset(), device=self.device
             )
-            if (draft := self._draft(capture)) is not None:
+            if (draft := self._drafts.draft(capture)) is not None:
                 self._captured = draft.problem
                 self._carry_out(draft)
             gm.recompile()
+        sizes = {} if self._draft is None or self._draft.formulas is None else self._draft.formulas.by_name()
+        interface = read_interface(gm.graph, self.device, sizes)
         if any(node.target in RUNTIME_OPS for node in gm.graph.nodes):
             planned = planned_calls(gm.graph)
             compiled = compile_graph(gm, example_inputs, planned=PinOrder())
             verify_code(planned, compat.source_code(compiled))
         else:
             compiled = compile_graph(gm, example_inputs, planned=None)
+        self._code.append((interface, compat.source_code(compiled)))
         return compiled if self._clock is None else self._clock.timed(phase, compiled)
 
-    def _keep(self, problem: Problem, plan: Plan, listings: tuple[Listing, ...]) -> None:
+    def _keep(self, draft: Draft, plan: Plan, listings: tuple[Listing, ...]) -> None:
         """Record what was decided, for reports and dumps, and how much more others may hold before it must change."""
-        if self._formulas is not None:
+        problem = draft.problem
+        if draft.formulas is not None:
             self._footprint = Footprint(
-                self._formulas, problem, plan, held_bytes=self._held_bytes, input_bytes=self._input_bytes
+                draft.formulas, problem, plan, held_bytes=draft.held_bytes, input_bytes=draft.input_bytes
             )
         captured = self._captured or problem
         self.record = RegionRecord(
@@ -397,4 +356,3 @@ class Region:
             plan=plan,
             listings=listings,
         )
-        log.info("region %d on %s:\n%s", self.index, self.device, show_summary(problem, plan, captured))

@@ -115,7 +115,7 @@ def _dump(arguments: argparse.Namespace) -> str:
 def _record_text(dump_dir: Path, record: RegionRecord, what: str) -> str:
     parts = [f"region {record.region}: {record.name}, torch {record.torch_version}, {record.device}"]
     if what in ("summary", "all"):
-        parts.append(show_summary(record.problem, record.plan, record.captured))
+        parts.append(show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes))
         parts.extend(f"measured:\n{show_measured(row)}" for row in read_measured(dump_dir, record.region)[-1:])
     if what in ("tensors", "all"):
         parts.append(show_tensors(record.problem, record.plan))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._inductor import config, list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -181,9 +182,17 @@ class _Partitioner(CustomPartitionerFn):
 
 
 def compile_inductor(
-    gm: fx.GraphModule, inputs: Sequence[Any], *, patches: Mapping[str, Any], partition: Partition, lower: Lower
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    patches: Mapping[str, Any],
+    partition: Partition,
+    lower: Lower,
+    lazy_backward: bool,
 ) -> Callable[..., Any]:
     """Compile through Inductor with `partition` as its partitioner and `lower` around each graph.
+
+    The backward is lowered before this returns, unless `lazy_backward`: then, as torch does it, when it first runs.
 
     Graphs without a plan are compiled as plain Inductor would, its graph cache included. Graphs with one keep the
     planned order: pinned by `planned`, and without Inductor's own reordering for peak memory, which knows of no copies.
@@ -203,7 +212,8 @@ def compile_inductor(
         return lower(graph, example_inputs, compile_graph, phase=phase)
 
     ours = {"custom_partitioner_fn": _Partitioner(partition), "force_disable_caches": True}
-    compiled: Any = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches={**patches, **ours})
+    with functorch_config.patch(force_non_lazy_backward_lowering=not lazy_backward):
+        compiled: Any = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches={**patches, **ours})
     return compiled  # type: ignore[no-any-return]
 
 
@@ -215,7 +225,6 @@ def compile_eager(
     The same as torch's "aot_eager_decomp_partition" (`_dynamo/backends/debugging.py`), with `partition` and `lower`.
     """
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch import config as functorch_config
 
     def run(gm: fx.GraphModule, inputs: Sequence[Any], *, planned: object) -> Any:
         return _run_boxed(gm)

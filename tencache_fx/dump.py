@@ -45,7 +45,8 @@ class RegionRecord:
     """Everything about one region: where it was compiled, what was asked, what was decided.
 
     `captured` is the region as torch's partitioner left it, with its recipes. `problem` is what `plan` is for: the
-    same, unless more is recomputed.
+    same, unless more is recomputed. `code_peak_bytes` is what the generated code holds, where there is any and a device
+    budget: the plan's forecast of that is a model.
     """
 
     region: int
@@ -57,6 +58,7 @@ class RegionRecord:
     problem: Problem
     plan: Plan
     listings: tuple[Listing, ...]
+    code_peak_bytes: int | None = None
 
 
 def write_region(dump_dir: Path, record: RegionRecord) -> Path:

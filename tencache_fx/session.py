@@ -20,7 +20,7 @@ def report() -> str:
         if region.record is not None:
             record = region.record
             parts.append(f"region {record.region} {record.name} on {record.device}")
-            parts.append(show_summary(record.problem, record.plan, record.captured))
+            parts.append(show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes))
             if record.plan.spills:
                 parts.append(show_pool(record.plan))
             parts.append(show_measured(region.measured()))

@@ -76,6 +76,10 @@ class SizeFormulas:
         """Return the symbols' values in a region's inputs."""
         return tuple([inputs[index] if dim is None else inputs[index].shape[dim] for index, dim in self._places])
 
+    def by_name(self) -> dict[str, int]:
+        """Return the sizes planned for by their symbols' names."""
+        return {str(symbol): size for symbol, size in zip(self.symbols, self.planned, strict=True)}
+
     def name(self, sizes: Sizes) -> str:
         """Return `sizes` as text."""
         return ", ".join(f"{symbol} = {size}" for symbol, size in zip(self.symbols, sizes, strict=True))

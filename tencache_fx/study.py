@@ -1,4 +1,4 @@
-"""What is known of a captured region before it is planned, and what was planned for it."""
+"""What is known of a captured region before it is planned."""
 
 import hashlib
 from dataclasses import dataclass
@@ -7,7 +7,6 @@ from torch import fx
 
 from tencache_fx.calibrate import time_calls
 from tencache_fx.capture import Capture
-from tencache_fx.errors import BudgetError
 from tencache_fx.machine import Roofline
 from tencache_fx.options import Options
 from tencache_fx.passes.costs import estimate_ops, find_calls
@@ -15,11 +14,9 @@ from tencache_fx.passes.fused_groups import hold_fused_operands
 from tencache_fx.passes.fusion import find_registers
 from tencache_fx.passes.in_place import InPlace, reuse_in_place
 from tencache_fx.passes.lifetimes import StorageNodes, measure_lifetimes
-from tencache_fx.passes.planner import floor_bytes
 from tencache_fx.passes.products import sink_products
 from tencache_fx.passes.views import mend_views
-from tencache_fx.plan import Op, Plan, Problem, live_bytes
-from tencache_fx.sizes import SizeFormulas
+from tencache_fx.plan import Op
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,33 +62,3 @@ def study(capture: Capture, options: Options, roofline: Roofline) -> Study:
         in_place=in_place,
         ops=estimate_ops(capture, roofline, registers, times_ns),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Draft:
-    """A region split in one way, and the plan for it, or why there is none."""
-
-    study: Study
-    problem: Problem
-    plan: Plan | BudgetError
-    formulas: SizeFormulas | None
-    input_bytes: int
-
-    @property
-    def missing_bytes(self) -> int:
-        """How much less device memory would have to be needed for there to be a plan; 0 where there is one.
-
-        By how much the floor is above the budget, or where that is low enough and host memory or disk is not, how much
-        was to travel.
-        """
-        limit = self.problem.budgets.device_bytes
-        if limit is None or not isinstance(self.plan, BudgetError):
-            return 0
-        over_bytes = floor_bytes(self.problem) - limit
-        return over_bytes if over_bytes > 0 else int(live_bytes(self.problem).max()) - limit
-
-    def rank(self) -> tuple[int, int]:
-        """Return how good it is, lower is better: whether it fits, then how fast it is, or what it would need."""
-        if isinstance(self.plan, BudgetError):
-            return 1, floor_bytes(self.problem)
-        return 0, self.plan.forecast.makespan_ns

@@ -50,11 +50,12 @@ def _format_scaled(amount: int, units: Sequence[str]) -> str:
     return f"{'-' if amount < 0 else ''}{digits} {units[unit]}"
 
 
-def show_summary(problem: Problem, plan: Plan, captured: Problem) -> str:
+def show_summary(problem: Problem, plan: Plan, captured: Problem, code_peak_bytes: int | None = None) -> str:
     """Return what the plan costs and gains, one line per figure.
 
     `problem` is what the plan is for, `captured` the region before more was recomputed: "lower bound" is a time that no
-    other trips beat, "best possible" one that no choice of what to recompute and what to move beats.
+    other trips beat, "best possible" one that no choice of what to recompute and what to move beats. `code_peak_bytes`
+    is what the generated code holds, if it was looked at.
     """
     forecast, budgets = plan.forecast, problem.budgets
     over = forecast.makespan_ns / max(1, forecast.ideal_ns)
@@ -65,6 +66,7 @@ def show_summary(problem: Problem, plan: Plan, captured: Problem) -> str:
         ("steps", f"{len(problem.ops)}, backward from {problem.boundary}"),
         ("device budget", f"{device_budget}, of it held outside the region {format_bytes(problem.outside_bytes)}"),
         ("device peak", f"{format_bytes(forecast.peak_bytes)} at {_step_name(problem, forecast.peak_step)}"),
+        *(() if code_peak_bytes is None else (("held by the code", format_bytes(code_peak_bytes)),)),
         ("device floor", format_bytes(forecast.floor_bytes)),
         ("host", f"{format_bytes(forecast.host_bytes)} of {format_bytes(budgets.host_bytes)}"),
         ("disk", f"{format_bytes(forecast.disk_bytes)} of {format_bytes(budgets.disk_bytes)}"),

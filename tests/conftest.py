@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from faulty_streams import FaultyCpuStreams
+from torch._inductor.async_compile import AsyncCompile
 
 import tencache_fx
 from tencache_fx.runtime.engine import Engine
@@ -61,10 +62,24 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder, empty at first, of everything that this test measures."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "tencache_fx"
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder / "tencache_fx"
+
+
+@pytest.fixture
+def hollow_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Inductor's C++ kernels do nothing: what is allocated and freed stands around them, in the generated Python.
+
+    So none has to be compiled, and the trace is still one of real tensors in real code.
+    """
+
+    def hollow(*args: object, **more: object) -> Callable[..., None]:
+        return lambda *buffers: None
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", hollow)
 
 
 @pytest.fixture

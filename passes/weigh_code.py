@@ -1,0 +1,376 @@
+"""How many device bytes the generated code holds at most: read from the code itself, before it runs.
+
+Inductor decides late which kernels it fuses and when it drops a buffer, so a plan rests on a model of that. This is the
+check on the model: the generated Python is followed statement by statement (`ast`), what it allocates, renames, deletes
+and returns, forward and backward one after the other, as autograd runs them. Of the graphs only their inputs, their
+outputs, and the sizes of what library operations return are used.
+"""
+
+import ast
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from tencache_fx.capture import byte_hint, output_args, placeholders, tensors_of
+from tencache_fx.passes.symbols import evaluate
+from tencache_fx.passes.verify_code import statements
+from tencache_fx.plan import round_up
+
+_OURS = "torch.ops.tencache."
+_RANDOM_STATE = "rng_state_output"  # torch: `_functorch/partitioners.py: functionalize_rng_ops`
+_UNKNOWN_ITEM_BYTES = 8  # of an operation that the graph does not have: no element is larger, but a complex one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A tensor's shape and its storage: which one, by an identity that holds inside one graph, and its bytes.
+
+    `fresh` is false for what an operation returns of the storages that it was given.
+    """
+
+    key: int
+    nbytes: int
+    shape: tuple[int, ...]
+    fresh: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface:
+    """What code alone does not tell of one graph, noted before the compiler takes the graph over.
+
+    `takes` are the inputs on the region's device by name, `returns` the outputs' names, and `made` what each operation
+    returns, by its name ("sort"), once for each node that calls it; None for what is not on the device.
+    `item_bytes` are those of the graph's tensors by their shape, the most if there are several.
+    """
+
+    takes: Mapping[str, Part]
+    inputs: tuple[str, ...]
+    returns: tuple[str | None, ...]
+    made: Mapping[str, Sequence[tuple[Part | None, ...]]]
+    item_bytes: Mapping[tuple[int, ...], int]
+    sizes: Mapping[str, int]
+    device: torch.device
+
+
+def read_interface(graph: fx.Graph, device: torch.device, sizes: Mapping[str, int]) -> Interface:
+    """Return what `graph` takes, returns and calls; symbols have the values in `sizes`, else those seen in tracing."""
+    inputs = placeholders(graph)
+    sizes = {**_hints(inputs), **sizes}
+
+    def part(value: object, given: Collection[int] = ()) -> Part | None:
+        if not isinstance(value, torch.Tensor) or value.device.type != device.type:
+            return None
+        key, nbytes = value.untyped_storage()._cdata, _number(value.untyped_storage().nbytes(), sizes)
+        shape = tuple(_number(size, sizes) for size in value.shape)
+        return Part(key=key, nbytes=_allocated(nbytes, device), shape=shape, fresh=key not in given)
+
+    made: dict[str, list[tuple[Part | None, ...]]] = {}
+    item_bytes: dict[tuple[int, ...], int] = {}
+    for node in graph.nodes:
+        for tensor in tensors_of(node):
+            shape = tuple(_number(size, sizes) for size in tensor.shape)
+            item_bytes[shape] = max(item_bytes.get(shape, 0), tensor.element_size())
+        if node.op == "call_function" and "val" in node.meta:
+            value = node.meta["val"]
+            values = value if isinstance(value, (tuple, list)) else (value,)
+            given = {tensor.untyped_storage()._cdata for each in node.all_input_nodes for tensor in tensors_of(each)}
+            made.setdefault(_operation(str(node.target)), []).append(tuple(part(each, given) for each in values))
+    parts = {node.name: part(node.meta.get("val")) for node in inputs}
+    return Interface(
+        takes={name: found for name, found in parts.items() if found is not None},
+        inputs=tuple(node.name for node in inputs),
+        returns=tuple(value.name if isinstance(value, fx.Node) else None for value in output_args(graph)),
+        made=made,
+        item_bytes=item_bytes,
+        sizes=sizes,
+        device=device,
+    )
+
+
+def code_peak_bytes(graphs: Sequence[tuple[Interface, str]], num_outputs: int) -> int:
+    """Return the most bytes held while the generated graphs run, forward first, what they are given included.
+
+    The caller keeps the forward's inputs, the first `num_outputs` of its outputs, and the gradients it hands in. What
+    kernels take for themselves while they run is not in the code. Raises `KeyError` if a size stands in a symbol that
+    has no value. O(lines).
+    """
+    (interface, source), *later = graphs
+    forward = _Run(interface, source)
+    forward.enter({name: frozenset({forward.storage_of(part)}) for name, part in interface.takes.items()})
+    forward.keep(*forward.env.values())
+    returned = forward.follow()
+    peak_bytes = forward.peak_bytes
+    for interface, source in later:
+        backward = _Run(interface, source, beside=forward)
+        crossing = _cross(forward, returned[num_outputs:], interface)
+        given = {name: crossing.get(name) or frozenset({backward.storage_of(p)}) for name, p in interface.takes.items()}
+        gradients = [value for name, value in given.items() if name not in crossing]
+        backward.keep(*gradients, *forward.entered.values(), *returned[:num_outputs])
+        backward.enter(given)
+        backward.follow()
+        peak_bytes = max(peak_bytes, backward.peak_bytes)
+    return peak_bytes
+
+
+@dataclass
+class _Asserted:
+    """What the code's own assertions tell of a variable."""
+
+    shape: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    item_bytes: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, dict[int, str]] = field(default_factory=dict)  # of a tuple: the variable of each element
+    waited: dict[str, ast.Call] = field(default_factory=dict)  # ticket -> the call that makes a tensor of it
+
+
+class _Run:
+    """One graph's code, followed: which variable stands for which storages, and what is alive."""
+
+    def __init__(self, interface: Interface, source: str, beside: "_Run | None" = None) -> None:
+        self.interface = interface
+        self.lines = list(statements(ast.parse(source)))
+        self.env: dict[str, frozenset[int]] = {}
+        self.entered: Mapping[str, frozenset[int]] = {}
+        self.peak_bytes = 0
+        self._nbytes: list[int] = [] if beside is None else beside._nbytes  # by storage, of both graphs
+        self._tuples: dict[str, tuple[frozenset[int], ...]] = {}
+        self._kept: frozenset[int] = frozenset()
+        self._leaving: dict[str, frozenset[int]] = {}  # handle -> what the runtime holds until its release
+        self._ids: dict[int, int] = {}
+        self._known = self._read_assertions()
+
+    def storage_of(self, part: Part) -> int:
+        """Return the number of an input's storage."""
+        if part.key not in self._ids:
+            self._ids[part.key] = self._new(part.nbytes)
+        return self._ids[part.key]
+
+    def enter(self, values: Mapping[str, frozenset[int]]) -> None:
+        """Begin with these inputs."""
+        self.entered = self.env = dict(values)
+
+    def keep(self, *values: frozenset[int]) -> None:
+        """Have somebody else hold these storages to the end."""
+        self._kept = self._kept.union(*values)
+
+    def follow(self) -> tuple[frozenset[int], ...]:
+        """Follow the code to its end; return the storages behind each value it returns."""
+        self.env = dict(self.env)
+        self._weigh()
+        for line in self.lines:
+            if isinstance(line, ast.Return):
+                assert isinstance(line.value, ast.Tuple)
+                return tuple(self._read(value) for value in line.value.elts)
+            if isinstance(line, ast.Delete):
+                for target in line.targets:
+                    self.env.pop(ast.unparse(target), None)
+                    self._tuples.pop(ast.unparse(target), None)
+            elif isinstance(line, ast.Assign):
+                known = len(self._nbytes)
+                self._assign(line)
+                if len(self._nbytes) > known:
+                    self._weigh()
+            elif isinstance(line, ast.Expr):
+                self._note_runtime(line.value, None)
+        return ()
+
+    def _assign(self, line: ast.Assign) -> None:
+        (target,) = line.targets
+        value, name = line.value, ast.unparse(target)
+        if isinstance(target, ast.Tuple):
+            names = [ast.unparse(each) for each in target.elts]
+            if ast.unparse(value) == "args":  # the inputs by position: mostly, not always, under their own names
+                by_position = [self.env.get(given, frozenset()) for given in self.interface.inputs]
+                self.env = dict(zip(names, by_position, strict=True))
+            return
+        if (element := _element(value)) is not None:
+            base, index = element
+            self.env[name] = self._tuples[base][index] if base in self._tuples else self.env.get(base, frozenset())
+        elif isinstance(value, ast.Call) and not self._note_runtime(value, name):
+            self._call(value, name)
+        elif isinstance(value, ast.Name):
+            self.env[name] = self._read(value)
+            if value.id in self._tuples:
+                self._tuples[name] = self._tuples[value.id]
+            if value.id in self._leaving:
+                self._leaving[name] = self._leaving[value.id]
+
+    def _call(self, call: ast.Call, name: str) -> None:
+        function = ast.unparse(call.func)
+        device = self.interface.device.type
+        if function == "reinterpret_tensor":
+            self.env[name] = self._read(call.args[0])
+        elif function == f"empty_strided_{device}":
+            self.env[name] = frozenset({self._new(self._strided_bytes(*call.args[:3]))})
+        elif function.startswith(("torch.ops.", "extern_kernels.", "aten.")):
+            elements = self._made(function, name)
+            read = [self._read(argument) for argument in call.args]
+            shared = next((value for value in read if value), frozenset())
+            made = tuple(
+                frozenset() if part is None else frozenset({self._new(part.nbytes)}) if part.fresh else shared
+                for part in elements
+            )
+            self.env[name] = frozenset().union(*made)
+            if len(made) > 1 or name in self._known.parts:
+                self._tuples[name] = made
+
+    def _made(self, function: str, name: str) -> Sequence[Part | None]:
+        """Return what an operation returns: as the graph has it, or as the code asserts where the graph does not."""
+        elements = self._known.parts.get(name, {0: name})
+        shapes = {index: self._known.shape[each] for index, each in elements.items() if each in self._known.shape}
+        fitting = [node for node in self.interface.made.get(_operation(function), ()) if _fits(node, shapes)]
+        if fitting:
+            return max(fitting, key=lambda node: sum(part.nbytes for part in node if part is not None))
+        made: list[Part | None] = [None] * (max(elements, default=0) + 1)
+        for index, shape in shapes.items():
+            usual_bytes = self.interface.item_bytes.get(shape, _UNKNOWN_ITEM_BYTES)
+            item_bytes = self._known.item_bytes.get(elements[index], usual_bytes)
+            nbytes = _allocated(math.prod(shape) * item_bytes, self.interface.device)
+            made[index] = Part(key=0, nbytes=nbytes, shape=shape)
+        return made
+
+    def _note_runtime(self, call: ast.expr, name: str | None) -> bool:
+        """Follow one of our own operations; return whether it is one."""
+        if not isinstance(call, ast.Call) or not (function := ast.unparse(call.func)).startswith(_OURS):
+            return False
+        role = function.removeprefix(_OURS).split(".")[0]
+        argument = self._read(call.args[0])
+        if role == "offload" and name is not None:
+            self._leaving[name] = argument
+        elif role == "release":
+            held = self._leaving.get(ast.unparse(call.args[0]))
+            self._leaving = {handle: value for handle, value in self._leaving.items() if value is not held}
+        elif role == "prefetch" and name is not None:
+            wait = self._known.waited[name]
+            self.env[name] = frozenset({self._new(self._strided_bytes(*wait.args[1:4]))})
+        elif role == "wait" and name is not None:
+            self.env[name] = argument
+        return True
+
+    def _read(self, value: ast.expr) -> frozenset[int]:
+        """Return the storages behind a variable, or behind what is made of it in place."""
+        while isinstance(value, ast.Call) and value.args:
+            value = value.args[0]
+        return self.env.get(ast.unparse(value), frozenset())
+
+    def _weigh(self) -> None:
+        alive = self._kept.union(*self.env.values(), *self._leaving.values())
+        self.peak_bytes = max(self.peak_bytes, sum(self._nbytes[storage] for storage in alive))
+
+    def _new(self, nbytes: int) -> int:
+        self._nbytes.append(nbytes)
+        return len(self._nbytes) - 1
+
+    def _strided_bytes(self, size: ast.expr, stride: ast.expr, dtype: ast.expr) -> int:
+        sizes, strides = self._numbers(size), self._numbers(stride)
+        if 0 in sizes:
+            return 0
+        span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        return _allocated(span * _item_bytes(dtype), self.interface.device)
+
+    def _numbers(self, sequence: ast.expr) -> tuple[int, ...]:
+        assert isinstance(sequence, (ast.Tuple, ast.List))
+        return tuple(int(self._evaluate(element)) for element in sequence.elts)
+
+    def _evaluate(self, expression: ast.expr) -> int:
+        """Return the value of a size, which Inductor writes as Python over the symbols."""
+        if isinstance(expression, ast.Constant):
+            return int(expression.value)  # type: ignore[arg-type]
+        known: dict[str, object] = {"__builtins__": {}, "max": max, "min": min, **self.interface.sizes}
+        return int(eval(ast.unparse(expression), known))
+
+    def _read_assertions(self) -> _Asserted:
+        known = _Asserted()
+        first_name: dict[str, str] = {}  # of a variable that is another name of one
+        for line in self.lines:
+            value = line.value if isinstance(line, (ast.Assign, ast.Expr)) else None
+            if isinstance(line, ast.Assign) and (element := _element(line.value)) is not None:
+                base, index = element
+                known.parts.setdefault(base, {})[index] = ast.unparse(line.targets[0])
+            if isinstance(line, ast.Assign) and isinstance(value, ast.Name):
+                first_name[ast.unparse(line.targets[0])] = first_name.get(value.id, value.id)
+            if not isinstance(value, ast.Call):
+                continue
+            function = ast.unparse(value.func)
+            if function == f"{_OURS}wait.default":
+                ticket = ast.unparse(value.args[0])
+                known.waited[first_name.get(ticket, ticket)] = value
+            for variable, shape, dtype in _assertions(function, value):
+                known.shape[ast.unparse(variable)] = self._numbers(shape)
+                if dtype is not None:
+                    known.item_bytes[ast.unparse(variable)] = _item_bytes(dtype)
+        return known
+
+
+def _cross(forward: _Run, saved: Sequence[frozenset[int]], interface: Interface) -> dict[str, frozenset[int]]:
+    """Return the storages that a backward gets from its forward, by the name of the input.
+
+    By name, as torch's partitioner has it; states of random numbers go by other names, in the same order.
+    """
+    names = forward.interface.returns[-len(saved) :] if saved else ()
+    given = {name: value for name, value in zip(names, saved, strict=True) if name is not None}
+    crossing = {name: given.get(name) or forward.entered.get(name) for name in interface.takes}
+    nameless = [value for name, value in given.items() if name not in interface.takes and value]
+    states = [name for name, value in crossing.items() if value is None and name.startswith(_RANDOM_STATE)]
+    crossing |= dict(zip(states, nameless, strict=False))
+    return {name: value for name, value in crossing.items() if value}
+
+
+def _assertions(function: str, call: ast.Call) -> Iterator[tuple[ast.expr, ast.expr, ast.expr | None]]:
+    """Yield the variable, shape and dtype of what an assertion in the code is about."""
+    if function == "assert_size_stride":
+        yield call.args[0], call.args[1], None
+    elif function == "assert_tensor_metadata":
+        yield call.args[0], call.args[1], call.args[3]
+    elif function == "assert_size_stride_grouped":
+        variables, shapes = call.args[:2]
+        assert isinstance(variables, ast.Tuple)
+        assert isinstance(shapes, ast.Tuple)
+        for variable, shape in zip(variables.elts, shapes.elts, strict=True):
+            yield variable, shape, None
+
+
+def _element(value: ast.expr) -> tuple[str, int] | None:
+    """Return the variable and the index of `variable[index]`."""
+    index = value.slice.value if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant) else None
+    return (ast.unparse(value.value), index) if isinstance(value, ast.Subscript) and isinstance(index, int) else None
+
+
+def _operation(function: str) -> str:
+    """Return the bare name of an operation: code says "torch.ops.aten.sort.stable" or "extern_kernels.mm"."""
+    parts = function.removeprefix("torch.ops.").split(".")
+    return parts[0] if len(parts) == 1 else parts[1]
+
+
+def _item_bytes(dtype: ast.expr) -> int:
+    """Return the bytes of an element, of a dtype spelled as in Python ("torch.float32")."""
+    found = getattr(torch, ast.unparse(dtype).removeprefix("torch."))
+    assert isinstance(found, torch.dtype)
+    return found.itemsize
+
+
+def _number(size: "int | torch.SymInt", sizes: Mapping[str, int]) -> int:
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression = size.node.expr
+    return evaluate(expression, {symbol: sizes[str(symbol)] for symbol in expression.free_symbols})
+
+
+def _fits(made: Sequence[Part | None], shapes: Mapping[int, tuple[int, ...]]) -> bool:
+    """Say whether the elements that were asserted have the shapes of what a node makes."""
+    parts = {index: made[index] if index < len(made) else None for index in shapes}
+    return all((part := parts[index]) is not None and part.shape == shape for index, shape in shapes.items())
+
+
+def _hints(inputs: Iterable[fx.Node]) -> dict[str, int]:
+    """Return the value that each symbol had in tracing."""
+    values = [node.meta.get("val") for node in inputs]
+    numbers = [*values, *(size for value in values if isinstance(value, torch.Tensor) for size in value.shape)]
+    return {str(n.node.expr): byte_hint(n) for n in numbers if isinstance(n, torch.SymInt)}
+
+
+def _allocated(nbytes: int, device: torch.device) -> int:
+    """Return what the allocator takes: CUDA's rounds up to 512 (torch: `c10/cuda/CUDACachingAllocator.cpp`)."""
+    return round_up(nbytes, 512) if device.type == "cuda" else nbytes

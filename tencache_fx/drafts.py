@@ -1,0 +1,166 @@
+"""What one compilation of a region has to get by with, and what is planned for each way to split it."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tencache_fx import machine
+from tencache_fx.cache import kept
+from tencache_fx.capture import Capture
+from tencache_fx.errors import BudgetError
+from tencache_fx.feedback import Scales
+from tencache_fx.memory import held_bytes, input_bytes, outside_bytes
+from tencache_fx.options import Options
+from tencache_fx.passes.lifetimes import StorageNodes
+from tencache_fx.passes.planner import floor_bytes, make_plan
+from tencache_fx.passes.products import runs_heavy
+from tencache_fx.passes.recipes import find_recipes
+from tencache_fx.passes.symbols import unbacked_symbols
+from tencache_fx.plan import Budgets, Plan, Problem, Step, live_bytes
+from tencache_fx.runtime.registry import usage
+from tencache_fx.sizes import SizeFormulas, Sizes
+from tencache_fx.study import Study, study
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A region split in one way, and the plan for it, or why there is none.
+
+    `held_bytes` are those on the device when it was compiled, `input_bytes` the region's own among them. The problem's
+    durations are multiplied by `scales`, which earlier runs learned and left under `scales_key`.
+    """
+
+    study: Study
+    problem: Problem
+    plan: Plan | BudgetError
+    formulas: SizeFormulas | None
+    held_bytes: int
+    input_bytes: int
+    scales: Scales
+    scales_key: dict[str, str]
+
+    @property
+    def outside_bytes(self) -> int:
+        """The bytes that others held on the device when the region was compiled."""
+        return outside_bytes(self.held_bytes, self.input_bytes)
+
+    @property
+    def missing_bytes(self) -> int:
+        """How much less device memory would have to be needed for there to be a plan; 0 where there is one.
+
+        By how much the floor is above the budget, or where that is low enough and host memory or disk is not, how much
+        was to travel.
+        """
+        limit = self.problem.budgets.device_bytes
+        if limit is None or not isinstance(self.plan, BudgetError):
+            return 0
+        over_bytes = floor_bytes(self.problem) - limit
+        return over_bytes if over_bytes > 0 else int(live_bytes(self.problem).max()) - limit
+
+    def rank(self) -> tuple[int, int]:
+        """Return how good it is, lower is better: whether it fits, then how fast it is, or what it would need."""
+        if isinstance(self.plan, BudgetError):
+            return 1, floor_bytes(self.problem)
+        return 0, self.plan.forecast.makespan_ns
+
+
+class Drafts:
+    """Makes the drafts of one compilation.
+
+    `inputs` are the region's, as torch traced them; `sizes` those at hand and those to plan for, if these differ.
+    `unforeseen_bytes` are kept free: code generated earlier held so much more than the graphs show.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        device: torch.device,
+        inputs: Sequence[object],
+        sizes: tuple[Sizes, Sizes] | None,
+        unforeseen_bytes: int,
+    ) -> None:
+        self._options, self._device, self._inputs, self._sizes = options, device, inputs, sizes
+        self._unforeseen_bytes = unforeseen_bytes
+        self._roofline = machine.roofline(device, calibrate=options.calibrate)
+        self._links = machine.links(device, options.spill_dir, calibrate=options.calibrate)
+        self._held_bytes = held_bytes(device)
+
+    def draft(self, capture: Capture, beside: Draft | None = None, recomputed: tuple[str, ...] = ()) -> Draft | None:
+        """Return what is known of the captured region and planned for it; `beside` is it without what is `recomputed`.
+
+        None, unmeasured, if its sizes are known only when it runs and there is no device budget.
+        """
+        options = self._options
+        if options.device_budget is None and unbacked_symbols(capture):
+            return None
+        known = study(capture, options, self._roofline)
+        if beside is None:
+            key = {**machine.device_key("scales", self._device), "region": known.fingerprint}
+            scales = (kept(key, Scales) if options.calibrate else None) or Scales()
+        else:
+            key, scales = beside.scales_key, beside.scales
+        known = dataclasses.replace(known, ops=scales.scale(known.ops, capture.boundary))
+        problem, formulas, entering_bytes = self._state_problem(known)
+        if beside is None:
+            recipes = find_recipes(capture, known.storages) if options.recompute == "auto" else ()
+            problem = dataclasses.replace(problem, recipes=recipes)
+        else:
+            extra_ns = max(0, known.duration_ns - beside.study.duration_ns)
+            problem = dataclasses.replace(problem, recompute_ns=extra_ns)
+        plan: Plan | BudgetError
+        try:
+            plan = dataclasses.replace(make_plan(problem, options.policy), recomputed=recomputed)
+        except BudgetError as refusal:
+            plan = refusal
+        return Draft(
+            study=known,
+            problem=problem,
+            plan=plan,
+            formulas=formulas,
+            held_bytes=self._held_bytes,
+            input_bytes=entering_bytes,
+            scales=scales,
+            scales_key=key,
+        )
+
+    def _state_problem(self, known: Study) -> tuple[Problem, SizeFormulas | None, int]:
+        """Return everything the planner may know: steps with their cost, storages, links, budgets.
+
+        And beside it the storages' sizes as formulas, if there is a device budget, and the bytes of the inputs.
+        """
+        options, capture = self._options, known.capture
+        fuses = options.compiler == "inductor"
+        away = usage(self._device)  # what other regions have away right now stays away while this one runs
+        problem = Problem(
+            ops=known.ops,
+            boundary=capture.boundary,
+            storages=tuple(item.storage for item in known.storages),
+            links=self._links,
+            budgets=Budgets(
+                device_bytes=options.device_budget,
+                host_bytes=max(0, options.host_budget - away.host_lent_bytes),
+                disk_bytes=max(0, options.spill_budget - away.disk_lent_bytes) if options.spill_dir else 0,
+            ),
+            fences=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and runs_heavy(node)),
+            # Smaller storages cannot matter: this many would still be under a thousandth of the budget each.
+            min_spill_bytes=max(4096, (options.device_budget or 0) // 4096),
+        )
+        formulas, entering_bytes = None, 0
+        if options.device_budget is not None:
+            problem, formulas, entering_bytes = self._at_sizes(problem, known.storages)
+        # One fused kernel's results are all allocated before it runs, small ones the plan sees later among them.
+        results_bytes = int(live_bytes(problem).max(initial=0)) // 256 if fuses else 0
+        more_bytes = results_bytes + self._unforeseen_bytes
+        return dataclasses.replace(problem, outside_bytes=problem.outside_bytes + more_bytes), formulas, entering_bytes
+
+    def _at_sizes(self, problem: Problem, storages: Sequence[StorageNodes]) -> tuple[Problem, SizeFormulas, int]:
+        """Return `problem`, measured at the sizes torch traced with, for those to plan for; formulas; input bytes."""
+        now, planned = self._sizes or (None, None)
+        formulas = SizeFormulas(self._inputs, storages, self._device, planned)
+        held_now = problem if now is None else formulas.resize(problem, formulas.hints, now)
+        entering_bytes = input_bytes(held_now.storages)
+        resized = formulas.resize(problem, formulas.hints, formulas.planned)
+        beside_bytes = outside_bytes(self._held_bytes, entering_bytes)
+        return dataclasses.replace(resized, outside_bytes=beside_bytes), formulas, entering_bytes
