@@ -24,6 +24,10 @@ _RANDOM_STATE = "rng_state_output"  # torch: `_functorch/partitioners.py: functi
 _UNKNOWN_ITEM_BYTES = 8  # of an operation that the graph does not have: no element is larger, but a complex one
 
 
+class UnreadableCodeError(Exception):
+    """The code is not written as this torch's Inductor is known to write it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """A tensor's shape and its storage: which one, by an identity that holds inside one graph, and its bytes.
@@ -94,8 +98,7 @@ def code_peak_bytes(graphs: Sequence[tuple[Interface, str]], num_outputs: int) -
     """Return the most bytes held while the generated graphs run, forward first, what they are given included.
 
     The caller keeps the forward's inputs, the first `num_outputs` of its outputs, and the gradients it hands in. What
-    kernels take for themselves while they run is not in the code. Raises `KeyError` if a size stands in a symbol that
-    has no value. O(lines).
+    kernels take for themselves while they run is not in the code. Raises `UnreadableCodeError`. O(lines).
     """
     (interface, source), *later = graphs
     forward = _Run(interface, source)
@@ -161,8 +164,7 @@ class _Run:
         self._weigh()
         for line in self.lines:
             if isinstance(line, ast.Return):
-                assert isinstance(line.value, ast.Tuple)
-                return tuple(self._read(value) for value in line.value.elts)
+                return tuple(self._read(value) for value in _elements(line.value))
             if isinstance(line, ast.Delete):
                 for target in line.targets:
                     self.env.pop(ast.unparse(target), None)
@@ -183,6 +185,8 @@ class _Run:
             names = [ast.unparse(each) for each in target.elts]
             if ast.unparse(value) == "args":  # the inputs by position: mostly, not always, under their own names
                 by_position = [self.env.get(given, frozenset()) for given in self.interface.inputs]
+                if len(names) != len(by_position):
+                    raise UnreadableCodeError(f"it takes {len(names)} inputs, its graph {len(by_position)}")
                 self.env = dict(zip(names, by_position, strict=True))
             return
         if (element := _element(value)) is not None:
@@ -243,7 +247,8 @@ class _Run:
             held = self._leaving.get(ast.unparse(call.args[0]))
             self._leaving = {handle: value for handle, value in self._leaving.items() if value is not held}
         elif role == "prefetch" and name is not None:
-            wait = self._known.waited[name]
+            if (wait := self._known.waited.get(name)) is None:
+                raise UnreadableCodeError(f"nothing waits for {name}")
             self.env[name] = frozenset({self._new(self._strided_bytes(*wait.args[1:4]))})
         elif role == "wait" and name is not None:
             self.env[name] = argument
@@ -271,15 +276,17 @@ class _Run:
         return _allocated(span * _item_bytes(dtype), self.interface.device)
 
     def _numbers(self, sequence: ast.expr) -> tuple[int, ...]:
-        assert isinstance(sequence, (ast.Tuple, ast.List))
-        return tuple(int(self._evaluate(element)) for element in sequence.elts)
+        return tuple(self._evaluate(element) for element in _elements(sequence))
 
     def _evaluate(self, expression: ast.expr) -> int:
         """Return the value of a size, which Inductor writes as Python over the symbols."""
         if isinstance(expression, ast.Constant):
             return int(expression.value)  # type: ignore[arg-type]
         known: dict[str, object] = {"__builtins__": {}, "max": max, "min": min, **self.interface.sizes}
-        return int(eval(ast.unparse(expression), known))
+        try:
+            return int(eval(ast.unparse(expression), known))
+        except Exception as error:
+            raise UnreadableCodeError(f"the size {ast.unparse(expression)} has no value: {error}") from error
 
     def _read_assertions(self) -> _Asserted:
         known = _Asserted()
@@ -325,11 +332,15 @@ def _assertions(function: str, call: ast.Call) -> Iterator[tuple[ast.expr, ast.e
     elif function == "assert_tensor_metadata":
         yield call.args[0], call.args[1], call.args[3]
     elif function == "assert_size_stride_grouped":
-        variables, shapes = call.args[:2]
-        assert isinstance(variables, ast.Tuple)
-        assert isinstance(shapes, ast.Tuple)
-        for variable, shape in zip(variables.elts, shapes.elts, strict=True):
+        for variable, shape in zip(*map(_elements, call.args[:2]), strict=False):
             yield variable, shape, None
+
+
+def _elements(sequence: ast.expr | None) -> Sequence[ast.expr]:
+    """Return the elements of a tuple or list as written."""
+    if isinstance(sequence, (ast.Tuple, ast.List)):
+        return sequence.elts
+    raise UnreadableCodeError(f"{'nothing' if sequence is None else ast.unparse(sequence)} stands where a tuple should")
 
 
 def _element(value: ast.expr) -> tuple[str, int] | None:
@@ -346,8 +357,9 @@ def _operation(function: str) -> str:
 
 def _item_bytes(dtype: ast.expr) -> int:
     """Return the bytes of an element, of a dtype spelled as in Python ("torch.float32")."""
-    found = getattr(torch, ast.unparse(dtype).removeprefix("torch."))
-    assert isinstance(found, torch.dtype)
+    found = getattr(torch, ast.unparse(dtype).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise UnreadableCodeError(f"{ast.unparse(dtype)} is no dtype")
     return found.itemsize
 
 

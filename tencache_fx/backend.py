@@ -37,7 +37,7 @@ from tencache_fx.passes.transfers import insert_transfers
 from tencache_fx.passes.verify_code import planned_calls, verify_code
 from tencache_fx.passes.verify_graph import verify_graphs
 from tencache_fx.passes.verify_plan import verify_plan
-from tencache_fx.passes.weigh_code import Interface, code_peak_bytes, read_interface
+from tencache_fx.passes.weigh_code import Interface, UnreadableCodeError, code_peak_bytes, read_interface
 from tencache_fx.phases import CallTimes, PhaseClock
 from tencache_fx.plan import Plan, Problem
 from tencache_fx.register import REGIONS
@@ -229,9 +229,13 @@ class Region:
         """Return by how much the generated code goes over the device budget; 0 where there is none of either."""
         budget = self.options.device_budget
         code = [(interface, source) for interface, source in self._code if source is not None]
-        if budget is None or self.record is None or self._draft is None or len(code) < len(self._code):
+        if not code or budget is None or self.record is None or self._draft is None:
             return 0
-        held = self._draft.outside_bytes + code_peak_bytes(code, self._draft.study.capture.num_outputs)
+        try:
+            held = self._draft.outside_bytes + code_peak_bytes(code, self._draft.study.capture.num_outputs)
+        except UnreadableCodeError as error:
+            log.warning("region %d: what its generated code holds is only a forecast: %s.", self.index, error)
+            return 0
         self.record = dataclasses.replace(self.record, code_peak_bytes=held)
         return held - budget
 
@@ -326,15 +330,16 @@ class Region:
                 self._captured = draft.problem
                 self._carry_out(draft)
             gm.recompile()
-        sizes = {} if self._draft is None or self._draft.formulas is None else self._draft.formulas.by_name()
-        interface = read_interface(gm.graph, self.device, sizes)
+        sizes = None if self._draft is None or self._draft.formulas is None else self._draft.formulas.by_name()
+        interface = None if sizes is None else read_interface(gm.graph, self.device, sizes)
         if any(node.target in RUNTIME_OPS for node in gm.graph.nodes):
             planned = planned_calls(gm.graph)
             compiled = compile_graph(gm, example_inputs, planned=PinOrder())
             verify_code(planned, compat.source_code(compiled))
         else:
             compiled = compile_graph(gm, example_inputs, planned=None)
-        self._code.append((interface, compat.source_code(compiled)))
+        if interface is not None:
+            self._code.append((interface, compat.source_code(compiled)))
         return compiled if self._clock is None else self._clock.timed(phase, compiled)
 
     def _keep(self, draft: Draft, plan: Plan, listings: tuple[Listing, ...]) -> None:

@@ -56,7 +56,12 @@ def measure(each: Case, options: Options) -> tuple[RegionRecord, int]:
     return tencache_fx.regions()[-1], peak
 
 
-EAGER_CASES = (*map(case, ("gpt2", "gpt2-dropout", "llama", "t5", "vit", "convnet", "views")), SHORT_LSTM)
+SLOW = pytest.mark.slow
+EAGER_CASES = (
+    *map(case, ("gpt2", "llama", "convnet", "views")),
+    *(pytest.param(case(name), marks=SLOW) for name in ("gpt2-dropout", "t5", "vit")),
+    pytest.param(SHORT_LSTM, marks=SLOW),
+)
 
 
 @pytest.mark.parametrize("each", EAGER_CASES, ids=lambda each: each.name)
@@ -84,13 +89,11 @@ def test_measured_peak_is_within_the_budget(each: Case) -> None:
 GENERATED = (
     ("gpt2", 100),
     ("gpt2", 35),
-    ("gpt2-dropout", 60),
-    ("gpt2-checkpoint", 60),
-    ("gpt2-autocast", 60),
-    ("llama", 60),
     ("t5", 35),
     ("vit", 60),
     ("views", 35),
+    *(pytest.param(f"gpt2-{kind}", 60, marks=SLOW) for kind in ("dropout", "checkpoint", "autocast")),
+    pytest.param("llama", 60, marks=SLOW),
 )
 
 

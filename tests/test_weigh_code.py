@@ -10,7 +10,7 @@ from torch import nn
 
 import tencache_fx
 from tencache_fx import backend
-from tencache_fx.passes.weigh_code import Interface, Part, code_peak_bytes
+from tencache_fx.passes.weigh_code import Interface, Part, UnreadableCodeError, code_peak_bytes
 
 MATRIX = 64 * 64 * 4
 FORWARD = """
@@ -153,6 +153,21 @@ def test_trips() -> None:
     assert weigh(out + release + back + wait + "del buf5\ndel buf6\n" + other) == MATRIX
 
 
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("buf0 = empty_strided_cpu((u0, ), (1, ), torch.float32)", "the size u0 has no value"),
+        ("buf0 = empty_strided_cpu(size, (1, ), torch.float32)", "size stands where a tuple should"),
+        ("buf0 = empty_strided_cpu((1, ), (1, ), dtype)", "dtype is no dtype"),
+        ("buf0 = torch.ops.tencache.prefetch.default(primals_1, 0)", "nothing waits for buf0"),
+        ("a, b, c = args", "it takes 3 inputs, its graph 2"),
+    ],
+)
+def test_code_of_another_style_is_not_guessed_at(line: str, complaint: str) -> None:
+    with pytest.raises(UnreadableCodeError, match=complaint):
+        weigh(line)
+
+
 class Tower(nn.Module):
     """Layers that fuse plainly."""
 
@@ -205,6 +220,20 @@ def test_code_that_cannot_hold_less_is_refused_before_it_runs(
     monkeypatch.setattr(backend, "code_peak_bytes", lambda code, outputs: code_peak_bytes(code, outputs) + peak_bytes)
     with pytest.raises(Exception, match=r"BudgetError: .*(\n.*)*outside this region's graphs"):
         compiled(model, {**INDUCTOR, "device_budget": peak_bytes})(x)
+
+
+@pytest.mark.usefixtures("hollow_kernels")
+def test_code_that_cannot_be_read_runs_as_forecast(
+    tower: tuple[nn.Module, torch.Tensor, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: object) -> int:
+        raise UnreadableCodeError("it is new")
+
+    model, x, peak_bytes = tower
+    monkeypatch.setattr(backend, "code_peak_bytes", refuse)
+    compiled(model, {**INDUCTOR, "device_budget": peak_bytes * 2})(x)
+    assert "what its generated code holds is only a forecast: it is new." in caplog.text
+    assert tencache_fx.regions()[-1].code_peak_bytes is None
 
 
 @pytest.mark.usefixtures("hollow_kernels")

@@ -12,7 +12,8 @@ from torch import Tensor
 
 Batch = tuple[Tensor, Tensor]
 
-PEERS = ("checkpoint", "checkpoint-compiled", "memory-budget:0.5", "native-offload", "save-on-cpu")
+CHECKPOINTS = ("checkpoint", "checkpoint-compiled")
+PEERS = (*CHECKPOINTS, "memory-budget:0.5", "native-offload", "save-on-cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
             model=partial(Decoder, layers=4, hidden=8192, vocabulary=32000),
             batch=partial(tokens, 2, 4096, 32000),
             dtype=torch.bfloat16,
-            ways=("plain", "checkpoint", "checkpoint-compiled", "tencache:all@half-activations"),
+            ways=("plain", *CHECKPOINTS, "tencache:all@half-activations"),
             must={"tencache:joint@half-activations": 1.02},
         ),
         # 97 % and 92 % of plain's speed. Of 32000 words the logits alone would not fit peak/3.8.
@@ -96,22 +97,16 @@ CASES: Mapping[str, Case] = MappingProxyType(
             model=ResNet,
             batch=partial(images, 256, 224, 1000),
             dtype=torch.bfloat16,
-            ways=(
-                "plain", "checkpoint", "checkpoint-compiled",
-                "tencache:all@checkpoint", "tencache:all@checkpoint-compiled",
-            ),
-            unbeaten=("tencache:joint@checkpoint", "tencache:joint@checkpoint-compiled"),
+            ways=("plain", *CHECKPOINTS, *(f"tencache:all@{way}" for way in CHECKPOINTS)),
+            unbeaten=tuple(f"tencache:joint@{way}" for way in CHECKPOINTS),
         ),
         "vit": Case(
             title="ViT-L/16, batch 128 x 224 x 224, bf16",
             model=VisionTransformer,
             batch=partial(images, 128, 224, 1000),
             dtype=torch.bfloat16,
-            ways=(
-                "plain", "checkpoint", "checkpoint-compiled",
-                "tencache:all@checkpoint", "tencache:all@checkpoint-compiled",
-            ),
-            unbeaten=("tencache:joint@checkpoint", "tencache:joint@checkpoint-compiled"),
+            ways=("plain", *CHECKPOINTS, *(f"tencache:all@{way}" for way in CHECKPOINTS)),
+            unbeaten=tuple(f"tencache:joint@{way}" for way in CHECKPOINTS),
         ),
         "tiny": Case(
             title="2 decoder layers of hidden 128, batch 4 x 256, fp32",
@@ -121,4 +116,4 @@ CASES: Mapping[str, Case] = MappingProxyType(
             ways=("plain", "checkpoint", "tencache:all@60%"),
         ),
     }
-)  # fmt: skip
+)
