@@ -66,7 +66,7 @@ def make_plan(problem: Problem, policy: str) -> Plan:
         raise OptionError(f"policy is {policy!r}, which is unknown.{hint} Choose one of {', '.join(POLICIES)}.")
     limit = problem.budgets.device_bytes
     if limit is None or live_bytes(problem).max(initial=problem.outside_bytes) <= limit:
-        return _build_plan(problem, policy, ())
+        return build_plan(problem, policy, ())
     if policy == "none":
         _refuse_device(problem, (), note='policy="none" never spills')
     if floor_bytes(problem) > limit:
@@ -87,9 +87,7 @@ def _ask(problem: Problem, policy: str, way: Policy) -> Plan:
     asked = problem
     for _ in range(_ROUNDS):
         spills = bare_spills(asked) if floor_bytes(asked) > (asked.budgets.device_bytes or 0) else way(asked)
-        plan = _build_plan(
-            problem, policy, [s for s in (fence_in(problem, spill) for spill in spills) if s is not None]
-        )
+        plan = build_plan(problem, policy, [s for s in (fence_in(problem, spill) for spill in spills) if s is not None])
         over_device = max(0, plan.forecast.peak_bytes - limit)
         over_host = max(0, plan.forecast.host_bytes - host_bytes) if problem.budgets.disk_bytes else 0
         if not over_device and not over_host:
@@ -100,7 +98,7 @@ def _ask(problem: Problem, policy: str, way: Policy) -> Plan:
             host_bytes=max(0, asked.budgets.host_bytes - over_host),
         )
         asked = replace(asked, budgets=less)
-    return _build_plan(problem, policy, bare_spills(problem)) if over_device else plan
+    return build_plan(problem, policy, bare_spills(problem)) if over_device else plan
 
 
 def _settle_tiers(problem: Problem, plan: Plan) -> Plan:
@@ -119,7 +117,7 @@ def _settle_tiers(problem: Problem, plan: Plan) -> Plan:
         stays = replace(spill, tier=Tier.HOST)
         fits = total_bytes(pool_classes([*settled, stays], Tier.HOST)) <= room_bytes
         settled.append(stays if fits else replace(spill, tier=Tier.NVME))
-    return _build_plan(problem, plan.policy, settled)
+    return build_plan(problem, plan.policy, settled)
 
 
 def floor_bytes(problem: Problem) -> int:
@@ -132,7 +130,8 @@ def floor_bytes(problem: Problem) -> int:
     return int(live_bytes(problem, bare_spills(problem)).max(initial=problem.outside_bytes))
 
 
-def _build_plan(problem: Problem, policy: str, spills: Sequence[Spill]) -> Plan:
+def build_plan(problem: Problem, policy: str, spills: Sequence[Spill]) -> Plan:
+    """Return the plan that these trips make: their buffers, and what the simulator forecasts of them."""
     ordered = tuple(sorted(spills, key=lambda s: (s.offload, s.gone, s.back, s.name)))
     pool = pool_classes(ordered, Tier.HOST)
     staging = staging_classes(ordered, problem.budgets.host_bytes - total_bytes(pool))

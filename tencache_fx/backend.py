@@ -20,7 +20,7 @@ from tencache_fx.capture import Capture, main_device
 from tencache_fx.drafts import Draft, Drafts
 from tencache_fx.dump import Listing, RegionRecord, write_measured, write_region
 from tencache_fx.errors import BudgetError, StoreError
-from tencache_fx.feedback import PhaseTimes, Scales, reconsider
+from tencache_fx.feedback import PhaseTimes, Scales, correct, reconsider
 from tencache_fx.memory import (
     avoid_fragmentation,
     held_bytes,
@@ -151,18 +151,27 @@ class Region:
     def _learn(self, formulas: SizeFormulas, sizes: Sizes, measured: PhaseTimes) -> None:
         """Compile once more, if the first steps took so much longer or shorter than forecast that another plan pays.
 
-        The region stays as it is where no other plan fits: what runs already is never stopped by this.
+        Where none does, only the forecast is corrected. The region stays as it is where no other plan fits: what runs
+        already is never stopped by this. The next process starts from what was learned.
         """
         self._clock, self._may_learn = None, False
         assert self.record is not None
         assert self._draft is not None
         try:
             found = reconsider(self.record.captured, self.record.problem, self.record.plan, measured)
-            if found is not None:
-                scales = found.after(self._draft.scales)
-                cached(self._draft.scales_key, Scales, lambda: scales, renew=True)
-                why = f"the forward takes {found.forward:.2f}, the backward {found.backward:.2f} times its forecast"
+            if found is None:
+                return
+            scales = found.scales.after(self._draft.scales)
+            cached(self._draft.scales_key, Scales, lambda: scales, renew=True)
+            forward, backward = found.scales.forward, found.scales.backward
+            why = f"the forward takes {forward:.2f}, the backward {backward:.2f} times its forecast"
+            if found.pays:
                 self._plan_again(formulas, sizes, why)
+            else:
+                log.info("region %d: %s; no other plan is faster", self.index, why)
+                problem, plan = correct(self.record.problem, self.record.plan, found.scales)
+                captured = found.scales.apply(self.record.captured)
+                self.record = dataclasses.replace(self.record, captured=captured, problem=problem, plan=plan)
         except (BudgetError, StoreError) as refusal:
             log.info("region %d stays as it was: %s", self.index, refusal)
 

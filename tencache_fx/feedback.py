@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tencache_fx.passes.planner import build_plan
 from tencache_fx.passes.region import plan_region
 from tencache_fx.plan import Op, Plan, PoolClass, Problem, Spill, Step
 from tencache_fx.simulate import simulate
@@ -50,28 +51,44 @@ class Scales:
             recompute_ns=round(problem.recompute_ns * self.backward),
         )
 
-    def far_off(self) -> bool:
-        """Say whether a forecast was off by more than is worth bothering about: a tenth."""
-        return any(abs(math.log(factor)) > math.log(1.1) for factor in (self.forward, self.backward))
+    def off_by(self, share: float) -> bool:
+        """Say whether a forecast was off by more than `share`, in either direction."""
+        return any(abs(math.log(factor)) > math.log1p(share) for factor in (self.forward, self.backward))
 
     def after(self, earlier: "Scales") -> "Scales":
         """Return the scales of both, one after the other."""
         return Scales(forward=self.forward * earlier.forward, backward=self.backward * earlier.backward)
 
 
-def reconsider(captured: Problem, problem: Problem, plan: Plan, measured: PhaseTimes) -> Scales | None:
-    """Return the scales with which planning anew pays, or None if `plan` is as good as it gets.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """What the first steps taught: the `scales` that explain their times, and whether planning anew with them pays."""
 
-    `captured` is the region before more was recomputed, `problem` the one that `plan` is for. It pays if the forecast
-    was off by more than a tenth, and the new plan is faster by more than a thirtieth on the corrected durations.
-    Raises `BudgetError` if, close to the floor, the search on the corrected durations finds no plan.
+    scales: Scales
+    pays: bool
+
+
+def reconsider(captured: Problem, problem: Problem, plan: Plan, measured: PhaseTimes) -> Lesson | None:
+    """Return what is learned from `measured`, or None if the forecast was good: off by a fiftieth or less.
+
+    `captured` is the region before more was recomputed, `problem` the one that `plan` is for. Planning anew pays if the
+    forecast was off by more than a tenth, and the new plan is faster by more than a thirtieth on the corrected
+    durations. Raises `BudgetError` if, close to the floor, the search on the corrected durations finds no plan.
     """
     scales = fit_scales(problem, plan.spills, plan.staging, measured)
-    if not scales.far_off():
+    if not scales.off_by(0.02):
         return None
+    if not scales.off_by(0.1):
+        return Lesson(scales=scales, pays=False)
     staying_ns = simulate(scales.apply(problem), plan.spills, plan.staging).makespan_ns
     _, better = plan_region(scales.apply(captured), plan.policy)
-    return scales if better.forecast.makespan_ns * 30 < staying_ns * 29 else None
+    return Lesson(scales=scales, pays=better.forecast.makespan_ns * 30 < staying_ns * 29)
+
+
+def correct(problem: Problem, plan: Plan, scales: Scales) -> tuple[Problem, Plan]:
+    """Return both with durations scaled: the same trips, forecast anew."""
+    scaled = scales.apply(problem)
+    return scaled, dataclasses.replace(build_plan(scaled, plan.policy, plan.spills), recomputed=plan.recomputed)
 
 
 def forecast_phases(problem: Problem, spills: Sequence[Spill], staging: Sequence[PoolClass]) -> PhaseTimes:

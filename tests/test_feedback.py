@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness import compiled, planned_floor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import GIB, transformer
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 import tencache_fx
 from tencache_fx.cache import cached
 from tencache_fx.errors import BudgetError
-from tencache_fx.feedback import PhaseTimes, Scales, fit_scales, forecast_phases
+from tencache_fx.feedback import PhaseTimes, Scales, correct, fit_scales, forecast_phases, reconsider
 from tencache_fx.machine import Roofline, device_key
 from tencache_fx.passes.planner import make_plan
+from tencache_fx.passes.verify_plan import verify_plan
 from tencache_fx.plan import Links, Step
 
 
@@ -70,6 +72,26 @@ def test_a_measurement_of_something_else_is_bounded() -> None:
     assert 0.2 <= found.backward < 0.22
 
 
+def test_a_forecast_is_corrected_where_no_other_plan_is_faster() -> None:
+    problem = transformer(layers=3, device_bytes=9 * GIB)
+    plan = make_plan(problem, "teraio")
+    for factor in (1.05, 1.5):
+        real = Scales(forward=factor, backward=factor).apply(problem)
+        measured = forecast_phases(real, plan.spills, plan.staging)
+        lesson = reconsider(problem, problem, plan, measured)
+        assert lesson is not None
+        assert not lesson.pays
+        corrected, again = correct(problem, plan, lesson.scales)
+        verify_plan(corrected, again)
+        assert again.forecast.makespan_ns == pytest.approx(measured.forward_ns + measured.backward_ns, rel=0.01)
+        assert (again.spills, again.pool, again.forecast.peak_bytes) == (
+            plan.spills,
+            plan.pool,
+            plan.forecast.peak_bytes,
+        )
+    assert reconsider(problem, problem, plan, forecast_phases(problem, plan.spills, plan.staging)) is None
+
+
 @pytest.fixture
 def slow_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates that promise seconds of compute hide every copy; the first steps show how little there is to hide in."""
@@ -96,11 +118,11 @@ def test_a_region_is_planned_again_once_and_remembers() -> None:
     def train(steps: int) -> tuple[list[float], list[tuple[str, ...]]]:
         torch.compiler.reset()
         options = {"compiler": "eager", "device_budget": "9MB"}
-        compiled = torch.compile(tower(), backend="tencache", options=options)
+        run = torch.compile(tower(), backend="tencache", options=options)
         x = torch.randn(1024, 128)
         losses, recomputed = [], []
         for _ in range(steps):
-            loss = compiled(x).square().mean()
+            loss = run(x).square().mean()
             loss.backward()
             losses.append(loss.item())
             recomputed.append(tencache_fx.regions()[-1].plan.recomputed)
@@ -128,14 +150,14 @@ class Loss(nn.Module):
 @pytest.mark.usefixtures("slow_rates")
 def test_what_is_learned_at_large_sizes_is_planned_for_them() -> None:
     model, budget = Loss(), 9_000_000
-    compiled = torch.compile(model, backend="tencache", options={"compiler": "eager", "device_budget": budget})
+    run = torch.compile(model, backend="tencache", options={"compiler": "eager", "device_budget": budget})
     own = sum(p.nbytes for p in model.parameters())
     plans, peaks = [], []
     for batch in (600, *[1100] * 12):
         model.zero_grad()
         x = torch.randn(batch, 128)
         torch._dynamo.mark_dynamic(x, 0)
-        peak = tencache_fx.peak_bytes(lambda x=x: compiled(x).backward(), torch.device("cpu"))
+        peak = tencache_fx.peak_bytes(lambda x=x: run(x).backward(), torch.device("cpu"))
         peaks.append(own + x.nbytes + peak)
         plans.append(tencache_fx.regions()[-1].plan)
     assert plans[1].spills
@@ -146,12 +168,12 @@ def test_what_is_learned_at_large_sizes_is_planned_for_them() -> None:
 @pytest.mark.usefixtures("slow_rates")
 def test_times_of_other_sizes_teach_nothing() -> None:
     """At a fourth of the size a step takes a fourth of the time: that is not a wrong forecast."""
-    compiled = torch.compile(Loss(), backend="tencache", options={"compiler": "eager", "device_budget": 9_000_000})
+    run = torch.compile(Loss(), backend="tencache", options={"compiler": "eager", "device_budget": 9_000_000})
     plans = []
     for batch in (1100, *[275] * 14):
         x = torch.randn(batch, 128)
         torch._dynamo.mark_dynamic(x, 0)
-        compiled(x).backward()
+        run(x).backward()
         plans.append(tencache_fx.regions()[-1].plan)
     assert plans[0].spills
     assert len(set(plans)) == 1
@@ -176,12 +198,29 @@ class Stack(nn.Module):
 
 
 @pytest.mark.usefixtures("slow_rates")
+def test_the_only_plan_stays_and_its_forecast_is_corrected() -> None:
+    model, x = Loss(), torch.randn(1024, 128)
+    options = {"compiler": "eager", "recompute": "none", "policy": "teraio", "device_budget": "9MB"}
+    compiled(model, options)(x)
+    budget = planned_floor(tencache_fx.regions()[-1].problem)
+    torch.compiler.reset()
+    run = compiled(model, {**options, "device_budget": budget})
+    plans = []
+    for _ in range(13):
+        run(x).backward()
+        plans.append(tencache_fx.regions()[-1].plan)
+    assert plans[0].spills == plans[-1].spills != ()
+    assert plans[-1].forecast.makespan_ns < plans[0].forecast.makespan_ns * 3 // 4  # copies stay as slow as pretended
+    assert plans[-1].forecast.peak_bytes == plans[0].forecast.peak_bytes
+
+
+@pytest.mark.usefixtures("slow_rates")
 def test_inference_is_timed_too() -> None:
     model, x = Stack(), torch.randn(1024, 64)
     with torch.no_grad():
         truth = model(x)
-        compiled = torch.compile(model, backend="tencache", options={"compiler": "eager", "device_budget": "1.7MB"})
-        assert all(torch.equal(compiled(x), truth) for _ in range(13))
+        run = torch.compile(model, backend="tencache", options={"compiler": "eager", "device_budget": "1.7MB"})
+        assert all(torch.equal(run(x), truth) for _ in range(13))
     assert tencache_fx.regions()[-1].plan.spills
 
 
@@ -194,8 +233,8 @@ def test_where_no_other_plan_is_found_all_stays_as_it_was(monkeypatch: pytest.Mo
 
     refused = 0
     monkeypatch.setattr("tencache_fx.backend.reconsider", refuse)
-    compiled = torch.compile(Loss(), backend="tencache", options={"compiler": "eager", "device_budget": "9MB"})
+    run = torch.compile(Loss(), backend="tencache", options={"compiler": "eager", "device_budget": "9MB"})
     x = torch.randn(1024, 128)
     for _ in range(14):
-        compiled(x).backward()
+        run(x).backward()
     assert refused == 1
