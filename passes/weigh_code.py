@@ -100,6 +100,14 @@ def code_peak_bytes(graphs: Sequence[tuple[Interface, str]], num_outputs: int) -
     The caller keeps the forward's inputs, the first `num_outputs` of its outputs, and the gradients it hands in. What
     kernels take for themselves while they run is not in the code. Raises `UnreadableCodeError`. O(lines).
     """
+    try:
+        return _weigh_graphs(graphs, num_outputs)
+    except (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError) as error:
+        # Another compiler's code, of versions to come: that it is written in a new way must not stop a training.
+        raise UnreadableCodeError(f"{type(error).__name__}: {error}") from error
+
+
+def _weigh_graphs(graphs: Sequence[tuple[Interface, str]], num_outputs: int) -> int:
     (interface, source), *later = graphs
     forward = _Run(interface, source)
     forward.enter({name: frozenset({forward.storage_of(part)}) for name, part in interface.takes.items()})
@@ -285,7 +293,7 @@ class _Run:
         known: dict[str, object] = {"__builtins__": {}, "max": max, "min": min, **self.interface.sizes}
         try:
             return int(eval(ast.unparse(expression), known))
-        except Exception as error:
+        except NameError as error:
             raise UnreadableCodeError(f"the size {ast.unparse(expression)} has no value: {error}") from error
 
     def _read_assertions(self) -> _Asserted:

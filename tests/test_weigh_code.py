@@ -161,6 +161,8 @@ def test_trips() -> None:
         ("buf0 = empty_strided_cpu((1, ), (1, ), dtype)", "dtype is no dtype"),
         ("buf0 = torch.ops.tencache.prefetch.default(primals_1, 0)", "nothing waits for buf0"),
         ("a, b, c = args", "it takes 3 inputs, its graph 2"),
+        ("assert_tensor_metadata(primals_1)", "IndexError"),
+        ("a = b = primals_1", "ValueError"),
     ],
 )
 def test_code_of_another_style_is_not_guessed_at(line: str, complaint: str) -> None:
