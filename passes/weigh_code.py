@@ -375,7 +375,8 @@ def _number(size: "int | torch.SymInt", sizes: Mapping[str, int]) -> int:
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression = size.node.expr
-    return evaluate(expression, {symbol: sizes[str(symbol)] for symbol in expression.free_symbols})
+    known = {symbol: sizes[str(symbol)] for symbol in expression.free_symbols if str(symbol) in sizes}
+    return evaluate(expression, known) if len(known) == len(expression.free_symbols) else byte_hint(size)
 
 
 def _fits(made: Sequence[Part | None], shapes: Mapping[int, tuple[int, ...]]) -> bool:
