@@ -2,6 +2,8 @@
 
 import gc
 import os
+import shutil
+import tempfile
 import threading
 import time
 import warnings
@@ -14,6 +16,7 @@ from faulty_streams import FaultyCpuStreams
 from torch._inductor.async_compile import AsyncCompile
 
 import tencache_fx
+from tencache_fx import machine
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.registry import engines
 from tencache_fx.runtime.store import FileIO, Store
@@ -61,9 +64,30 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.fixture(scope="session")
+def measured_rates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a cache that knows this machine's rates: measuring them takes seconds."""
+    folder = tmp_path_factory.mktemp("rates")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            machine.links(torch.device(device), (), calibrate=True)
+            machine.roofline(torch.device(device), calibrate=True)
+    return folder
+
+
 @pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measured_rates: Path) -> Iterator[None]:
+    """Keep what this test measures and learns from the next; the machine's rates are known."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(measured_rates, folder, dirs_exist_ok=True)
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        yield
+
+
+@pytest.fixture
 def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder, empty at first, of everything that this test measures."""
+    """Return the folder of everything that is measured; nothing is known yet."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder / "tencache_fx"

@@ -18,6 +18,8 @@ from tencache_fx.calibrate import Call, Operand, OpTime, describe_call, time_cal
 from tencache_fx.capture import tensors_of
 from tencache_fx.tiers import Space
 
+pytestmark = pytest.mark.usefixtures("cache_folder")
+
 CPU = torch.device("cpu")
 aten = torch.ops.aten
 

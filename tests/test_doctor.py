@@ -14,9 +14,9 @@ from tencache_fx.machine import Roofline
 from tencache_fx.plan import Links
 from tencache_fx.tiers import Space
 
+pytestmark = pytest.mark.usefixtures("cache_folder")
+
 GB = 10**9
-
-
 DISK = DiskReport(
     directory=Path("/scratch"),
     filesystem="xfs",

@@ -102,8 +102,8 @@ def slow_rates(monkeypatch: pytest.MonkeyPatch) -> None:
         d2h_bytes_per_s=rate, h2d_bytes_per_s=rate, d2h_duplex_bytes_per_s=rate, h2d_duplex_bytes_per_s=rate
     )
     slow = Roofline(flops_per_s=(("float32", 10**9),), memory_bytes_per_s=2 * 10**7, launch_ns=0, issue_ns=0)
-    cached(device_key("links", cpu), Links, lambda: slow_links)
-    cached(device_key("roofline", cpu), Roofline, lambda: slow)
+    cached(device_key("links", cpu), Links, lambda: slow_links, renew=True)
+    cached(device_key("roofline", cpu), Roofline, lambda: slow, renew=True)
 
 
 def tower() -> nn.Module:

@@ -12,6 +12,8 @@ from tencache_fx.errors import StoreError
 from tencache_fx.machine import FIXED_DISK, FIXED_LINKS, links, roofline
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("cache_folder")
+
 DISK = Disk(write_bytes_per_s=1, read_bytes_per_s=2, direct=True)
 OTHER = Disk(write_bytes_per_s=3, read_bytes_per_s=4, direct=False)
 

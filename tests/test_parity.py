@@ -1,6 +1,7 @@
 """The same numbers as without us: whole training runs, with every buffer poisoned the moment it may not be read."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def check_inductor(each: Case, steps: int) -> None:
 
 
 def test_inductor_is_equal_within_rounding() -> None:
-    check_inductor(case("gpt2-dropout"), 8)
+    check_inductor(replace(case("gpt2-dropout"), build=lambda: Gpt2(layers=1, dropout=0.2)), 8)
 
 
 @pytest.mark.slow
