@@ -92,7 +92,8 @@ class Region:
         self._context = torch._guards.TracingContext.try_get()
         self._compiled: Compiled | None = None
         self._calls = CallTimes()
-        self._draft: Draft | None = None
+        self._draft: Draft | None = None  # while it is compiled
+        self._scales: tuple[dict[str, str], Scales] = {}, Scales()  # where they are kept, and what they are
         self._footprint: Footprint | None = None
         self._captured: Problem | None = None
         self._clock: PhaseClock | None = None
@@ -156,13 +157,13 @@ class Region:
         """
         self._clock, self._may_learn = None, False
         assert self.record is not None
-        assert self._draft is not None
         try:
             found = reconsider(self.record.captured, self.record.problem, self.record.plan, measured)
             if found is None:
                 return
-            scales = found.scales.after(self._draft.scales)
-            cached(self._draft.scales_key, Scales, lambda: scales, renew=True)
+            key, earlier = self._scales
+            scales = found.scales.after(earlier)
+            cached(key, Scales, lambda: scales, renew=True)
             forward, backward = found.scales.forward, found.scales.backward
             why = f"the forward takes {forward:.2f}, the backward {backward:.2f} times its forecast"
             if found.pays:
@@ -208,7 +209,7 @@ class Region:
         what they are given.
         """
         open_workspaces(self.device)
-        before = (self._draft, self._footprint, self.record, self._captured, self._clock)
+        before = (self._scales, self._footprint, self.record, self._captured, self._clock)
         unforeseen_bytes = 0
         try:
             for _ in range(_ATTEMPTS):
@@ -225,8 +226,10 @@ class Region:
             else:
                 log.warning("region %d: its code holds %d bytes more than its device budget.", self.index, over_bytes)
         except BaseException:
-            self._draft, self._footprint, self.record, self._captured, self._clock = before
+            self._scales, self._footprint, self.record, self._captured, self._clock = before
             raise
+        finally:
+            self._draft, self._code = None, []  # graphs are not kept alive
         self._compiled = compiled
         if (record := self.record) is not None:
             summary = show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes)
@@ -317,7 +320,7 @@ class Region:
         if isinstance(draft.plan, BudgetError):
             raise draft.plan
         known, problem, plan = draft.study, draft.problem, draft.plan
-        capture, self._draft = known.capture, draft
+        capture, self._draft, self._scales = known.capture, draft, (draft.scales_key, draft.scales)
         verify_plan(problem, plan)
         planned = bool(plan.spills or plan.recomputed)
         self._clock = PhaseClock(self.device) if planned and self._may_learn else None
