@@ -197,6 +197,8 @@ def check(trial: Trial) -> None:
     """Train two steps on the trial's program, with and without a budget, and by torch alone."""
     program, outputs, tied = trial.program, trial.outputs, trial.tied
     needs = (True, trial.second_needs_grad, False)
+    # Decomposed, bf16 is rounded elsewhere: by torch's own "aot_eager_decomp_partition", too.
+    tolerance = 1e-2 if any(step[0] == "half_precision" for step in program) else 1e-3
 
     def work(inputs: Values) -> Values:
         return run_program(program, outputs, inputs)
@@ -221,5 +223,7 @@ def check(trial: Trial) -> None:
             for mine, same, true in zip(ours, whole[0], truth, strict=True):
                 assert len(mine) == len(same)
                 assert all(torch.equal(a, b) for a, b in zip(mine, same, strict=True))
-                assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in zip(mine, true, strict=True))
+                assert all(
+                    torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(mine, true, strict=True)
+                )
         engine.stats.take()

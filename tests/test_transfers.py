@@ -16,7 +16,7 @@ from tencache_fx.machine import FIXED_LINKS
 from tencache_fx.ops import RUNTIME_OPS
 from tencache_fx.passes.fusion import find_registers
 from tencache_fx.passes.lifetimes import measure_lifetimes
-from tencache_fx.passes.planner import _build_plan
+from tencache_fx.passes.planner import build_plan
 from tencache_fx.passes.transfers import insert_transfers
 from tencache_fx.passes.verify_graph import verify_graphs
 from tencache_fx.passes.verify_plan import verify_plan
@@ -107,7 +107,7 @@ def test_any_legal_plan_keeps_the_values(name: str, data: st.DataObject) -> None
         budgets=Budgets(device_bytes=None, host_bytes=1 << 30),
         min_spill_bytes=4096,
     )
-    plan = _build_plan(problem, "teraio", random_spills(data, problem))
+    plan = build_plan(problem, "teraio", random_spills(data, problem))
     verify_plan(problem, plan)
     with faulty_engine(delay_s=0.0002) as engine:
         copied = insert_transfers(capture, storages, plan, frozenset(registers), engine=engine.id)
