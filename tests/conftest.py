@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from faulty_streams import FaultyCpuStreams
+from hypothesis import settings
 from torch._inductor.async_compile import AsyncCompile
 
 import tencache_fx
@@ -23,6 +24,11 @@ from tencache_fx.runtime.store import FileIO, Store
 from tencache_fx.runtime.streams import Streams
 
 MIB = 1 << 20
+
+# The same examples in each run; `--hypothesis-profile explore` looks for new ones.
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("explore", derandomize=False)
+settings.load_profile("repeatable")
 
 
 def open_files() -> set[str]:

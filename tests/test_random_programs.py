@@ -197,8 +197,6 @@ def check(trial: Trial) -> None:
     """Train two steps on the trial's program, with and without a budget, and by torch alone."""
     program, outputs, tied = trial.program, trial.outputs, trial.tied
     needs = (True, trial.second_needs_grad, False)
-    # Decomposed, bf16 is rounded elsewhere: by torch's own "aot_eager_decomp_partition", too.
-    tolerance = 1e-2 if any(step[0] == "half_precision" for step in program) else 1e-3
 
     def work(inputs: Values) -> Values:
         return run_program(program, outputs, inputs)
@@ -212,7 +210,11 @@ def check(trial: Trial) -> None:
         whole.append(gradients(kept[0], seed=0, tied=tied, with_grad=needs))
         return kept
 
-    truth = gradients(work, seed=0, tied=tied, with_grad=needs)
+    # Decomposed, bf16 is rounded elsewhere than in eager: torch's own backend that decomposes tells how it must be.
+    halves = any(step[0] == "half_precision" for step in program)
+    alone = torch.compile(work, backend="aot_eager_decomp_partition") if halves else work
+    truth = gradients(alone, seed=0, tied=tied, with_grad=needs)
+    torch.compiler.reset()
     assume(all(value.isfinite().all() for values in truth for value in values))
     problems = [record.problem for record in regions_of(without_budget)]
     torch.compiler.reset()
@@ -223,7 +225,5 @@ def check(trial: Trial) -> None:
             for mine, same, true in zip(ours, whole[0], truth, strict=True):
                 assert len(mine) == len(same)
                 assert all(torch.equal(a, b) for a, b in zip(mine, same, strict=True))
-                assert all(
-                    torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(mine, true, strict=True)
-                )
+                assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in zip(mine, true, strict=True))
         engine.stats.take()
