@@ -224,7 +224,14 @@ class Region:
                 unforeseen_bytes += self.record.code_peak_bytes - self.record.plan.forecast.peak_bytes
                 log.info("region %d: its code would hold %d bytes too many; planning again", self.index, over_bytes)
             else:
-                log.warning("region %d: its code holds %d bytes more than its device budget.", self.index, over_bytes)
+                log.warning(
+                    "region %d runs, but its generated code holds %d bytes more than the device budget of %d bytes, after "
+                    "%d plans; set device_budget to more, or shrink the batch.",
+                    self.index,
+                    over_bytes,
+                    self.options.device_budget,
+                    _ATTEMPTS,
+                )
         except BaseException:
             self._scales, self._footprint, self.record, self._captured, self._clock = before
             raise

@@ -245,4 +245,4 @@ def test_code_that_stays_too_large_says_so(
     model, x, peak_bytes = tower
     monkeypatch.setattr(backend, "code_peak_bytes", lambda code, outputs: peak_bytes + 1000)
     compiled(model, {**INDUCTOR, "device_budget": peak_bytes + 500})(x)
-    assert "its code holds 500 bytes more than its device budget" in caplog.text
+    assert "its generated code holds 500 bytes more than the device budget of" in caplog.text
