@@ -225,8 +225,8 @@ class Region:
                 log.info("region %d: its code would hold %d bytes too many; planning again", self.index, over_bytes)
             else:
                 log.warning(
-                    "region %d runs, but its generated code holds %d bytes more than the device budget of %d bytes, after "
-                    "%d plans; set device_budget to more, or shrink the batch.",
+                    "region %d runs, but its generated code holds %d bytes more than the device budget of %d bytes, "
+                    "after %d plans; set device_budget to more, or shrink the batch.",
                     self.index,
                     over_bytes,
                     self.options.device_budget,
