@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from tencache_fx.calibrate import Call, describe_call
+from tencache_fx.calibrate import Call, OpCost, describe_call
 from tencache_fx.capture import Capture, byte_hint, tensors_of
 from tencache_fx.machine import Roofline
 from tencache_fx.passes.fusion import Registers, is_pointwise, readers_of
@@ -29,9 +29,9 @@ def find_calls(capture: Capture, roofline: Roofline, registers: Registers | None
 
 
 def estimate_ops(
-    capture: Capture, roofline: Roofline, registers: Registers | None, times_ns: Mapping[Call, int]
+    capture: Capture, roofline: Roofline, registers: Registers | None, measured: Mapping[Call, OpCost]
 ) -> tuple[Op, ...]:
-    """Return one `Op` per step of `capture`: as timed where `times_ns` knows it, else by the roofline.
+    """Return one `Op` per step of `capture`: as `measured` where it was, else by the roofline.
 
     A heavy op that was not timed is taken to miss the roofline by as much as the timed ones of its kind do. `registers`
     is None where no compiler fuses. O(nodes + arguments).
@@ -41,11 +41,25 @@ def estimate_ops(
     steps = list(zip(capture.nodes, traffic, strict=True))
     calls = [describe_call(node, fuses=fuses) if moved.launches else None for node, moved in steps]
     first_ns = [_roofline_ns(node, moved, roofline) for node, moved in steps]
+    times_ns = {call: cost.duration_ns for call, cost in measured.items()}
     durations_ns = _with_waits(_corrected(calls, first_ns, times_ns), traffic, roofline.issue_ns)
+    counted = measured_scratch(capture, registers, measured)
+    guessed = (_scratch_bytes(node, capture.device, fuses=fuses) for node in capture.nodes)
     return tuple(
-        Op(name=node.name, duration_ns=ns, scratch_bytes=_scratch_bytes(node, capture.device, fuses=fuses))
-        for node, ns in zip(capture.nodes, durations_ns, strict=True)
+        Op(
+            name=node.name,
+            duration_ns=ns,
+            scratch_bytes=counted.get(node.name, guess) + _split_bytes(node, capture.device, fuses=fuses),
+        )
+        for node, ns, guess in zip(capture.nodes, durations_ns, guessed, strict=True)
     )
+
+
+def measured_scratch(capture: Capture, registers: Registers | None, measured: Mapping[Call, OpCost]) -> dict[str, int]:
+    """Return what the kernels of `capture` allocate for themselves, in bytes, by the names of nodes it is known of."""
+    calls = [(node, describe_call(node, fuses=registers is not None)) for node in capture.nodes]
+    costs = {node.name: measured[call] for node, call in calls if call is not None and call in measured}
+    return {name: cost.scratch_bytes for name, cost in costs.items() if cost.scratch_bytes is not None}
 
 
 def _corrected(calls: Sequence[Call | None], first_ns: Sequence[int], times_ns: Mapping[Call, int]) -> Iterator[int]:
@@ -85,25 +99,25 @@ def _roofline_ns(node: fx.Node, traffic: Traffic, roofline: Roofline) -> int:
 
 
 def _scratch_bytes(node: fx.Node, device: torch.device, *, fuses: bool) -> int:
-    """Return the bytes a kernel allocates for itself.
+    """Return about how many bytes a kernel allocates for itself, where that was not measured.
 
-    Convolutions reorder what they read into a layout of their own, weights padded; in the code Inductor makes for CPUs
-    the layout mostly fits already. A CPU's matmuls in reduced precision pack blocks of their operands (at most 2.3
-    times the smallest one was seen). Its eager pointwise kernels first convert what has not the dtype they compute in.
+    The backward of attention sums up gradients in fp32: the query's, or all three. Convolutions reorder what they read
+    into a layout of their own, weights padded; in the code Inductor makes for CPUs the layout mostly fits already. A
+    CPU's matmuls in reduced precision pack blocks of their operands (at most 2.3 times the smallest one was seen). Its
+    eager pointwise kernels first convert what has not the dtype they compute in.
     """
     packet = getattr(node.target, "overloadpacket", None)
     read = node.all_input_nodes
     if packet in _CONVOLUTIONS:
-        weight = _nbytes(read[1 if packet is torch.ops.aten.convolution else 2])
+        weight = _nbytes(read[1 if packet is _aten.convolution else 2])
         return (
             min(map(_nbytes, read[:2])) + 2 * weight
             if fuses and device.type == "cpu"
             else sum(map(_nbytes, read)) + weight
         )
     if device.type != "cpu":
-        # Inductor splits the bias off for pointwise readers: the product and the sum are then two tensors.
-        split = fuses and packet is torch.ops.aten.addmm and any(map(is_pointwise, readers_of(node)))
-        return _nbytes(node) if split else 0
+        summed = tensors_of(node)[: _SUMMED.get(packet, 0)]
+        return sum(byte_hint(tensor.numel()) * 9 // 2 for tensor in summed)  # an eighth more, for rows rounded up
     tensors = [tensor for argument in read for tensor in tensors_of(argument)]
     if tensors and tensors[0].dtype.itemsize < 4 and count_flops(node) > 0:
         return 5 * min(map(_nbytes, read)) // 2
@@ -113,7 +127,19 @@ def _scratch_bytes(node: fx.Node, device: torch.device, *, fuses: bool) -> int:
     return sum(byte_hint(tensor.numel()) * common for tensor in tensors if tensor.dtype.itemsize != common)
 
 
-_CONVOLUTIONS = frozenset((torch.ops.aten.convolution, torch.ops.aten.convolution_backward))
+def _split_bytes(node: fx.Node, device: torch.device, *, fuses: bool) -> int:
+    """Return the bytes of the product, where Inductor adds the bias in a generated kernel: it and the sum are two."""
+    split = fuses and device.type != "cpu" and getattr(node.target, "overloadpacket", None) is _aten.addmm
+    return _nbytes(node) if split and any(map(is_pointwise, readers_of(node))) else 0
+
+
+_aten = torch.ops.aten
+_CONVOLUTIONS = frozenset((_aten.convolution, _aten.convolution_backward))
+_SUMMED: dict[object, int] = {
+    _aten._scaled_dot_product_flash_attention_backward: 1,
+    _aten._scaled_dot_product_cudnn_attention_backward: 1,
+    _aten._scaled_dot_product_efficient_attention_backward: 3,
+}
 
 
 def _nbytes(node: fx.Node) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from tencache_fx.capture import Capture, tensors_of
 
@@ -96,6 +97,19 @@ def is_loop_body(node: fx.Node) -> bool:
     return is_pointwise(node) or _packet(node) in _LOADS
 
 
+def scatter_base(node: fx.Node) -> fx.Node | None:
+    """Return what a scatter begins with, if nobody else reads it and Inductor computes it; None for other nodes.
+
+    Inductor lets scatters write into a copy of their first argument, and such a one is computed as that copy
+    (torch: `_inductor/lowering.py: index_put, scatter`).
+    """
+    if _packet(node) not in _SCATTERS:
+        return None
+    base, *others = tree_leaves((node.args, node.kwargs))
+    computed = isinstance(base, fx.Node) and (is_constant(base) or is_loop_body(base)) and not is_view(base)
+    return base if computed and readers_of(base) == {node} and base not in others else None
+
+
 def is_reduction(node: fx.Node) -> bool:
     """Say whether a node is a reduction that Inductor generates itself, and so can fuse with what it reads."""
     return _packet(node) in _REDUCTIONS
@@ -114,5 +128,9 @@ _CONSTANTS = frozenset((_aten.full, _aten.arange, _aten.scalar_tensor, torch.ops
 _LOADS = frozenset(
     (_aten.gather, _aten.index, _aten.embedding, _aten.clone, _aten.copy, _aten._to_copy)
     + (_aten.cat, _aten.select_scatter, _aten.slice_scatter, _aten.constant_pad_nd, _aten.flip, _aten.repeat)
+)
+_SCATTERS = frozenset(
+    (_aten.index_put, _aten._unsafe_index_put, _aten._unsafe_masked_index_put_accumulate)
+    + (_aten.scatter, _aten.scatter_add, _aten.scatter_reduce)
 )
 _HEAVY = frozenset((_aten.exp, _aten.sigmoid))

@@ -3,7 +3,8 @@
 Inductor lets a generated kernel write its result in place of an operand that dies in it, if both have the same layout,
 each element is read where it is written, and no reduction in that kernel reads the operand too, in an order of its own
 (torch: `_inductor/scheduler.py: decide_inplace_update`). That matters where the largest tensors meet: the gradient of
-the logits is written over the logits.
+the logits is written over the logits. A scatter writes into what it begins with, where nobody else reads that: the
+gradient of an embedding is never there twice.
 
 A value that comes back from a trip is never written over. So this is counted only where no trip could pay: where no
 heavy kernel runs between the operand's uses, behind which a copy could hide. Such a storage is then kept.
@@ -23,7 +24,7 @@ from torch import fx
 from tencache_fx.capture import Capture
 from tencache_fx.passes.costs import count_flops
 from tencache_fx.passes.fused_groups import find_early, last_steps
-from tencache_fx.passes.fusion import Registers, is_loop_body, is_pointwise, is_reduction, is_view
+from tencache_fx.passes.fusion import Registers, is_loop_body, is_pointwise, is_reduction, is_view, scatter_base
 from tencache_fx.passes.lifetimes import StorageNodes
 from tencache_fx.plan import Kind, Step, Storage
 
@@ -47,7 +48,7 @@ def reuse_in_place(
     heavy = [step for step, node in enumerate(capture.nodes) if count_flops(node) > 0]
     taken: dict[fx.Node, fx.Node] = {}
     for step, node in enumerate(capture.nodes):
-        if node in registers or node not in index_of or is_view(node) or not is_loop_body(node):
+        if node in registers or node not in index_of or is_view(node) or not (is_loop_body(node) or scatter_base(node)):
             continue
         operand = next(
             (
@@ -87,6 +88,8 @@ def _is_written_early(operand: Storage, result: Storage, born: Step, boundary: S
 
 def _operands(node: fx.Node, registers: Registers, index_of: Mapping[fx.Node, int]) -> list[int]:
     """Return the storages that `node` reads element by element, each where it writes, and in no other way."""
+    if (base := scatter_base(node)) is not None:
+        return [index_of[base]] if base in index_of else []
     value = node.meta["val"]
     aligned: list[fx.Node] = []
     astray: set[int] = set()

@@ -46,7 +46,8 @@ class Interface:
     """What code alone does not tell of one graph, noted before the compiler takes the graph over.
 
     `takes` are the inputs on the region's device by name, `returns` the outputs' names, and `made` what each operation
-    returns, by its name ("sort"), once for each node that calls it; None for what is not on the device.
+    returns, by its name ("sort"), once for each node that calls it; None for what is not on the device. `scratch` are
+    the bytes that an operation allocates for itself while it runs, the most there is of its name.
     `item_bytes` are those of the graph's tensors by their shape, the most if there are several.
     """
 
@@ -54,13 +55,19 @@ class Interface:
     inputs: tuple[str, ...]
     returns: tuple[str | None, ...]
     made: Mapping[str, Sequence[tuple[Part | None, ...]]]
+    scratch: Mapping[str, int]
     item_bytes: Mapping[tuple[int, ...], int]
     sizes: Mapping[str, int]
     device: torch.device
 
 
-def read_interface(graph: fx.Graph, device: torch.device, sizes: Mapping[str, int]) -> Interface:
-    """Return what `graph` takes, returns and calls; symbols have the values in `sizes`, else those seen in tracing."""
+def read_interface(
+    graph: fx.Graph, device: torch.device, sizes: Mapping[str, int], node_scratch: Mapping[str, int]
+) -> Interface:
+    """Return what `graph` takes, returns and calls; symbols have the values in `sizes`, else those seen in tracing.
+
+    `node_scratch` are the bytes that kernels allocate for themselves, by the names of nodes; others are taken for none.
+    """
     inputs = placeholders(graph)
     sizes = {**_hints(inputs), **sizes}
 
@@ -73,6 +80,7 @@ def read_interface(graph: fx.Graph, device: torch.device, sizes: Mapping[str, in
 
     made: dict[str, list[tuple[Part | None, ...]]] = {}
     item_bytes: dict[tuple[int, ...], int] = {}
+    scratch: dict[str, int] = {}
     for node in graph.nodes:
         for tensor in tensors_of(node):
             shape = tuple(_number(size, sizes) for size in tensor.shape)
@@ -81,13 +89,16 @@ def read_interface(graph: fx.Graph, device: torch.device, sizes: Mapping[str, in
             value = node.meta["val"]
             values = value if isinstance(value, (tuple, list)) else (value,)
             given = {tensor.untyped_storage()._cdata for each in node.all_input_nodes for tensor in tensors_of(each)}
-            made.setdefault(_operation(str(node.target)), []).append(tuple(part(each, given) for each in values))
+            operation = _operation(str(node.target))
+            made.setdefault(operation, []).append(tuple(part(each, given) for each in values))
+            scratch[operation] = max(scratch.get(operation, 0), node_scratch.get(node.name, 0))
     parts = {node.name: part(node.meta.get("val")) for node in inputs}
     return Interface(
         takes={name: found for name, found in parts.items() if found is not None},
         inputs=tuple(node.name for node in inputs),
         returns=tuple(value.name if isinstance(value, fx.Node) else None for value in output_args(graph)),
         made=made,
+        scratch=scratch,
         item_bytes=item_bytes,
         sizes=sizes,
         device=device,
@@ -97,8 +108,8 @@ def read_interface(graph: fx.Graph, device: torch.device, sizes: Mapping[str, in
 def code_peak_bytes(graphs: Sequence[tuple[Interface, str]], num_outputs: int) -> int:
     """Return the most bytes held while the generated graphs run, forward first, what they are given included.
 
-    The caller keeps the forward's inputs, the first `num_outputs` of its outputs, and the gradients it hands in. What
-    kernels take for themselves while they run is not in the code. Raises `UnreadableCodeError`. O(lines).
+    The caller keeps the forward's inputs, the first `num_outputs` of its outputs, and the gradients it hands in.
+    Raises `UnreadableCodeError`. O(lines).
     """
     try:
         return _weigh_graphs(graphs, num_outputs)
@@ -179,14 +190,15 @@ class _Run:
                     self._tuples.pop(ast.unparse(target), None)
             elif isinstance(line, ast.Assign):
                 known = len(self._nbytes)
-                self._assign(line)
+                scratch_bytes = self._assign(line)
                 if len(self._nbytes) > known:
-                    self._weigh()
+                    self._weigh(scratch_bytes)
             elif isinstance(line, ast.Expr):
                 self._note_runtime(line.value, None)
         return ()
 
-    def _assign(self, line: ast.Assign) -> None:
+    def _assign(self, line: ast.Assign) -> int:
+        """Follow an assignment; return the bytes that are allocated only while its value is computed."""
         (target,) = line.targets
         value, name = line.value, ast.unparse(target)
         if isinstance(target, ast.Tuple):
@@ -196,20 +208,21 @@ class _Run:
                 if len(names) != len(by_position):
                     raise UnreadableCodeError(f"it takes {len(names)} inputs, its graph {len(by_position)}")
                 self.env = dict(zip(names, by_position, strict=True))
-            return
+            return 0
         if (element := _element(value)) is not None:
             base, index = element
             self.env[name] = self._tuples[base][index] if base in self._tuples else self.env.get(base, frozenset())
         elif isinstance(value, ast.Call) and not self._note_runtime(value, name):
-            self._call(value, name)
+            return self._call(value, name)
         elif isinstance(value, ast.Name):
             self.env[name] = self._read(value)
             if value.id in self._tuples:
                 self._tuples[name] = self._tuples[value.id]
             if value.id in self._leaving:
                 self._leaving[name] = self._leaving[value.id]
+        return 0
 
-    def _call(self, call: ast.Call, name: str) -> None:
+    def _call(self, call: ast.Call, name: str) -> int:
         function = ast.unparse(call.func)
         device = self.interface.device.type
         if function == "reinterpret_tensor":
@@ -227,6 +240,8 @@ class _Run:
             self.env[name] = frozenset().union(*made)
             if len(made) > 1 or name in self._known.parts:
                 self._tuples[name] = made
+            return self.interface.scratch.get(_operation(function), 0)
+        return 0
 
     def _made(self, function: str, name: str) -> Sequence[Part | None]:
         """Return what an operation returns: as the graph has it, or as the code asserts where the graph does not."""
@@ -268,9 +283,9 @@ class _Run:
             value = value.args[0]
         return self.env.get(ast.unparse(value), frozenset())
 
-    def _weigh(self) -> None:
+    def _weigh(self, scratch_bytes: int = 0) -> None:
         alive = self._kept.union(*self.env.values(), *self._leaving.values())
-        self.peak_bytes = max(self.peak_bytes, sum(self._nbytes[storage] for storage in alive))
+        self.peak_bytes = max(self.peak_bytes, sum(self._nbytes[storage] for storage in alive) + scratch_bytes)
 
     def _new(self, nbytes: int) -> int:
         self._nbytes.append(nbytes)

@@ -349,8 +349,9 @@ class Region:
                 self._captured = draft.problem
                 self._carry_out(draft)
             gm.recompile()
-        sizes = None if self._draft is None or self._draft.formulas is None else self._draft.formulas.by_name()
-        interface = None if sizes is None else read_interface(gm.graph, self.device, sizes)
+        interface = None
+        if (draft := self._draft) is not None and draft.formulas is not None:
+            interface = read_interface(gm.graph, self.device, draft.formulas.by_name(), draft.study.scratch)
         if any(node.target in RUNTIME_OPS for node in gm.graph.nodes):
             planned = planned_calls(gm.graph)
             compiled = compile_graph(gm, example_inputs, planned=PinOrder())

@@ -1,8 +1,9 @@
-"""How long this device takes for the heavy ops of a region: each distinct one is timed once, and the time is kept.
+"""What the heavy ops of a region cost on this device: each distinct one is timed once, and its cost is kept.
 
-A matmul's time depends on its shapes, strides and dtype in ways that no roofline knows. So matmuls, convolutions,
-attention and the like are run on random operands, outside of everything that is being traced. Times are kept by
-`cache.py`, keyed by the op with its arguments and by all that `machine.py` keys its rates with.
+A matmul's time depends on its shapes, strides and dtype in ways that no roofline knows, and what a kernel allocates for
+itself is in no graph. So matmuls, convolutions, attention and the like are run on random operands, outside of
+everything that is being traced. Costs are kept by `cache.py`, keyed by the op with its arguments and by all that
+`machine.py` keys its rates with.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from tqdm import tqdm
 from tencache_fx.cache import cached, kept
 from tencache_fx.capture import byte_hint, tensors_of
 from tencache_fx.machine import device_key
-from tencache_fx.memory import held_bytes
+from tencache_fx.memory import allocated_ever_bytes, held_bytes
 from tencache_fx.tables import format_bytes
 from tencache_fx.tiers import device_space
 from tencache_fx.timing import run_ns
@@ -82,7 +83,7 @@ class Operand:
 class Call:
     """One distinct op: its target and arguments, tensors as `Operand`s, lists as tuples; `made_bytes` are its results.
 
-    Two calls that are equal take equally long.
+    Two calls that are equal cost the same.
     """
 
     target: torch._ops.OpOverload
@@ -107,10 +108,11 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class OpTime:
-    """How long an op ran on the device."""
+class OpCost:
+    """How long an op ran on the device, and what it allocated beside its results; None where nobody counts that."""
 
     duration_ns: int
+    scratch_bytes: int | None
 
 
 def describe_call(node: fx.Node, *, fuses: bool) -> Call | None:
@@ -130,8 +132,10 @@ def describe_call(node: fx.Node, *, fuses: bool) -> Call | None:
     return Call(node.target, _with_index_range(packet, args), tuple(sorted(kwargs.items())), made_bytes)
 
 
-def time_calls(estimated_ns: Mapping[Call, int], device: torch.device, *, budget_bytes: int | None) -> dict[Call, int]:
-    """Return how long each of the calls that matter runs on `device`, in ns.
+def time_calls(
+    estimated_ns: Mapping[Call, int], device: torch.device, *, budget_bytes: int | None
+) -> dict[Call, OpCost]:
+    """Return what each of the calls that matter costs on `device`.
 
     `estimated_ns` is what all steps with that call take by a first estimate. What is nothing beside the rest stays out
     of the answer; so do, with a line in the log, a call that needs more memory than is free, on a GPU within
@@ -142,12 +146,12 @@ def time_calls(estimated_ns: Mapping[Call, int], device: torch.device, *, budget
     total_ns, floor_ns = sum(estimated_ns.values()), _WORTH_NS[device.type]
     worth = [call for call, ns in estimated_ns.items() if ns * _SHARE >= total_ns and ns >= floor_ns]
     key, room_bytes = _settings_key(device), _room_bytes(device, budget_bytes)
-    found: dict[Call, int] = {}
+    found: dict[Call, OpCost] = {}
     missing: list[Call] = []
     for call in sorted(worth, key=lambda call: (-estimated_ns[call], repr(call))):
-        time_kept = kept({**key, "op": repr(call)}, OpTime)
-        if time_kept is not None:
-            found[call] = time_kept.duration_ns
+        cost_kept = kept({**key, "op": repr(call)}, OpCost)
+        if cost_kept is not None:
+            found[call] = cost_kept
         elif call.nbytes > room_bytes:
             log.info(
                 "%s is not timed but estimated: it needs %s on %s, where %s are free within the budget",
@@ -168,8 +172,8 @@ def _room_bytes(device: torch.device, budget_bytes: int | None) -> int:
     return space_bytes - held_bytes(device)
 
 
-def _time_missing(calls: Sequence[Call], device: torch.device, key: Mapping[str, str]) -> dict[Call, int]:
-    found: dict[Call, int] = {}
+def _time_missing(calls: Sequence[Call], device: torch.device, key: Mapping[str, str]) -> dict[Call, OpCost]:
+    found: dict[Call, OpCost] = {}
     start_ns = time.perf_counter_ns()
     with _apart_from_tracing(device):
         bar = tqdm(calls, desc=f"timing ops on {device}", unit="op", delay=1.0, leave=False, disable=None)
@@ -179,21 +183,35 @@ def _time_missing(calls: Sequence[Call], device: torch.device, key: Mapping[str,
                 break
             heat_ns = _HEAT_NS if index == 0 and device.type == "cuda" else 0
             try:
-                measured = cached({**key, "op": repr(call)}, OpTime, partial(_time_call, call, device, heat_ns))
+                measured = cached({**key, "op": repr(call)}, OpCost, partial(_time_call, call, device, heat_ns))
             except RuntimeError as error:  # out of memory, or not implemented for these arguments
                 log.info("%s is not timed but estimated: %s", _short(call), str(error).partition("\n")[0])
             else:
-                found[call] = measured.duration_ns
+                found[call] = measured
                 log.info("timed %s on %s: %.1f us", _short(call), device, measured.duration_ns / 1e3)
         bar.close()
     return found
 
 
-def _time_call(call: Call, device: torch.device, heat_ns: int) -> OpTime:
+def _time_call(call: Call, device: torch.device, heat_ns: int) -> OpCost:
     run = call.prepare(device)
     if heat_ns:
         run_ns(device, run, limit_ns=heat_ns)
-    return OpTime(run_ns(device, run, limit_ns=_OP_NS))
+    return OpCost(run_ns(device, run, limit_ns=_OP_NS), _scratch_bytes(run, device))
+
+
+def _scratch_bytes(run: Callable[[], object], device: torch.device) -> int | None:
+    """Return all the bytes that `run` allocates but does not return: no less than it holds of them at any one time.
+
+    It must have run before, so that what libraries keep for good is there.
+    """
+    ever, held = allocated_ever_bytes(device), held_bytes(device)
+    if ever is None:
+        return None
+    results = run()
+    kept_bytes = held_bytes(device) - held
+    del results
+    return (allocated_ever_bytes(device) or 0) - ever - kept_bytes
 
 
 @contextlib.contextmanager

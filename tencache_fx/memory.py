@@ -12,14 +12,19 @@ log = logging.getLogger("tencache_fx")
 
 
 def held_bytes(device: torch.device) -> int:
-    """Return the bytes torch's allocator has handed out on `device`; 0 for a CPU, whose allocator does not count.
+    """Return the bytes torch's allocator has handed out on `device`; 0 for a CPU, whose allocator does not count."""
+    return _allocated_bytes(device, "current") if device.type == "cuda" else 0
 
-    Reads the nested statistics: the flat ones cost ten times as much, and this runs at every call of a region.
-    """
-    if device.type != "cuda":
-        return 0
+
+def allocated_ever_bytes(device: torch.device) -> int | None:
+    """Return all the bytes torch's allocator has ever handed out on `device`; None for a CPU."""
+    return _allocated_bytes(device, "allocated") if device.type == "cuda" else None
+
+
+def _allocated_bytes(device: torch.device, which: str) -> int:
+    """Read the nested statistics: the flat ones cost ten times as much, and this runs at every call of a region."""
     statistics = torch.cuda.memory_stats_as_nested_dict(device)
-    return int(statistics["allocated_bytes"]["all"]["current"]) if statistics else 0
+    return int(statistics["allocated_bytes"]["all"][which]) if statistics else 0
 
 
 def peak_held_bytes(device: torch.device) -> int | None:

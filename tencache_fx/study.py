@@ -1,6 +1,7 @@
 """What is known of a captured region before it is planned."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -9,7 +10,7 @@ from tencache_fx.calibrate import time_calls
 from tencache_fx.capture import Capture
 from tencache_fx.machine import Roofline
 from tencache_fx.options import Options
-from tencache_fx.passes.costs import estimate_ops, find_calls
+from tencache_fx.passes.costs import estimate_ops, find_calls, measured_scratch
 from tencache_fx.passes.fused_groups import hold_fused_operands
 from tencache_fx.passes.fusion import find_registers
 from tencache_fx.passes.in_place import InPlace, reuse_in_place
@@ -21,13 +22,17 @@ from tencache_fx.plan import Op
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A captured region's storages with their lives, what never reaches memory, and what its ops cost."""
+    """A captured region's storages with their lives, what never reaches memory, and what its ops cost.
+
+    `scratch` are the bytes that kernels were seen to allocate for themselves, by the names of their nodes.
+    """
 
     capture: Capture
     storages: tuple[StorageNodes, ...]
     registers: frozenset[fx.Node]
     in_place: InPlace
     ops: tuple[Op, ...]
+    scratch: Mapping[str, int]
 
     @property
     def fingerprint(self) -> str:
@@ -54,11 +59,12 @@ def study(capture: Capture, options: Options, roofline: Roofline) -> Study:
         storages, in_place = reuse_in_place(capture, registers, storages)
         storages = hold_fused_operands(capture, registers, storages)
     heavy = find_calls(capture, roofline, registers) if options.calibrate else {}
-    times_ns = time_calls(heavy, capture.device, budget_bytes=options.device_budget)
+    measured = time_calls(heavy, capture.device, budget_bytes=options.device_budget)
     return Study(
         capture=capture,
         storages=tuple(storages),
         registers=frozenset(registers or ()),
         in_place=in_place,
-        ops=estimate_ops(capture, roofline, registers, times_ns),
+        ops=estimate_ops(capture, roofline, registers, measured),
+        scratch=measured_scratch(capture, registers, measured),
     )

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tencache_fx.calibrate import OpCost
 from tencache_fx.capture import Capture
 from tencache_fx.machine import Roofline
-from tencache_fx.passes.costs import _with_waits, estimate_ops, find_calls
+from tencache_fx.passes.costs import _with_waits, estimate_ops, find_calls, measured_scratch
 from tencache_fx.passes.fusion import find_registers
 from tencache_fx.passes.traffic import Traffic, measure_traffic
 
@@ -107,9 +108,11 @@ def test_a_timed_op_takes_its_time_and_others_of_its_kind_as_much_longer():
     estimates = find_calls(capture, UNIT, None)
     small = next(call for call in estimates if call.args[1].shape == (64, 64))
     assert estimates[small] == first["mm"] == 2 * 64**3 + 1
-    found = {op.name: op.duration_ns for op in estimate_ops(capture, UNIT, None, {small: 3 * estimates[small]})}
-    for name, ns in found.items():
-        assert ns == (3 * first[name] if name.startswith("mm") else first[name]), name
+    timed = {small: OpCost(3 * estimates[small], scratch_bytes=77)}
+    for op in estimate_ops(capture, UNIT, None, timed):
+        assert op.duration_ns == (3 * first[op.name] if op.name.startswith("mm") else first[op.name]), op.name
+    assert measured_scratch(capture, None, timed) == {"mm": 77}
+    assert sum(op.scratch_bytes for op in estimate_ops(capture, UNIT, None, timed)) == 77
 
 
 def test_equal_ops_are_one_call_with_the_time_of_all():
@@ -160,15 +163,15 @@ def test_bytes_are_near_what_inductor_counts(monkeypatch):
     """The oracle is Inductor's own count of what its kernels, generated and extern, read and write."""
     from torch._inductor import compile_fx, config, metrics
 
-    import tencache_fx.backend
+    import tencache_fx.study
 
     found = []
 
-    def watch(capture, roofline, registers, times_ns):
+    def watch(capture, roofline, registers, measured):
         found.append(sum(step.nbytes for step in measure_traffic(capture, registers)))
-        return estimate_ops(capture, roofline, registers, times_ns)
+        return estimate_ops(capture, roofline, registers, measured)
 
-    monkeypatch.setattr(tencache_fx.backend, "estimate_ops", watch)
+    monkeypatch.setattr(tencache_fx.study, "estimate_ops", watch)
     level = compile_fx.inductor_metrics_log.level
     compile_fx.inductor_metrics_log.setLevel(logging.INFO)
     try:

@@ -207,8 +207,8 @@ def test_bench_caps_what_the_allocator_reserves(bench):
     torch.cuda.empty_cache()
     budget_bytes = int((torch.cuda.memory_reserved() + (64 << 20)) / 1.1)
     with bench("measure").capped(device, budget_bytes), pytest.raises(torch.OutOfMemoryError):
-        torch.empty(65 << 20, dtype=torch.uint8, device=device)
-    torch.empty(65 << 20, dtype=torch.uint8, device=device)
+        torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    torch.empty(1 << 30, dtype=torch.uint8, device=device)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 import operator
 
+import pytest
 import torch
 from harness import capture_of
 from torch import Tensor
 
 from tencache_fx.capture import Capture, tensors_of
+from tencache_fx.passes.fusion import find_registers
+from tencache_fx.passes.in_place import reuse_in_place
 from tencache_fx.passes.lifetimes import measure_lifetimes
 from tencache_fx.passes.views import mend_views
 from tencache_fx.plan import Kind, Step, Storage, inactive_intervals
@@ -114,3 +117,19 @@ def test_stale_fakes_are_found() -> None:
     found = storages_of(capture)
     assert view.name not in found
     assert found["sin"].death > next(step for step, node in enumerate(capture.nodes) if node is view)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_scatter_writes_into_what_nobody_else_reads(shared: bool) -> None:
+    def program(x: Tensor) -> Tensor:
+        base = x * 2
+        index = torch.arange(12).remainder(5)
+        found = torch.index_put(base, (index,), x[:12].sin(), accumulate=True).tanh().sum()
+        return found + (torch.mm(base, base.t()).sum() if shared else 0)
+
+    capture = capture_of(program, leaf(64, 8))
+    registers = find_registers(capture)
+    _, taken = reuse_in_place(capture, registers, measure_lifetimes(capture, registers))
+    scatters = [node for node in taken if "index_put" in node.name]
+    assert [taken[node] for node in scatters] == [node.args[0] for node in scatters]
+    assert len(scatters) == (0 if shared else 1)

@@ -50,6 +50,7 @@ def interface(
     made: Mapping[str, list[tuple[Part | None, ...]]] | None = None,
     sizes: Mapping[str, int] | None = None,
     device: str = "cpu",
+    scratch: Mapping[str, int] | None = None,
 ) -> Interface:
     """An interface whose inputs have these bytes, each a storage of its own."""
     parts = {name: Part(key=key, nbytes=nbytes, shape=()) for key, (name, nbytes) in enumerate(takes.items())}
@@ -58,6 +59,7 @@ def interface(
         inputs=tuple(takes),
         returns=returns,
         made=made or {},
+        scratch=scratch or {},
         item_bytes={},
         sizes=sizes or {},
         device=torch.device(device),
@@ -136,6 +138,17 @@ def test_what_an_operation_returns() -> None:
     stated = "assert_tensor_metadata(buf0, (10, ), (1, ), torch.int16, 'op')\n"
     assert weigh(unknown + stated, given) == 20
     assert weigh(unknown, replace(given, item_bytes={(10,): 4})) == 40
+
+
+def test_what_an_operation_takes_for_itself_is_gone_when_it_is_done() -> None:
+    part = Part(key=1, nbytes=400, shape=(100,))
+    given = interface({"primals_1": 0}, made={"sort": [(part,)]}, scratch={"sort": 1000})
+    sort = "buf0 = torch.ops.aten.sort.default(primals_1)\n"
+    small = "buf1 = empty_strided_cpu((900, ), (1, ), torch.int8)\n"
+    assert weigh(sort, given) == 1400
+    assert weigh(small + sort, given) == 2300
+    assert weigh(sort + small, given) == 1400
+    assert weigh(sort + small.replace("900", "1001"), given) == 1401
 
 
 def test_trips() -> None:
