@@ -120,7 +120,7 @@ def test_stale_fakes_are_found() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_scatter_writes_into_what_nobody_else_reads(shared: bool) -> None:
+def test_a_scatter_writes_into_what_nobody_else_reads(*, shared: bool) -> None:
     def program(x: Tensor) -> Tensor:
         base = x * 2
         index = torch.arange(12).remainder(5)
