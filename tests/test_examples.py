@@ -1,6 +1,7 @@
 """The examples run as a stranger runs them, and show what they claim to show."""
 
 import argparse
+import dataclasses
 import importlib
 import json
 import math
@@ -127,6 +128,7 @@ def request_of(bench, way: str, budget_bytes: int | None = None):
         steps=5,
         compiler="eager",
         cap=True,
+        pair=False,
         dump_dir=None,
     )
 
@@ -170,7 +172,9 @@ def test_bench_goes_on_after_a_way_that_failed(bench):
     failed = measure.measure(workload, request_of(bench, "tencache:teraio@1MiB", 1 << 20))
     assert re.fullmatch(r"BudgetError: step \d+ .* the budget is 1.05 MB\.", failed["error"])
     assert "step_ns" not in failed
-    assert "error" not in measure.measure(workload, request_of(bench, "checkpoint"))
+    paired = measure.measure(workload, dataclasses.replace(request_of(bench, "checkpoint"), pair=True))
+    assert "error" not in paired
+    assert 0 < paired["plain_ns"] < 10 * paired["step_ns"], "plain was timed right after"
     assert workload.model.checkpointed is False
 
 
@@ -182,6 +186,7 @@ def test_bench_runs_each_way_in_a_process_of_its_own(bench, capsys):
         steps=5,
         compiler="eager",
         cap=True,
+        pair=False,
         dump=None,
         json=None,
         timeout=LIMIT_S,

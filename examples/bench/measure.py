@@ -22,13 +22,18 @@ from ways import Forward, Setting, Way, open_way, parse_ways
 
 import tencache_fx
 
+WARM_UP = 11
+"""Steps of ours before those that count: it may plan again, for what is held between steps, for how long they take."""
 FAILURES = (RuntimeError, TypeError, ValueError, AssertionError, tencache_fx.TencacheError)
 """What a compiler or a step raises; torch's own errors and running out of memory are RuntimeErrors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is to be measured, and how; all of it JSON. `cap`: the allocator itself refuses more than 1.1 budgets."""
+    """What is to be measured, and how; all of it JSON.
+
+    `cap`: the allocator itself refuses more than 1.1 budgets; `pair`: plain is timed again right after.
+    """
 
     case: str
     way: str
@@ -37,6 +42,7 @@ class Request:
     steps: int
     compiler: str
     cap: bool
+    pair: bool
     dump_dir: str | None
 
 
@@ -117,6 +123,8 @@ def measure(workload: Workload, request: Request) -> dict[str, Any]:
             open_way(way, workload.model, setting) as forward,
         ):
             line |= _measure_steps(workload, forward, way, request.steps)
+        if request.pair and way.kind != "plain":
+            line["plain_ns"] = _time_plain(workload, setting, request.steps)
     except FAILURES as error:
         line["error"] = one_line(error)
     return line
@@ -147,7 +155,7 @@ def _measure_steps(workload: Workload, forward: Forward, way: Way, steps: int) -
     first = workload.checked_step(forward)
     _synchronize(device)
     first_step_ns = time.perf_counter_ns() - start_ns
-    for _ in range(11 if ours else 1):  # ours may plan again: for what is held between steps, for how long they take
+    for _ in range(WARM_UP if ours else 1):
         workload.step(forward)
     _synchronize(device)
     on_cuda = device.type == "cuda"
@@ -179,6 +187,16 @@ def _measure_steps(workload: Workload, forward: Forward, way: Way, steps: int) -
         line["forecast"] = _forecast(known)
         line["per_step"] = _per_step(counted, steps)
     return line
+
+
+def _time_plain(workload: Workload, setting: Setting, steps: int) -> int:
+    """Return plain's median step, warmed up as ours are: as a GPU gets hot it gets slower, whoever runs on it."""
+    (plain,) = parse_ways(["plain"])
+    workload.reset()
+    with open_way(plain, workload.model, setting) as forward:
+        for _ in range(WARM_UP + 1):
+            workload.step(forward)
+        return int(statistics.median(_time(partial(workload.step, forward), workload.device) for _ in range(steps)))
 
 
 def _time(step: Callable[[], Tensor], device: torch.device) -> int:

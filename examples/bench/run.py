@@ -95,6 +95,7 @@ def run(ways: Sequence[Way], arguments: argparse.Namespace) -> list[dict[str, An
             steps=arguments.steps,
             compiler=arguments.compiler,
             cap=arguments.cap,
+            pair=arguments.pair,
             dump_dir=arguments.dump,
         )
         try:
@@ -102,8 +103,9 @@ def run(ways: Sequence[Way], arguments: argparse.Namespace) -> list[dict[str, An
         except WayError as error:
             line = _failed(request, one_line(error))
         plain = next((each for each in [*lines, line] if each["way"] == "plain" and "error" not in each), None)
-        if plain is not None and "error" not in line:
-            line["ratio"] = round(line["step_ns"] / plain["step_ns"], 4)
+        plain_ns = line.get("plain_ns", plain and plain["step_ns"])
+        if plain_ns is not None and "error" not in line:
+            line["ratio"] = round(line["step_ns"] / plain_ns, 4)
         lines.append(line)
         print(json.dumps(line), flush=True)
         if arguments.json:
@@ -153,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--in-process", action="store_true", help="run all ways in this process")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for each way (default: 300)")
     parser.add_argument("--no-cap", dest="cap", action="store_false", help="see how far over the budget a way goes")
+    parser.add_argument("--pair", action="store_true", help="time plain again after each way, for the ratio to it")
     parser.add_argument("--must", action="store_true", help="exit with 1 if anything is not as it must be")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append each line to this file, too")
     parser.add_argument(

@@ -68,6 +68,7 @@ def main() -> None:
         step()
         torch.cuda.synchronize()
         print(json.dumps({"way": name, "first_step_s": round(time.perf_counter() - start, 2)}), flush=True)
+    torch.cuda.reset_peak_memory_stats()
     marks = {}
     for k in range(arguments.steps):
         loss = step()

@@ -128,6 +128,8 @@ def report(case: Case, lines: Sequence[Line]) -> str:
     options = ["--case", first["case"], "--steps", str(first["steps"])]
     if names != [way.name for way in parse_ways(case.ways)]:
         options += ["--ways", *names]
+    if any("plain_ns" in line for line in lines):
+        options.append("--pair")
     return (
         f"{first['device']}, torch {first['torch']}: {case.title}, forward and backward, medians of {first['steps']}\n"
         f"steps (`python examples/bench/run.py {shlex.join(options)}`):\n\n{table(lines)}"
