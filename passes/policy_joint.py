@@ -3,10 +3,13 @@
 Recomputing and copying compete for the same bytes. A copy that hides behind compute is free, but the links carry only
 so much; what they cannot carry is cheaper to compute again while that takes less time per byte than the link would.
 So the saved values are lined up by what their recipe costs per byte, and the question becomes how far down that line to
-go: each answer is planned by `teraio` and replayed by the simulator, which sees what no formula does (overlap, fences,
-bytes that are in the way while something is made again). Where that takes longer than a device without limits, single
-decisions are then turned over, or one exchanged for another: a layered model of 8 layers gained 0.02 of its ideal time
-by it, near the floor 0.14.
+go. A second question is what to keep all the same, so that recomputing stays local: the same line is also gone down
+without the values between segments, for segments of several sizes (`segments.py`; a convolutional net at less than half
+its memory has no other way). Each answer is planned by `teraio` and replayed by the simulator, which sees what no
+formula does (overlap, fences, bytes that are in the way while something is made again), the most promising first; one
+that cannot beat the best so far by a simple bound is passed over. Where the best takes longer than any plan has to
+(`bounds.py`), single decisions are then turned over, or one exchanged for another: a layered model of 8 layers gained
+0.02 of its ideal time by it, near the floor 0.14.
 
 The portfolio of rungs is ShadowSpill's idea (its recomputation selection), the price per byte Capuchin's (ASPLOS '20);
 here rungs are single tensors, and offload is planned anew on each.
@@ -15,20 +18,25 @@ here rungs are single tensors, and offload is planned anew on each.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tencache_fx.bounds import joint_lower_bound_ns
 from tencache_fx.errors import BudgetError
 from tencache_fx.passes.planner import floor_bytes, make_plan
+from tencache_fx.passes.segments import kept_between_segments
 from tencache_fx.plan import Problem, Recipe, live_bytes
 from tencache_fx.recompute import recompute
 
-_STEPS_REPLAYED = 25_000  # what a search may cost: about 5 s on one core
-_LEAST_PLANS = 16  # though a plan for 10 000 steps takes a second or two
-_RUNGS = 10  # first look at this many places along the line
+_STEPS_REPLAYED = 100_000  # what a search may cost: 5 to 10 s on one core
+_LEAST_PLANS, _MOST_PLANS = 12, 36
+_LOOKS = 4  # a plan costs about as much as so many looks at what recomputing makes of a problem
+_RUNGS = 10  # first look at this many places along the line,
+_SEGMENT_RUNGS = 5  # and at this many for each size of segments,
+_HALVINGS = 6  # from half of all that is saved to a 64th
 
 
 def choose_recomputed(problem: Problem) -> tuple[str, ...]:
     """Return the names of the storages to recompute; none if the region fits, or nothing saves time.
 
-    A bounded number of plans: 25 000 steps in all, but at least 16 plans.
+    A bounded number of plans: 100 000 steps in all, but at least 12 plans and at most 36.
     """
     limit = problem.budgets.device_bytes
     if limit is None or not problem.recipes or live_bytes(problem).max(initial=0) <= limit:
@@ -49,29 +57,47 @@ class _Score:
 
 
 class _Search:
-    """The best choice so far, and what it has cost to find it."""
+    """The best choice so far, and what it may still cost to find a better one."""
 
     def __init__(self, problem: Problem, limit: int) -> None:
         self.problem, self.limit = problem, limit
         self.line = [recipe.name for recipe in _by_price(problem)]
-        self.left = max(_LEAST_PLANS, _STEPS_REPLAYED // len(problem.ops))
+        plans = min(_MOST_PLANS, max(_LEAST_PLANS, _STEPS_REPLAYED // len(problem.ops)))
+        self.left = plans * _LOOKS
+        self.bounds: dict[frozenset[str], _Score] = {}
         self.seen: dict[frozenset[str], _Score] = {}
         self.best: frozenset[str] = frozenset()
-        self.best_score = self.score(self.best)
+        self.best_score = _Score(int(live_bytes(problem).max()) - limit, 0)
 
-    def score(self, names: frozenset[str]) -> _Score:
-        """Return how `names` does, planned and replayed."""
-        if names not in self.seen:
-            self.left -= 1
+    def bound(self, names: frozenset[str]) -> _Score:
+        """Return what `names` cannot beat: by how much the floor is over, else a time.
+
+        What is over the budget at the peak goes out before it and comes back after it.
+        """
+        if names not in self.bounds:
             problem = recompute(self.problem, names)
+            least_ns = sum(op.duration_ns for op in problem.ops)
             over_bytes = max(0, floor_bytes(problem) - self.limit)
             if over_bytes == 0:
-                try:
-                    self.seen[names] = _Score(0, make_plan(problem, "teraio").forecast.makespan_ns)
-                except BudgetError:  # host memory or disk is short: more trips than they hold
-                    over_bytes = int(live_bytes(problem).max()) - self.limit
-            if over_bytes:
-                self.seen[names] = _Score(over_bytes, sum(op.duration_ns for op in problem.ops))
+                away_bytes = max(0, int(live_bytes(problem).max()) - self.limit)
+                rates = problem.links.d2h_bytes_per_s, problem.links.h2d_bytes_per_s
+                least_ns = max(least_ns, sum(away_bytes * 1_000_000_000 // max(1, rate) for rate in rates))
+            self.bounds[names] = _Score(over_bytes, least_ns)
+        return self.bounds[names]
+
+    def score(self, names: frozenset[str]) -> _Score:
+        """Return how `names` does, planned and replayed; only its bound, if that is no better than the best."""
+        bound = self.bound(names)
+        if bound.over_bytes or bound >= self.best_score:
+            return bound
+        if names not in self.seen:
+            self.left -= _LOOKS
+            problem = recompute(self.problem, names)
+            try:
+                self.seen[names] = _Score(0, make_plan(problem, "teraio").forecast.makespan_ns)
+            except BudgetError:  # host memory or disk is short: more trips than they hold
+                over_bytes = int(live_bytes(problem).max()) - self.limit
+                self.seen[names] = _Score(over_bytes, bound.makespan_ns)
         return self.seen[names]
 
     def consider(self, names: frozenset[str]) -> bool:
@@ -83,21 +109,37 @@ class _Search:
         return better
 
     def climb(self) -> None:
-        """Find how far down the line to go: at evenly spaced rungs first, then closer and closer around the best."""
-        most = len(self.line)
-        stride = max(1, most // min(_RUNGS, self.left // 2))
-        rungs = sorted({*range(0, most, stride), most})
-        best = min(rungs, key=lambda rung: self.score(frozenset(self.line[:rung])))
-        while stride > 1 and self.left > 0:
+        """Find how far down which line to go: at evenly spaced rungs first, then closer and closer around the best."""
+        rungs: dict[frozenset[str], tuple[Sequence[str], int, int]] = {}
+        for line, places in self._lines():
+            stride = max(1, len(line) // places)
+            for rung in sorted({*range(0, len(line), stride), len(line)}):
+                rungs.setdefault(frozenset(line[:rung]), (line, rung, stride))
+        enough = self.left // 2
+        for names in sorted(rungs, key=self.bound):
+            if self.left <= enough:
+                break
+            self.consider(names)
+        line, best, stride = rungs[self.best]
+        while stride > 1 and self.left > enough // 2:
             stride = (stride + 1) // 2
-            near = (max(0, best - stride), best, min(most, best + stride))
-            best = min(near, key=lambda rung: self.score(frozenset(self.line[:rung])))
-        self.consider(frozenset(self.line[:best]))
+            for rung in (max(0, best - stride), min(len(line), best + stride)):
+                if self.consider(frozenset(line[:rung])):
+                    best = rung
+
+    def _lines(self) -> Iterator[tuple[Sequence[str], int]]:
+        """Yield the line, and what is left of it between segments of several sizes; with each the places to look at."""
+        yield self.line, _RUNGS
+        nbytes = {storage.name: storage.nbytes for storage in self.problem.storages}
+        all_bytes = sum(nbytes[name] for name in self.line)
+        for halving in range(1, _HALVINGS + 1):
+            kept = kept_between_segments(self.problem, all_bytes >> halving)
+            yield [name for name in self.line if name not in kept], _SEGMENT_RUNGS
 
     def may_gain(self) -> bool:
-        """Say whether the best choice does not fit yet, or takes a hundredth longer than on a device without limits."""
-        ideal_ns = sum(op.duration_ns for op in self.problem.ops)
-        return self.best_score > _Score(0, ideal_ns + ideal_ns // 100)
+        """Say whether the best choice does not fit yet, or takes a hundredth longer than any plan has to."""
+        least_ns = joint_lower_bound_ns(self.problem)
+        return self.best_score > _Score(0, least_ns + least_ns // 100)
 
     def turn_over(self) -> None:
         """Turn over stretches of the line, long ones first, single decisions, and pairs, while that makes it faster."""
@@ -107,6 +149,7 @@ class _Search:
             for turned in self._stretches(width) if width else self._exchanges():
                 if self.left <= 0:
                     return
+                self.left -= 1
                 improved |= self.consider(self.best ^ turned)
             if width > 1 or (width == 1 and not improved):
                 width //= 2
