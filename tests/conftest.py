@@ -1,5 +1,6 @@
 """Fixtures that runtime tests share: engines that must end clean, and a check that nothing leaks."""
 
+import contextlib
 import gc
 import os
 import shutil
@@ -9,12 +10,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from faulty_streams import FaultyCpuStreams
 from hypothesis import settings
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import PyCodeCache
 
 import tencache_fx
 from tencache_fx import machine
@@ -99,17 +102,28 @@ def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
     return folder / "tencache_fx"
 
 
-@pytest.fixture
-def hollow_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
     """Let Inductor's C++ kernels do nothing: what is allocated and freed stands around them, in the generated Python.
 
-    So none has to be compiled, and the trace is still one of real tensors in real code.
+    So none has to be compiled, and a trace is still one of real tensors in real code.
     """
 
     def hollow(*args: object, **more: object) -> Callable[..., None]:
         return lambda *buffers: None
 
-    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", hollow)
+    with mock.patch.object(AsyncCompile, "cpp_pybinding", hollow):
+        try:
+            yield
+        finally:
+            PyCodeCache.cache_clear()  # the same code is to be loaded with kernels again
+
+
+@pytest.fixture
+def hollow_kernels() -> Iterator[None]:
+    """Let Inductor's C++ kernels do nothing in this test."""
+    with without_kernels():
+        yield
 
 
 @pytest.fixture

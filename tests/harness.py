@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from conftest import MIB, eventually, settled
+from conftest import MIB, eventually, settled, without_kernels
 from faulty_streams import FaultyCpuStreams
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_function
@@ -95,7 +95,8 @@ def regions_of(work: Callable[[], object]) -> tuple[RegionRecord, ...]:
 
 def problems_of(case: Case, options: Options = EAGER) -> tuple[Problem, ...]:
     """Return the problems of the regions of `case` that have a backward, as they are without a budget."""
-    records = regions_of(lambda: train_and_keep(case, options))
+    with without_kernels():
+        records = regions_of(lambda: train_and_keep(case, options))
     return tuple(record.problem for record in records)
 
 

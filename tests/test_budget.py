@@ -89,8 +89,8 @@ def test_measured_peak_is_within_the_budget(each: Case) -> None:
 GENERATED = (
     pytest.param("gpt2", 100, marks=SLOW),
     ("gpt2", 35),
-    ("t5", 35),
-    ("vit", 60),
+    pytest.param("t5", 35, marks=SLOW),
+    pytest.param("vit", 60, marks=SLOW),
     ("views", 35),
     *(pytest.param(f"gpt2-{kind}", 60, marks=SLOW) for kind in ("dropout", "checkpoint", "autocast")),
     pytest.param("llama", 60, marks=SLOW),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zoo import CASES, Case, Gpt2, Llama, case, text
 
 import tencache_fx
-from tencache_fx.plan import live_bytes
+from tencache_fx.plan import Problem, live_bytes
 
 SHARE = 40  # percent of the activation peak that the budget leaves, or the floor if that is more
 
@@ -51,8 +51,13 @@ def tight(each: Case, options: Options) -> Options:
     """
     problems = problems_of(each, options)
     able = [problem for problem in problems if planned_floor(problem) < live_bytes(problem).max()]
-    least = max(map(planned_floor, problems)) * (108 if options is INDUCTOR else 100) // 100
+    least = max((above_floor(problem, options) for problem in problems), default=0)
     return {**options, "device_budget": max(least, budget_for(problems, SHARE))} if able else options
+
+
+def above_floor(problem: Problem, options: Options) -> int:
+    floor, peak = planned_floor(problem), int(live_bytes(problem).max())
+    return floor + min(floor * 15 // 100, (peak - floor) // 2) if options is INDUCTOR else floor
 
 
 @each_case
