@@ -106,8 +106,19 @@ def scatter_base(node: fx.Node) -> fx.Node | None:
     if _packet(node) not in _SCATTERS:
         return None
     base, *others = tree_leaves((node.args, node.kwargs))
-    computed = isinstance(base, fx.Node) and (is_constant(base) or is_loop_body(base)) and not is_view(base)
-    return base if computed and readers_of(base) == {node} and base not in others else None
+    if not isinstance(base, fx.Node) or is_view(base) or readers_of(base) != {node}:
+        return None
+    read_again = any(isinstance(other, fx.Node) and base_of(other) is base for other in others)
+    computed = (is_constant(base) or is_loop_body(base)) and _packet(base) is not _aten.cat  # that is a buffer first
+    complex_ = any(tensor.is_complex() for tensor in tensors_of(base))
+    return base if computed and not complex_ and not read_again else None
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """Return the node that made the bytes `node` names, views looked through."""
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def is_reduction(node: fx.Node) -> bool:

@@ -120,6 +120,7 @@ class _Search:
             if self.left <= enough:
                 break
             self.consider(names)
+        self.consider(frozenset())  # never slower than `teraio`
         line, best, stride = rungs[self.best]
         while stride > 1 and self.left > enough // 2:
             stride = (stride + 1) // 2

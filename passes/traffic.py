@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from tencache_fx.capture import Capture, byte_hint, output_args, tensors_of
-from tencache_fx.passes.fusion import Registers, is_constant, is_loop_body, is_reduction, is_view
+from tencache_fx.passes.fusion import Registers, base_of, is_constant, is_loop_body, is_reduction, is_view
 
 _FEW_ROWS = 64  # a reduction to fewer results is split over the device: who reads them starts a new kernel
 _INDEXED = frozenset((torch.ops.aten.embedding, torch.ops.aten.gather, torch.ops.aten.index))
@@ -144,13 +144,6 @@ def _distinct(tensor: torch.Tensor) -> int:
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= byte_hint(size) if byte_hint(stride) else min(1, byte_hint(size))
     return count
-
-
-def base_of(node: fx.Node) -> fx.Node:
-    """Return the node that made the bytes `node` names, views looked through."""
-    while is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def writes_in_place(node: fx.Node) -> bool:

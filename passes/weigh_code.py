@@ -20,6 +20,7 @@ from tencache_fx.passes.verify_code import statements
 from tencache_fx.plan import round_up
 
 _OURS = "torch.ops.tencache."
+_OPERATIONS = ("torch.ops.", "extern_kernels.", "aten.")
 _RANDOM_STATE = "rng_state_output"  # torch: `_functorch/partitioners.py: functionalize_rng_ops`
 _UNKNOWN_ITEM_BYTES = 8  # of an operation that the graph does not have: no element is larger, but a complex one
 
@@ -190,15 +191,21 @@ class _Run:
                     self._tuples.pop(ast.unparse(target), None)
             elif isinstance(line, ast.Assign):
                 known = len(self._nbytes)
-                scratch_bytes = self._assign(line)
-                if len(self._nbytes) > known:
+                self._assign(line)
+                scratch_bytes = self._scratch_bytes(line.value)
+                if scratch_bytes or len(self._nbytes) > known:
                     self._weigh(scratch_bytes)
-            elif isinstance(line, ast.Expr):
-                self._note_runtime(line.value, None)
+            elif isinstance(line, ast.Expr) and not self._note_runtime(line.value, None):
+                self._weigh(self._scratch_bytes(line.value))
         return ()
 
-    def _assign(self, line: ast.Assign) -> int:
-        """Follow an assignment; return the bytes that are allocated only while its value is computed."""
+    def _scratch_bytes(self, value: ast.expr) -> int:
+        """Return what an operation allocates for itself while it runs."""
+        if not isinstance(value, ast.Call) or not (function := ast.unparse(value.func)).startswith(_OPERATIONS):
+            return 0
+        return self.interface.scratch.get(_operation(function), 0)
+
+    def _assign(self, line: ast.Assign) -> None:
         (target,) = line.targets
         value, name = line.value, ast.unparse(target)
         if isinstance(target, ast.Tuple):
@@ -208,28 +215,27 @@ class _Run:
                 if len(names) != len(by_position):
                     raise UnreadableCodeError(f"it takes {len(names)} inputs, its graph {len(by_position)}")
                 self.env = dict(zip(names, by_position, strict=True))
-            return 0
+            return
         if (element := _element(value)) is not None:
             base, index = element
             self.env[name] = self._tuples[base][index] if base in self._tuples else self.env.get(base, frozenset())
         elif isinstance(value, ast.Call) and not self._note_runtime(value, name):
-            return self._call(value, name)
+            self._call(value, name)
         elif isinstance(value, ast.Name):
             self.env[name] = self._read(value)
             if value.id in self._tuples:
                 self._tuples[name] = self._tuples[value.id]
             if value.id in self._leaving:
                 self._leaving[name] = self._leaving[value.id]
-        return 0
 
-    def _call(self, call: ast.Call, name: str) -> int:
+    def _call(self, call: ast.Call, name: str) -> None:
         function = ast.unparse(call.func)
         device = self.interface.device.type
         if function == "reinterpret_tensor":
             self.env[name] = self._read(call.args[0])
         elif function == f"empty_strided_{device}":
             self.env[name] = frozenset({self._new(self._strided_bytes(*call.args[:3]))})
-        elif function.startswith(("torch.ops.", "extern_kernels.", "aten.")):
+        elif function.startswith(_OPERATIONS):
             elements = self._made(function, name)
             read = [self._read(argument) for argument in call.args]
             shared = next((value for value in read if value), frozenset())
@@ -240,8 +246,6 @@ class _Run:
             self.env[name] = frozenset().union(*made)
             if len(made) > 1 or name in self._known.parts:
                 self._tuples[name] = made
-            return self.interface.scratch.get(_operation(function), 0)
-        return 0
 
     def _made(self, function: str, name: str) -> Sequence[Part | None]:
         """Return what an operation returns: as the graph has it, or as the code asserts where the graph does not."""

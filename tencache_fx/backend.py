@@ -351,7 +351,7 @@ class Region:
             gm.recompile()
         interface = None
         if (draft := self._draft) is not None and draft.formulas is not None:
-            interface = read_interface(gm.graph, self.device, draft.formulas.by_name(), draft.study.scratch)
+            interface = read_interface(gm.graph, self.device, draft.formulas.by_name(), draft.scratch)
         if any(node.target in RUNTIME_OPS for node in gm.graph.nodes):
             planned = planned_calls(gm.graph)
             compiled = compile_graph(gm, example_inputs, planned=PinOrder())

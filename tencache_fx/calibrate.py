@@ -203,7 +203,7 @@ def _time_call(call: Call, device: torch.device, heat_ns: int) -> OpCost:
 def _scratch_bytes(run: Callable[[], object], device: torch.device) -> int | None:
     """Return all the bytes that `run` allocates but does not return: no less than it holds of them at any one time.
 
-    It must have run before, so that what libraries keep for good is there.
+    It must have run before, so that what libraries keep for good is there. None where nobody counts.
     """
     ever, held = allocated_ever_bytes(device), held_bytes(device)
     if ever is None:
@@ -211,7 +211,7 @@ def _scratch_bytes(run: Callable[[], object], device: torch.device) -> int | Non
     results = run()
     kept_bytes = held_bytes(device) - held
     del results
-    return (allocated_ever_bytes(device) or 0) - ever - kept_bytes
+    return max(0, (allocated_ever_bytes(device) or 0) - ever - kept_bytes)
 
 
 @contextlib.contextmanager

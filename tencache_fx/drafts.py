@@ -1,7 +1,7 @@
 """What one compilation of a region has to get by with, and what is planned for each way to split it."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,14 @@ class Draft:
     def outside_bytes(self) -> int:
         """The bytes that others held on the device when the region was compiled."""
         return outside_bytes(self.held_bytes, self.input_bytes)
+
+    @property
+    def scratch(self) -> Mapping[str, int]:
+        """The bytes that kernels were seen to allocate for themselves, at the sizes planned for, by their nodes."""
+        pairs = zip(self.study.ops, self.problem.ops, strict=True)
+        grown = {op.name: (op.scratch_bytes, planned.scratch_bytes) for op, planned in pairs if op.scratch_bytes}
+        seen = self.study.scratch
+        return {name: seen[name] * planned // now for name, (now, planned) in grown.items() if name in seen}
 
     @property
     def missing_bytes(self) -> int:

@@ -1,11 +1,12 @@
 """Who lives where and how long: storages found in small captured regions, against what anybody can see in them."""
 
 import operator
+from collections.abc import Callable
 
 import pytest
 import torch
 from harness import capture_of
-from torch import Tensor
+from torch import Tensor, fx
 
 from tencache_fx.capture import Capture, tensors_of
 from tencache_fx.passes.fusion import find_registers
@@ -119,17 +120,43 @@ def test_stale_fakes_are_found() -> None:
     assert found["sin"].death > next(step for step, node in enumerate(capture.nodes) if node is view)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_scatter_writes_into_what_nobody_else_reads(*, shared: bool) -> None:
-    def program(x: Tensor) -> Tensor:
-        base = x * 2
-        index = torch.arange(12).remainder(5)
-        found = torch.index_put(base, (index,), x[:12].sin(), accumulate=True).tanh().sum()
-        return found + (torch.mm(base, base.t()).sum() if shared else 0)
+def index() -> Tensor:
+    return torch.arange(12).remainder(5)
 
+
+def put(base: Tensor, values: Tensor) -> Tensor:
+    return torch.index_put(base, (index(),), values, accumulate=True)
+
+
+def add(base: Tensor, values: Tensor) -> Tensor:
+    return torch.scatter_add(base, 0, index()[:, None].expand(12, 8), values)
+
+
+@pytest.mark.parametrize("scatter", [put, add])
+@pytest.mark.parametrize(
+    ("make", "read_again", "taken"),
+    [
+        (lambda x: x * 2, lambda base: 0, 1),
+        (lambda x: x * 2, lambda base: torch.mm(base, base.t()).sum(), 0),  # the product reads it, too
+        (lambda x: torch.cat([x.sin(), x.cos()]), lambda base: 0, 0),  # Inductor copies what it has put together
+    ],
+)
+def test_a_scatter_writes_into_what_nobody_else_reads(scatter, make, read_again, taken) -> None:
+    def program(x: Tensor) -> Tensor:
+        base = make(x)
+        return scatter(base, x[:12].sin()).tanh().sum() + read_again(base)
+
+    assert len(scatters_in_place(program)) == taken
+
+
+def test_a_scatter_of_parts_of_what_it_begins_with() -> None:
+    assert not scatters_in_place(lambda x: put(base := x * 2, base[:12]).tanh().sum())
+
+
+def scatters_in_place(program: Callable[[Tensor], Tensor]) -> list[fx.Node]:
     capture = capture_of(program, leaf(64, 8))
     registers = find_registers(capture)
     _, taken = reuse_in_place(capture, registers, measure_lifetimes(capture, registers))
-    scatters = [node for node in taken if "index_put" in node.name]
-    assert [taken[node] for node in scatters] == [node.args[0] for node in scatters]
-    assert len(scatters) == (0 if shared else 1)
+    found = [node for node in taken if "index_put" in node.name or "scatter" in node.name]
+    assert [taken[node] for node in found] == [node.args[0] for node in found]
+    return found

@@ -149,6 +149,8 @@ def test_what_an_operation_takes_for_itself_is_gone_when_it_is_done() -> None:
     assert weigh(small + sort, given) == 2300
     assert weigh(sort + small, given) == 1400
     assert weigh(sort + small.replace("900", "1001"), given) == 1401
+    written = small + "extern_kernels.sort(primals_1, out=buf1)\n"
+    assert weigh(written, given) == 1900
 
 
 def test_trips() -> None:

@@ -123,10 +123,10 @@ def measure(workload: Workload, request: Request) -> dict[str, Any]:
             open_way(way, workload.model, setting) as forward,
         ):
             line |= _measure_steps(workload, forward, way, request.steps)
-        if request.pair and way.kind != "plain":
-            line["plain_ns"] = _time_plain(workload, setting, request.steps)
     except FAILURES as error:
-        line["error"] = one_line(error)
+        return line | {"error": one_line(error)}
+    if request.pair and way.kind != "plain":
+        line["plain_ns"] = _time_plain(workload, setting, request.steps)
     return line
 
 
