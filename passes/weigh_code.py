@@ -8,16 +8,13 @@ outputs, and the sizes of what library operations return are used.
 
 import ast
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import fx
 
-from tencache_fx.capture import byte_hint, output_args, placeholders, tensors_of
-from tencache_fx.passes.symbols import evaluate
+from tencache_fx.passes.code_interface import Interface, Part, allocated_bytes, operation_name
 from tencache_fx.passes.verify_code import statements
-from tencache_fx.plan import round_up
 
 _OURS = "torch.ops.tencache."
 _OPERATIONS = ("torch.ops.", "extern_kernels.", "aten.")
@@ -27,83 +24,6 @@ _UNKNOWN_ITEM_BYTES = 8  # of an operation that the graph does not have: no elem
 
 class UnreadableCodeError(Exception):
     """The code is not written as this torch's Inductor is known to write it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A tensor's shape and its storage: which one, by an identity that holds inside one graph, and its bytes.
-
-    `fresh` is false for what an operation returns of the storages that it was given.
-    """
-
-    key: int
-    nbytes: int
-    shape: tuple[int, ...]
-    fresh: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interface:
-    """What code alone does not tell of one graph, noted before the compiler takes the graph over.
-
-    `takes` are the inputs on the region's device by name, `returns` the outputs' names, and `made` what each operation
-    returns, by its name ("sort"), once for each node that calls it; None for what is not on the device. `scratch` are
-    the bytes that an operation allocates for itself while it runs, the most there is of its name.
-    `item_bytes` are those of the graph's tensors by their shape, the most if there are several.
-    """
-
-    takes: Mapping[str, Part]
-    inputs: tuple[str, ...]
-    returns: tuple[str | None, ...]
-    made: Mapping[str, Sequence[tuple[Part | None, ...]]]
-    scratch: Mapping[str, int]
-    item_bytes: Mapping[tuple[int, ...], int]
-    sizes: Mapping[str, int]
-    device: torch.device
-
-
-def read_interface(
-    graph: fx.Graph, device: torch.device, sizes: Mapping[str, int], node_scratch: Mapping[str, int]
-) -> Interface:
-    """Return what `graph` takes, returns and calls; symbols have the values in `sizes`, else those seen in tracing.
-
-    `node_scratch` are the bytes that kernels allocate for themselves, by the names of nodes; others are taken for none.
-    """
-    inputs = placeholders(graph)
-    sizes = {**_hints(inputs), **sizes}
-
-    def part(value: object, given: Collection[int] = ()) -> Part | None:
-        if not isinstance(value, torch.Tensor) or value.device.type != device.type:
-            return None
-        key, nbytes = value.untyped_storage()._cdata, _number(value.untyped_storage().nbytes(), sizes)
-        shape = tuple(_number(size, sizes) for size in value.shape)
-        return Part(key=key, nbytes=_allocated(nbytes, device), shape=shape, fresh=key not in given)
-
-    made: dict[str, list[tuple[Part | None, ...]]] = {}
-    item_bytes: dict[tuple[int, ...], int] = {}
-    scratch: dict[str, int] = {}
-    for node in graph.nodes:
-        for tensor in tensors_of(node):
-            shape = tuple(_number(size, sizes) for size in tensor.shape)
-            item_bytes[shape] = max(item_bytes.get(shape, 0), tensor.element_size())
-        if node.op == "call_function" and "val" in node.meta:
-            value = node.meta["val"]
-            values = value if isinstance(value, (tuple, list)) else (value,)
-            given = {tensor.untyped_storage()._cdata for each in node.all_input_nodes for tensor in tensors_of(each)}
-            operation = _operation(str(node.target))
-            made.setdefault(operation, []).append(tuple(part(each, given) for each in values))
-            scratch[operation] = max(scratch.get(operation, 0), node_scratch.get(node.name, 0))
-    parts = {node.name: part(node.meta.get("val")) for node in inputs}
-    return Interface(
-        takes={name: found for name, found in parts.items() if found is not None},
-        inputs=tuple(node.name for node in inputs),
-        returns=tuple(value.name if isinstance(value, fx.Node) else None for value in output_args(graph)),
-        made=made,
-        scratch=scratch,
-        item_bytes=item_bytes,
-        sizes=sizes,
-        device=device,
-    )
 
 
 def code_peak_bytes(graphs: Sequence[tuple[Interface, str]], num_outputs: int) -> int:
@@ -203,7 +123,7 @@ class _Run:
         """Return what an operation allocates for itself while it runs."""
         if not isinstance(value, ast.Call) or not (function := ast.unparse(value.func)).startswith(_OPERATIONS):
             return 0
-        return self.interface.scratch.get(_operation(function), 0)
+        return self.interface.scratch.get(operation_name(function), 0)
 
     def _assign(self, line: ast.Assign) -> None:
         (target,) = line.targets
@@ -251,14 +171,14 @@ class _Run:
         """Return what an operation returns: as the graph has it, or as the code asserts where the graph does not."""
         elements = self._known.parts.get(name, {0: name})
         shapes = {index: self._known.shape[each] for index, each in elements.items() if each in self._known.shape}
-        fitting = [node for node in self.interface.made.get(_operation(function), ()) if _fits(node, shapes)]
+        fitting = [node for node in self.interface.made.get(operation_name(function), ()) if _fits(node, shapes)]
         if fitting:
             return max(fitting, key=lambda node: sum(part.nbytes for part in node if part is not None))
         made: list[Part | None] = [None] * (max(elements, default=0) + 1)
         for index, shape in shapes.items():
             usual_bytes = self.interface.item_bytes.get(shape, _UNKNOWN_ITEM_BYTES)
             item_bytes = self._known.item_bytes.get(elements[index], usual_bytes)
-            nbytes = _allocated(math.prod(shape) * item_bytes, self.interface.device)
+            nbytes = allocated_bytes(math.prod(shape) * item_bytes, self.interface.device)
             made[index] = Part(key=0, nbytes=nbytes, shape=shape)
         return made
 
@@ -300,7 +220,7 @@ class _Run:
         if 0 in sizes:
             return 0
         span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-        return _allocated(span * _item_bytes(dtype), self.interface.device)
+        return allocated_bytes(span * _item_bytes(dtype), self.interface.device)
 
     def _numbers(self, sequence: ast.expr) -> tuple[int, ...]:
         return tuple(self._evaluate(element) for element in _elements(sequence))
@@ -376,12 +296,6 @@ def _element(value: ast.expr) -> tuple[str, int] | None:
     return (ast.unparse(value.value), index) if isinstance(value, ast.Subscript) and isinstance(index, int) else None
 
 
-def _operation(function: str) -> str:
-    """Return the bare name of an operation: code says "torch.ops.aten.sort.stable" or "extern_kernels.mm"."""
-    parts = function.removeprefix("torch.ops.").split(".")
-    return parts[0] if len(parts) == 1 else parts[1]
-
-
 def _item_bytes(dtype: ast.expr) -> int:
     """Return the bytes of an element, of a dtype spelled as in Python ("torch.float32")."""
     found = getattr(torch, ast.unparse(dtype).removeprefix("torch."), None)
@@ -390,27 +304,7 @@ def _item_bytes(dtype: ast.expr) -> int:
     return found.itemsize
 
 
-def _number(size: "int | torch.SymInt", sizes: Mapping[str, int]) -> int:
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    expression = size.node.expr
-    known = {symbol: sizes[str(symbol)] for symbol in expression.free_symbols if str(symbol) in sizes}
-    return evaluate(expression, known) if len(known) == len(expression.free_symbols) else byte_hint(size)
-
-
 def _fits(made: Sequence[Part | None], shapes: Mapping[int, tuple[int, ...]]) -> bool:
     """Say whether the elements that were asserted have the shapes of what a node makes."""
     parts = {index: made[index] if index < len(made) else None for index in shapes}
     return all((part := parts[index]) is not None and part.shape == shape for index, shape in shapes.items())
-
-
-def _hints(inputs: Iterable[fx.Node]) -> dict[str, int]:
-    """Return the value that each symbol had in tracing."""
-    values = [node.meta.get("val") for node in inputs]
-    numbers = [*values, *(size for value in values if isinstance(value, torch.Tensor) for size in value.shape)]
-    return {str(n.node.expr): byte_hint(n) for n in numbers if isinstance(n, torch.SymInt)}
-
-
-def _allocated(nbytes: int, device: torch.device) -> int:
-    """Return what the allocator takes: CUDA's rounds up to 512 (torch: `c10/cuda/CUDACachingAllocator.cpp`)."""
-    return round_up(nbytes, 512) if device.type == "cuda" else nbytes

@@ -29,6 +29,7 @@ from tencache_fx.memory import (
 )
 from tencache_fx.ops import RUNTIME_OPS
 from tencache_fx.options import Options
+from tencache_fx.passes.code_interface import Interface, read_interface
 from tencache_fx.passes.listing import list_graph
 from tencache_fx.passes.order import PinOrder
 from tencache_fx.passes.policy_joint import choose_recomputed
@@ -37,7 +38,7 @@ from tencache_fx.passes.transfers import insert_transfers
 from tencache_fx.passes.verify_code import planned_calls, verify_code
 from tencache_fx.passes.verify_graph import verify_graphs
 from tencache_fx.passes.verify_plan import verify_plan
-from tencache_fx.passes.weigh_code import Interface, UnreadableCodeError, code_peak_bytes, read_interface
+from tencache_fx.passes.weigh_code import UnreadableCodeError, code_peak_bytes
 from tencache_fx.phases import CallTimes, PhaseClock
 from tencache_fx.plan import Plan, Problem
 from tencache_fx.register import REGIONS

@@ -10,7 +10,8 @@ from torch import nn
 
 import tencache_fx
 from tencache_fx import backend
-from tencache_fx.passes.weigh_code import Interface, Part, UnreadableCodeError, code_peak_bytes
+from tencache_fx.passes.code_interface import Interface, Part
+from tencache_fx.passes.weigh_code import UnreadableCodeError, code_peak_bytes
 
 MATRIX = 64 * 64 * 4
 FORWARD = """
