@@ -15,6 +15,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from tencache_fx.capture import Capture, byte_hint, output_args, placeholders, tensors_of
 from tencache_fx.passes.fusion import Registers
+from tencache_fx.passes.products import fused_product
 from tencache_fx.passes.symbols import SymbolSource, symbol_source
 from tencache_fx.plan import Kind, Step, Storage, round_up
 
@@ -135,7 +136,9 @@ class _Walk:
 
     def visit(self, step: int, node: fx.Node) -> None:
         """Meet one step: what it reads, makes, aliases and writes."""
-        read = {key for argument in node.all_input_nodes for key in self._read_through(argument)}
+        product = fused_product(node) if self._registers else None
+        arguments = [*node.all_input_nodes, *(product.all_input_nodes if product is not None else ())]
+        read = {key for argument in arguments for key in self._read_through(argument)}
         for key in read:
             self._known[key].uses.append(step)
             for whole in self._wholes.get(key, ()):

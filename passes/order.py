@@ -9,6 +9,7 @@ lifetime, and kernels between two heavy ops are fused as ever, since only extern
     mm_1 | y = sin(mm_1) | offload(x) | mm_2      becomes      offload after y, mm_2 after offload
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class PinOrder(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Add the ordering edges. O(nodes)."""
+        graph.eliminate_dead_code()  # what nobody reads is never written: nothing could be held behind it
         follows: dict[fx.Node, OrderedSet[fx.Node]] = {}
         readers = _Readers(graph)
         latest: list[fx.Node] = []  # what comes behind these comes behind all before them
@@ -35,6 +37,7 @@ class PinOrder(CustomGraphPass):
             if node.target in RUNTIME_OPS or is_heavy(node):
                 if before := [*latest, *readers.written_before(node)]:
                     follows[node] = OrderedSet(before)
+                readers.note_written(node, before)
                 if node.target is not WAIT:  # a wait is held by its reader
                     latest = [_trace_of(node)]
             elif readers.is_written(node):
@@ -52,13 +55,15 @@ class PinOrder(CustomGraphPass):
 class _Readers:
     """Who must have read a storage before it is released.
 
-    Inductor writes a pointwise value down as late as it can. What reads the source of a release, and comes before it in
-    the graph, has to be written down first; else its kernel would run behind the release.
+    Inductor writes a pointwise value down as late as it can, and until then, what reads that value computes it anew
+    from what it was computed from. What so reads the source of a release, and comes before it in the graph, has to be
+    written down first; else its kernel would run behind the release.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         self._registers = registers_among(step_nodes(graph))
         self._order = {node: index for index, node in enumerate(graph.nodes)}
+        self._written_at: dict[fx.Node, int] = {}  # where a value is known to be in memory
 
     def is_written(self, node: fx.Node) -> bool:
         """Say whether Inductor generates a kernel, or a part of one, that writes this value to memory."""
@@ -82,21 +87,32 @@ class _Readers:
             return [op.args[0]]
         return self._of(op) if op.target is RELEASE else []
 
+    def note_written(self, op: fx.Node, before: Iterable[fx.Node]) -> None:
+        """Record that what `op` follows, and what it reads, is in memory when it runs."""
+        for node in (*before, *op.all_input_nodes):
+            self._written_at.setdefault(_base(node), self._order[op])
+
     def _of(self, release: fx.Node) -> list[fx.Node]:
         """Return the materialised values, made before `release`, that are computed from what it releases."""
         source = release.args[1]
         assert isinstance(source, fx.Node)
-        found: list[fx.Node] = []
-        waiting, seen = [_base(source)], set()
+        found: set[fx.Node] = set()
+        reached: dict[fx.Node, int] = {}  # up to where a node's readers read the source
+        waiting = [(_base(source), self._order[release])]
         while waiting:
-            for user in waiting.pop().users:
-                if user in seen or self._order[user] > self._order[release] or user.target in RUNTIME_OPS:
+            read, until = waiting.pop()
+            if reached.get(read, -1) >= until:
+                continue
+            reached[read] = until
+            for user in read.users:
+                if self._order[user] > until or user.target in RUNTIME_OPS:
                     continue
-                seen.add(user)
                 if is_view(user) or user in self._registers:
-                    waiting.append(user)
-                else:
-                    found.append(user)
+                    waiting.append((user, until))
+                    continue
+                found.add(user)
+                if is_loop_body(user):  # who reads it before it is in memory reads the source
+                    waiting.append((user, min(until, self._written_at.get(user, until))))
         return sorted(found, key=lambda node: self._order[node])
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from tencache_fx.capture import Capture
+from tencache_fx.ops import RELEASE
 from tencache_fx.passes.fusion import is_pointwise, readers_of
 from tencache_fx.passes.order import is_heavy
 
@@ -24,22 +25,26 @@ def sink_products(capture: Capture) -> None:
     """
     for graph in capture.graphs:
         for node in graph.find_nodes(op="call_function", target=_aten.add.Tensor):
-            if (product := _fused_product(node)) is not None:
+            if (product := fused_product(node)) is not None:
                 node.prepend(product)
 
 
 def runs_heavy(node: fx.Node) -> bool:
     """Say whether a heavy kernel runs at this step: that of a fused product runs at its sum."""
     if node.target is _aten.add.Tensor:
-        return _fused_product(node) is not None
-    return is_heavy(node) and not any(_fused_product(user) is node for user in node.users)
+        return fused_product(node) is not None
+    return is_heavy(node) and not any(fused_product(user) is node for user in node.users)
 
 
-def _fused_product(total: fx.Node) -> fx.Node | None:
-    """Return the product that Inductor computes together with the sum `total`, if there is one."""
+def fused_product(total: fx.Node) -> fx.Node | None:
+    """Return the product that Inductor computes together with the sum `total`, if there is one: of two, the second.
+
+    Not across a write to memory, such as a release: there, Inductor matches no patterns
+    (torch: `_inductor/pattern_matcher.py: compute_mutation_region_ids`).
+    """
     if total.target is not _aten.add.Tensor:
         return None
-    for product, other in (total.args, total.args[::-1]):
+    for product, other in (total.args[::-1], total.args):
         if isinstance(product, fx.Node) and isinstance(other, fx.Node) and _is_fused(product, other, total):
             return product
     return None
@@ -49,10 +54,21 @@ def _is_fused(product: fx.Node, other: fx.Node, total: fx.Node) -> bool:
     """Say whether Inductor computes `total` as `addmm(other, *product.args)`."""
     if product.target is not _aten.mm.default or len(product.users) > 1 or total.kwargs:
         return False
+    if _is_written_between(product, total):
+        return False
     made, added = product.meta["val"], other.meta.get("val")
     if not isinstance(added, torch.Tensor) or added.dtype != made.dtype or added.shape not in _expandable_to(made):
         return False
     return made.device.type == "cpu" or not all(is_pointwise(reader) for reader in readers_of(total))
+
+
+def _is_written_between(first: fx.Node, last: fx.Node) -> bool:
+    node = first.next
+    while node is not last:
+        if node.target is RELEASE:
+            return True
+        node = node.next
+    return False
 
 
 def _expandable_to(made: torch.Tensor) -> tuple[tuple[int | torch.SymInt, ...], ...]:

@@ -15,7 +15,9 @@ from torch._inductor import config, list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.pattern_matcher import compute_mutation_region_ids
 from torch._inductor.utils import BoxedBool
+from torch._prims_common import suggest_memory_format
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tencache_fx.errors import OptionError
@@ -205,7 +207,11 @@ def compile_inductor(
             if planned is None:
                 with config.patch(custom_partitioner_fn=None, force_disable_caches=caches_off):
                     return compile_fx_inner(gm, inputs, **kwargs)
-            with config.patch({**PLANNED, "post_grad_custom_post_pass": planned}):
+            ours = {**PLANNED, "post_grad_custom_post_pass": planned}
+            if not _is_laid_out(gm.graph):
+                ours["layout_optimization"] = False
+            compute_mutation_region_ids(gm.graph)  # torch's count knows of no release; no pattern may reach across one
+            with config.patch(ours):
                 return compile_fx_inner(gm, inputs, **{**kwargs, "cudagraphs": BoxedBool(False)})
 
         phase = "inference" if kwargs.get("is_inference") else "backward" if kwargs.get("is_backward") else "forward"
@@ -215,6 +221,15 @@ def compile_inductor(
     with functorch_config.patch(force_non_lazy_backward_lowering=not lazy_backward):
         compiled: Any = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches={**patches, **ours})
     return compiled  # type: ignore[no-any-return]
+
+
+def _is_laid_out(graph: fx.Graph) -> bool:
+    """Say whether every convolution has channels last already, as Inductor would have it.
+
+    Else it would lay values out in another way than the graph says, and a copy of them would leave instead of them.
+    """
+    made = (node.meta["val"] for node in graph.nodes if node.target is torch.ops.aten.convolution.default)
+    return all(suggest_memory_format(value) == torch.channels_last for value in made if value.dim() == 4)
 
 
 def compile_eager(

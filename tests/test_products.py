@@ -33,6 +33,12 @@ def test_a_product_goes_to_its_sum_and_is_heavy_there() -> None:
     assert heavy == ["mm_1", "mm_2", "mm_3", "add"]
 
 
+def test_of_two_products_the_second_goes_with_the_sum() -> None:
+    steps, heavy = names(lambda x, w, y: x @ w + y @ w, leaf(8, 8), leaf(8, 8), leaf(8, 8))
+    assert steps[-2:] == ["mm_1", "add"]
+    assert heavy == ["mm", "add"]
+
+
 @pytest.mark.parametrize(
     "function",
     [
