@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from tencache_fx import drafts
 from tencache_fx.passes.planner import build_plan
-from tencache_fx.passes.schedule import fence_in
 from tencache_fx.plan import (
     Plan,
     Problem,
@@ -24,6 +23,7 @@ from tencache_fx.plan import (
     Storage,
     Tier,
     earliest_offload,
+    fence_in,
     inactive_intervals,
     is_candidate,
 )
