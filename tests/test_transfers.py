@@ -83,7 +83,7 @@ def random_spills(data: st.DataObject, problem: Problem) -> tuple[Spill, ...]:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @settings(
-    max_examples=8,
+    max_examples=6,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=list(HealthCheck),

@@ -214,7 +214,7 @@ class ConvNet(nn.Module):
 
 
 class Lstm(nn.Module):
-    """A two-layer LSTM over an embedded text."""
+    """A two-layer LSTM over the first half of an embedded text: each step of it is many ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,6 +222,7 @@ class Lstm(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        tokens, targets = tokens[:, : LENGTH // 2], targets[:, : LENGTH // 2]
         x, (h, _) = self.lstm(self.embed(tokens))
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten()) + h.square().mean()
 
