@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +16,7 @@ from torch._inductor import config, list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
 from torch._inductor.pattern_matcher import compute_mutation_region_ids
 from torch._inductor.utils import BoxedBool
 from torch._prims_common import suggest_memory_format
@@ -22,6 +24,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from tencache_fx.errors import OptionError
 from tencache_fx.options import nearest
+
+log = logging.getLogger("tencache_fx")
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 Lower = Callable[..., Any]
@@ -208,8 +212,8 @@ def compile_inductor(
                 with config.patch(custom_partitioner_fn=None, force_disable_caches=caches_off):
                     return compile_fx_inner(gm, inputs, **kwargs)
             ours = {**PLANNED, "post_grad_custom_post_pass": planned}
-            if not _is_laid_out(gm.graph):
-                ours["layout_optimization"] = False
+            if GraphLowering.decide_layout_opt(gm, is_inference=bool(kwargs.get("is_inference"))):
+                ours["layout_optimization"] = _is_laid_out(gm.graph)
             compute_mutation_region_ids(gm.graph)  # torch's count knows of no release; no pattern may reach across one
             with config.patch(ours):
                 return compile_fx_inner(gm, inputs, **{**kwargs, "cudagraphs": BoxedBool(False)})
@@ -227,9 +231,16 @@ def _is_laid_out(graph: fx.Graph) -> bool:
     """Say whether every convolution has channels last already, as Inductor would have it.
 
     Else it would lay values out in another way than the graph says, and a copy of them would leave instead of them.
+    Warns of what that may cost.
     """
     made = (node.meta["val"] for node in graph.nodes if node.target is torch.ops.aten.convolution.default)
-    return all(suggest_memory_format(value) == torch.channels_last for value in made if value.dim() == 4)
+    if all(suggest_memory_format(value) == torch.channels_last for value in made if value.dim() == 4):
+        return True
+    log.warning(
+        "a graph with a plan keeps its convolutions' memory format, where Inductor alone would have channels last; "
+        "model.to(memory_format=torch.channels_last), and the same for its input, may be faster."
+    )
+    return False
 
 
 def compile_eager(

@@ -113,7 +113,9 @@ def random_plan(problem: Problem, draw: random.Random) -> Plan:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_code_does_what_any_plan_says(program: str, seed: int, hollow_kernels: None) -> None:
+def test_the_code_does_what_any_plan_says(
+    program: str, seed: int, hollow_kernels: None, caplog: pytest.LogCaptureFixture
+) -> None:
     build, shape = PROGRAMS[program]
     draw = random.Random(seed)
     plans: list[Plan] = []
@@ -127,3 +129,4 @@ def test_the_code_does_what_any_plan_says(program: str, seed: int, hollow_kernel
     with mock.patch.object(drafts, "make_plan", make_plan):
         compiled(build(), options)(torch.randn(shape)).backward()
     assert plans[0].spills
+    assert ("keeps its convolutions' memory format" in caplog.text) == (program == "convolutions")
