@@ -96,20 +96,25 @@ def regions_of(work: Callable[[], object]) -> tuple[RegionRecord, ...]:
 def problems_of(case: Case, options: Options = EAGER) -> tuple[Problem, ...]:
     """Return the problems of the regions of `case` that have a backward, as they are without a budget."""
     with without_kernels():
-        records = regions_of(lambda: train_and_keep(case, options))
-    return tuple(record.problem for record in records)
+        return train_and_look(case, options, 1)[1]
 
 
-def train_and_keep(case: Case, options: Options) -> object:
-    """Train one step and return what keeps the compiled regions alive."""
-    kept: list[object] = []
+def train_and_look(case: Case, options: Options, steps: int) -> tuple[Outcome, tuple[Problem, ...]]:
+    """Train `case` compiled with `options`; return what came out, and the problems of its regions."""
+    outcomes: list[Outcome] = []
 
-    def wrap(model: nn.Module) -> Callable[..., Tensor]:
-        kept.append(compiled(model, options))
-        return kept[0]
+    def work() -> object:
+        kept: list[object] = []  # what keeps the compiled regions alive
 
-    train(case, wrap, 1)
-    return kept
+        def wrap(model: nn.Module) -> Callable[..., Tensor]:
+            kept.append(run := compiled(model, options))
+            return run
+
+        outcomes.append(train(case, wrap, steps))
+        return kept
+
+    records = regions_of(work)
+    return outcomes[0], tuple(record.problem for record in records)
 
 
 def budget_for(problems: Sequence[Problem], percent: int) -> int:

@@ -1,6 +1,6 @@
 """The same numbers as without us: whole training runs, with every buffer poisoned the moment it may not be read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,6 +16,7 @@ from harness import (
     planned_floor,
     problems_of,
     train,
+    train_and_look,
 )
 from torch import Tensor, nn
 from zoo import CASES, Case, Gpt2, Llama, case, text
@@ -44,12 +45,11 @@ def assert_close(ours: Outcome, theirs: Outcome, *, tolerance: float) -> None:
             torch.testing.assert_close(mine[name], other[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
-def tight(each: Case, options: Options) -> Options:
-    """Return `options` with a budget that makes a region of `each` spill; without one if none can.
+def tight(problems: Sequence[Problem], options: Options) -> Options:
+    """Return `options` with a budget that makes one of these regions spill; without one if none can.
 
     Generated code may hold a little more than the floor that the graphs show.
     """
-    problems = problems_of(each, options)
     able = [problem for problem in problems if planned_floor(problem) < live_bytes(problem).max()]
     least = max((above_floor(problem, options) for problem in problems), default=0)
     return {**options, "device_budget": max(least, budget_for(problems, SHARE))} if able else options
@@ -63,8 +63,8 @@ def above_floor(problem: Problem, options: Options) -> int:
 @each_case
 def test_eager_is_bitwise_equal(each: Case) -> None:
     """Twenty steps on the same graphs, with and without trips. No region: torch itself left the model alone."""
-    options = tight(each, EAGER)
-    plain = train(each, lambda model: compiled(model, EAGER), 20)
+    plain, problems = train_and_look(each, EAGER, 20)
+    options = tight(problems, EAGER)
     torch.compiler.reset()
     with faulty_engine() as engine:
         ours = train(each, lambda model: compiled(model, options), 20)
@@ -73,7 +73,7 @@ def test_eager_is_bitwise_equal(each: Case) -> None:
 
 
 def check_inductor(each: Case, steps: int) -> None:
-    options = tight(each, INDUCTOR)
+    options = tight(problems_of(each, INDUCTOR), INDUCTOR)
     torch.compiler.reset()
     plain = train(each, torch.compile, steps)
     torch.compiler.reset()
@@ -95,7 +95,7 @@ def test_inductor_zoo(each: Case) -> None:
 
 def test_two_models_share_the_engine() -> None:
     cases = (Case(name="gpt2", build=Gpt2, batch=text), Case(name="llama", build=Llama, batch=text))
-    budgets = [tight(each, EAGER) for each in cases]
+    budgets = [tight(problems_of(each, EAGER), EAGER) for each in cases]
     plain = [train(each, lambda model: model, 4, optimizer=False) for each in cases]
     torch.manual_seed(0)
     with faulty_engine() as engine:
@@ -155,7 +155,7 @@ def test_inference_in_a_budget(mode: Callable[[], object]) -> None:
 def test_evaluation_between_training_steps() -> None:
     """The same compiled model with and without gradients: two regions, one of which may fit."""
     each = case("gpt2-dropout")
-    options = tight(each, EAGER)
+    options = tight(problems_of(each, EAGER), EAGER)
 
     def loop(options: Options) -> list[Tensor]:
         torch.manual_seed(0)
