@@ -9,9 +9,10 @@ gradient of the logits lives through the whole backward.
 
 import torch
 from torch import fx
+from torch._inductor.pattern_matcher import is_mutation_op
 
 from tencache_fx.capture import Capture
-from tencache_fx.ops import RELEASE
+from tencache_fx.compat import may_unfuse
 from tencache_fx.passes.fusion import is_pointwise, readers_of
 from tencache_fx.passes.order import is_heavy
 
@@ -59,13 +60,15 @@ def _is_fused(product: fx.Node, other: fx.Node, total: fx.Node) -> bool:
     made, added = product.meta["val"], other.meta.get("val")
     if not isinstance(added, torch.Tensor) or added.dtype != made.dtype or added.shape not in _expandable_to(made):
         return False
-    return made.device.type == "cpu" or not all(is_pointwise(reader) for reader in readers_of(total))
+    if made.device.type == "cpu" or not may_unfuse(other, total):
+        return True
+    return not all(is_pointwise(reader) for reader in readers_of(total))
 
 
 def _is_written_between(first: fx.Node, last: fx.Node) -> bool:
     node = first.next
     while node is not last:
-        if node.target is RELEASE:
+        if is_mutation_op(node):
             return True
         node = node.next
     return False

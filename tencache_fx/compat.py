@@ -16,16 +16,17 @@ from torch._inductor import config, list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
 from torch._inductor.pattern_matcher import compute_mutation_region_ids
 from torch._inductor.utils import BoxedBool
-from torch._prims_common import suggest_memory_format
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tencache_fx.errors import OptionError
 from tencache_fx.options import nearest
 
 log = logging.getLogger("tencache_fx")
+_aten = torch.ops.aten
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 Lower = Callable[..., Any]
@@ -228,19 +229,36 @@ def compile_inductor(
 
 
 def _is_laid_out(graph: fx.Graph) -> bool:
-    """Say whether every convolution has channels last already, as Inductor would have it.
+    """Say whether convolutions have channels last already, as Inductor would have it; of none or a few that is enough.
 
-    Else it would lay values out in another way than the graph says, and a copy of them would leave instead of them.
-    Warns of what that may cost.
+    Where they are all contiguous, it would lay values out in another way than the graph says, and a copy of them would
+    leave instead of them. Warns of what that may cost.
     """
-    made = (node.meta["val"] for node in graph.nodes if node.target is torch.ops.aten.convolution.default)
-    if all(suggest_memory_format(value) == torch.channels_last for value in made if value.dim() == 4):
+    made = [node.meta["val"] for node in graph.find_nodes(op="call_function", target=_aten.convolution.default)]
+    made += [
+        gradient.meta["val"]
+        for node in graph.find_nodes(op="call_function", target=_aten.convolution_backward.default)
+        for gradient in node.args[:2]
+    ]
+    flat = [value for value in made if value.dim() == 4]
+    if not all(value.is_contiguous() for value in flat):
+        return True
+    if all(value.is_contiguous(memory_format=torch.channels_last) for value in flat):
         return True
     log.warning(
         "a graph with a plan keeps its convolutions' memory format, where Inductor alone would have channels last; "
         "model.to(memory_format=torch.channels_last), and the same for its input, may be faster."
     )
     return False
+
+
+def may_unfuse(addend: fx.Node, total: fx.Node) -> bool:
+    """Say whether Inductor may add `addend` to a product in a loop of its own: from 2.15 on, only if it is a bias.
+
+    Source: `_inductor/fx_passes/post_grad.py: should_prefer_unfused_addmm`.
+    """
+    is_bias = getattr(post_grad, "_is_bias_like_addmm_input", None)
+    return is_bias is None or bool(is_bias(addend, total))
 
 
 def compile_eager(

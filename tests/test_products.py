@@ -3,9 +3,12 @@
 import pytest
 import torch
 from harness import capture_of
-from torch import Tensor
+from torch import Tensor, fx
+from torch._inductor.fx_passes import post_grad
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tencache_fx.passes.products import runs_heavy, sink_products
+from tencache_fx.passes.products import fused_product, runs_heavy, sink_products
 
 
 def leaf(*shape: int) -> Tensor:
@@ -52,3 +55,26 @@ def test_other_products_stay(function: object) -> None:
     steps, heavy = names(function, leaf(8, 8), leaf(8, 8), leaf(8, 8))
     assert steps[0] == "mm"
     assert heavy == ["mm"]
+
+
+@pytest.mark.parametrize("addend_is", ["input", "computed"])
+def test_on_a_gpu_products_fuse_as_the_patterns_of_this_torch_have_it(addend_is: str) -> None:
+    """A sum with only pointwise readers: what it adds decides, and which torch this is."""
+    aten, graph = torch.ops.aten, fx.Graph()
+
+    def call(op: object, *sources: fx.Node) -> fx.Node:
+        node = graph.call_function(op, sources)  # type: ignore[arg-type]
+        node.meta["val"] = op(*(source.meta["val"] for source in sources))  # type: ignore[operator]
+        return node
+
+    with FakeTensorMode() as mode, V.set_fake_mode(mode):
+        x, w, addend = (graph.placeholder(name) for name in ("x", "w", "addend"))
+        for node in (x, w, addend):
+            node.meta["val"] = torch.empty(64, 64, device="cuda")
+        added = addend if addend_is == "input" else call(aten.sin.default, addend)
+        total = call(aten.add.Tensor, added, call(aten.mm.default, x, w))
+        graph.output(call(aten.tanh.default, total))
+        said = fused_product(total) is not None
+        post_grad.lazy_init()
+        post_grad.pass_patterns[2].apply(fx.GraphModule({}, graph).graph)
+    assert said == bool(graph.find_nodes(op="call_function", target=aten.addmm.default))
