@@ -1,6 +1,7 @@
 """Problems to plan: random small ones (hypothesis), and a transformer's training step with its real sizes and times."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from tencache_fx.plan import (
     Storage,
     Tier,
     bare_spills,
+    earliest_offload,
     inactive_intervals,
     is_candidate,
     live_bytes,
@@ -302,4 +304,24 @@ def transformer(
         ),
         budgets=Budgets(device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes),
         min_spill_bytes=1 << 20,
+    )
+
+
+def legal_trip(
+    problem: Problem, storage: Storage, interval: tuple[Step, Step], between: Callable[[int, int], int]
+) -> Spill:
+    """Return a trip in an inactive interval of `storage`; `between` draws each step, as freely as a policy may."""
+    u, v = interval
+    crossing = u < problem.boundary <= v
+    offload = between(earliest_offload(problem, storage, u), u)
+    gone = between(u + 1, min(v, problem.boundary) if crossing else v)
+    fetch = between(max(gone, problem.boundary) if crossing else gone, v)
+    return Spill(
+        name=storage.name,
+        nbytes=storage.nbytes,
+        tier=Tier.HOST,
+        offload=Step(offload),
+        gone=Step(gone),
+        fetch=Step(fetch),
+        back=v,
     )

@@ -11,22 +11,12 @@ from unittest import mock
 import pytest
 import torch
 from harness import compiled
+from problems import legal_trip
 from torch import Tensor, nn
 
 from tencache_fx import drafts
 from tencache_fx.passes.planner import build_plan
-from tencache_fx.plan import (
-    Plan,
-    Problem,
-    Spill,
-    Step,
-    Storage,
-    Tier,
-    earliest_offload,
-    fence_in,
-    inactive_intervals,
-    is_candidate,
-)
+from tencache_fx.plan import Plan, Problem, Spill, Storage, fence_in, inactive_intervals, is_candidate
 
 
 class Residual(nn.Module):
@@ -82,21 +72,8 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def random_trip(problem: Problem, storage: Storage, draw: random.Random) -> Spill | None:
     """Draw a trip, with every freedom that a policy has; long ones are likelier."""
     intervals = inactive_intervals(storage)
-    ((u, v),) = draw.choices(intervals, weights=[v - u for u, v in intervals])
-    crossing = u < problem.boundary <= v
-    offload = draw.randint(earliest_offload(problem, storage, u), u)
-    gone = draw.randint(u + 1, min(v, problem.boundary) if crossing else v)
-    fetch = draw.randint(max(gone, problem.boundary) if crossing else gone, v)
-    trip = Spill(
-        name=storage.name,
-        nbytes=storage.nbytes,
-        tier=Tier.HOST,
-        offload=Step(offload),
-        gone=Step(gone),
-        fetch=Step(fetch),
-        back=v,
-    )
-    return fence_in(problem, trip)
+    (interval,) = draw.choices(intervals, weights=[v - u for u, v in intervals])
+    return fence_in(problem, legal_trip(problem, storage, interval, draw.randint))
 
 
 def random_plan(problem: Problem, draw: random.Random) -> Plan:

@@ -8,6 +8,7 @@ import torch
 from harness import capture_of, faulty_engine
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from problems import legal_trip
 from torch import Tensor, fx
 
 import tencache_fx.runtime.kernels  # noqa: F401  (registers the ops' kernels)
@@ -21,7 +22,7 @@ from tencache_fx.passes.transfers import insert_transfers
 from tencache_fx.passes.verify_graph import verify_graphs
 from tencache_fx.passes.verify_plan import verify_plan
 from tencache_fx.passes.views import mend_views
-from tencache_fx.plan import Budgets, Op, Problem, Spill, Step, Tier, earliest_offload, inactive_intervals, is_candidate
+from tencache_fx.plan import Budgets, Op, Problem, Spill, inactive_intervals, is_candidate
 
 
 def views_of_one_product(x: Tensor, w: Tensor) -> Tensor:
@@ -62,22 +63,8 @@ def random_spills(data: st.DataObject, problem: Problem) -> tuple[Spill, ...]:
         intervals = inactive_intervals(storage)
         if not (is_candidate(problem, storage) and intervals and data.draw(st.booleans())):
             continue
-        u, v = data.draw(st.sampled_from(intervals))
-        crossing = u < problem.boundary <= v
-        offload = data.draw(st.integers(earliest_offload(problem, storage, u), u))
-        gone = data.draw(st.integers(u + 1, min(v, problem.boundary) if crossing else v))
-        fetch = data.draw(st.integers(max(gone, problem.boundary) if crossing else gone, v))
-        spills.append(
-            Spill(
-                name=storage.name,
-                nbytes=storage.nbytes,
-                tier=Tier.HOST,
-                offload=Step(offload),
-                gone=Step(gone),
-                fetch=Step(fetch),
-                back=v,
-            )
-        )
+        interval = data.draw(st.sampled_from(intervals))
+        spills.append(legal_trip(problem, storage, interval, lambda low, high: data.draw(st.integers(low, high))))
     return tuple(spills)
 
 
