@@ -9,7 +9,6 @@ lifetime, and kernels between two heavy ops are fused as ever, since only extern
     mm_1 | y = sin(mm_1) | offload(x) | mm_2      becomes      offload after y, mm_2 after offload
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 
 from tencache_fx.capture import step_nodes
+from tencache_fx.compat import write_at_once
 from tencache_fx.ops import OFFLOAD, RELEASE, RUNTIME_OPS, WAIT
 from tencache_fx.passes.costs import count_flops
 from tencache_fx.passes.fusion import is_loop_body, is_reduction, is_view, registers_among
@@ -28,16 +28,19 @@ class PinOrder(CustomGraphPass):
     """Inductor's `post_grad_custom_post_pass`: the last place where the order of FX nodes counts."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Add the ordering edges. O(nodes)."""
+        """Add the ordering edges, and have written at once what a release waits for. O(nodes)."""
         graph.eliminate_dead_code()  # what nobody reads is never written: nothing could be held behind it
         follows: dict[fx.Node, OrderedSet[fx.Node]] = {}
         readers = _Readers(graph)
         latest: list[fx.Node] = []  # what comes behind these comes behind all before them
         for node in graph.nodes:
             if node.target in RUNTIME_OPS or is_heavy(node):
-                if before := [*latest, *readers.written_before(node)]:
+                written = readers.written_before(node)
+                if before := [*latest, *written]:
                     follows[node] = OrderedSet(before)
-                readers.note_written(node, before)
+                for value in written if node.target is RELEASE else ():
+                    if count_flops(value) == 0:  # heavy kernels write at once anyway, and choose their layout
+                        write_at_once(value)
                 if node.target is not WAIT:  # a wait is held by its reader
                     latest = [_trace_of(node)]
             elif readers.is_written(node):
@@ -55,15 +58,15 @@ class PinOrder(CustomGraphPass):
 class _Readers:
     """Who must have read a storage before it is released.
 
-    Inductor writes a pointwise value down as late as it can, and until then, what reads that value computes it anew
-    from what it was computed from. What so reads the source of a release, and comes before it in the graph, has to be
-    written down first; else its kernel would run behind the release.
+    Inductor writes down what it computes element by element as late as it can, and until then, what reads that value
+    computes it anew from what it was computed from; small reductions and pools are among this. What reads the source
+    of a release, and comes before it in the graph, has to be written down first; else its kernel, or one that computes
+    it anew, would run behind the release.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         self._registers = registers_among(step_nodes(graph))
         self._order = {node: index for index, node in enumerate(graph.nodes)}
-        self._written_at: dict[fx.Node, int] = {}  # where a value is known to be in memory
 
     def is_written(self, node: fx.Node) -> bool:
         """Say whether Inductor generates a kernel, or a part of one, that writes this value to memory."""
@@ -87,32 +90,21 @@ class _Readers:
             return [op.args[0]]
         return self._of(op) if op.target is RELEASE else []
 
-    def note_written(self, op: fx.Node, before: Iterable[fx.Node]) -> None:
-        """Record that what `op` follows, and what it reads, is in memory when it runs."""
-        for node in (*before, *op.all_input_nodes):
-            self._written_at.setdefault(_base(node), self._order[op])
-
     def _of(self, release: fx.Node) -> list[fx.Node]:
         """Return the materialised values, made before `release`, that are computed from what it releases."""
         source = release.args[1]
         assert isinstance(source, fx.Node)
         found: set[fx.Node] = set()
-        reached: dict[fx.Node, int] = {}  # up to where a node's readers read the source
-        waiting = [(_base(source), self._order[release])]
+        waiting, seen = [_base(source)], set[fx.Node]()
         while waiting:
-            read, until = waiting.pop()
-            if reached.get(read, -1) >= until:
-                continue
-            reached[read] = until
-            for user in read.users:
-                if self._order[user] > until or user.target in RUNTIME_OPS:
+            for user in waiting.pop().users:
+                if user in seen or self._order[user] > self._order[release] or user.target in RUNTIME_OPS:
                     continue
+                seen.add(user)
                 if is_view(user) or user in self._registers:
-                    waiting.append((user, until))
-                    continue
-                found.add(user)
-                if is_loop_body(user):  # who reads it before it is in memory reads the source
-                    waiting.append((user, min(until, self._written_at.get(user, until))))
+                    waiting.append(user)
+                else:
+                    found.add(user)
         return sorted(found, key=lambda node: self._order[node])
 
 

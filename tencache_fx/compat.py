@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import logging
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -259,6 +260,16 @@ def may_unfuse(addend: fx.Node, total: fx.Node) -> bool:
     """
     is_bias = getattr(post_grad, "_is_bias_like_addmm_input", None)
     return is_bias is None or bool(is_bias(addend, total))
+
+
+def write_at_once(node: fx.Node) -> None:
+    """Have Inductor write a value to memory where it is computed, whatever it would think of computing it anew.
+
+    Source: `_inductor/graph.py: run_node`, which does so for one tensor: where a node makes several, for each of them.
+    """
+    made = (user for user in node.users if user.target is operator.getitem)
+    for each in (node, *made):
+        each.meta["inductor_realize_to_strides"] = True
 
 
 def compile_eager(
