@@ -9,16 +9,17 @@ lifetime, and kernels between two heavy ops are fused as ever, since only extern
     mm_1 | y = sin(mm_1) | offload(x) | mm_2      becomes      offload after y, mm_2 after offload
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
 
+from tencache_fx import compat
 from tencache_fx.capture import step_nodes
-from tencache_fx.compat import write_at_once
 from tencache_fx.ops import OFFLOAD, RELEASE, RUNTIME_OPS, WAIT
 from tencache_fx.passes.costs import count_flops
 from tencache_fx.passes.fusion import is_loop_body, is_reduction, is_view, registers_among
@@ -40,7 +41,7 @@ class PinOrder(CustomGraphPass):
                     follows[node] = OrderedSet(before)
                 for value in written if node.target is RELEASE else ():
                     if count_flops(value) == 0:  # heavy kernels write at once anyway, and choose their layout
-                        write_at_once(value)
+                        compat.write_at_once(value)
                 if node.target is not WAIT:  # a wait is held by its reader
                     latest = [_trace_of(node)]
             elif readers.is_written(node):
@@ -51,8 +52,9 @@ class PinOrder(CustomGraphPass):
         graph.lint()
 
     def uuid(self) -> Any | None:
-        """Return None: graphs that were pinned are not cached."""
-        return None
+        """Return this pass's part in the key of Inductor's graph cache: a hash of the sources behind it."""
+        sources = sorted(Path(__file__).parent.glob("*.py"))
+        return get_hash_for_files((*map(str, sources), compat.__file__))
 
 
 class _Readers:

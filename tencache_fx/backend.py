@@ -9,6 +9,7 @@ Region.lower      one graph -> Inductor (or eager), its order pinned and checked
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from tencache_fx.capture import Capture, main_device
 from tencache_fx.drafts import Draft, Drafts
 from tencache_fx.dump import Listing, RegionRecord, write_measured, write_region
 from tencache_fx.errors import BudgetError, StoreError
-from tencache_fx.feedback import PhaseTimes, Scales, correct, reconsider
+from tencache_fx.feedback import Learned, PhaseTimes, Scales, correct, reconsider
 from tencache_fx.memory import (
     avoid_fragmentation,
     held_bytes,
@@ -32,7 +33,6 @@ from tencache_fx.options import Options
 from tencache_fx.passes.code_interface import Interface, read_interface
 from tencache_fx.passes.listing import list_graph
 from tencache_fx.passes.order import PinOrder
-from tencache_fx.passes.policy_joint import choose_recomputed
 from tencache_fx.passes.recipes import recomputed_nodes
 from tencache_fx.passes.transfers import insert_transfers
 from tencache_fx.passes.verify_code import planned_calls, verify_code
@@ -46,7 +46,7 @@ from tencache_fx.runtime import kernels as _kernels  # noqa: F401  (registers th
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.registry import open_engine, usage
 from tencache_fx.sizes import Footprint, SizeFormulas, Sizes, at_hints
-from tencache_fx.tables import show_summary
+from tencache_fx.tables import format_ns, show_summary
 
 log = logging.getLogger("tencache_fx")
 
@@ -79,6 +79,15 @@ def tencache(
     return region
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Rival:
+    """A region as it was under its plan before, how long that took, and the scales that explain it."""
+
+    state: tuple[Any, ...]
+    measured: PhaseTimes
+    scales: Scales
+
+
 class Region:
     """One captured region: what it was compiled from, its plan, and the compiled function (it is callable)."""
 
@@ -94,7 +103,8 @@ class Region:
         self._compiled: Compiled | None = None
         self._calls = CallTimes()
         self._draft: Draft | None = None  # while it is compiled
-        self._scales: tuple[dict[str, str], Scales] = {}, Scales()  # where they are kept, and what they are
+        self._learned: tuple[dict[str, str], Learned] = {}, Learned()  # where it is kept, and what it is
+        self._rival: _Rival | None = None  # the plan before this one, until this one is timed
         self._footprint: Footprint | None = None
         self._captured: Problem | None = None
         self._clock: PhaseClock | None = None
@@ -111,12 +121,13 @@ class Region:
         if self._footprint is not None:
             formulas = self._footprint.formulas
             sizes = formulas.read(args)
-            if not self._fits(self._footprint, sizes):
-                self._plan_again(formulas, sizes, "its plan, or what is held beside it, is over the budget")
-            elif sizes != formulas.planned:
+            if sizes != formulas.planned:
                 self._clock = None  # it would take other sizes for a wrong forecast
             elif self._clock is not None and (measured := self._clock.times()) is not None:
                 self._learn(formulas, sizes, measured)
+            if not self._fits(self._footprint, sizes):
+                self._rival = None
+                self._plan_again(formulas, sizes, "its plan, or what is held beside it, is over the budget")
         assert self._compiled is not None
         return self._compiled(*args)
 
@@ -153,29 +164,62 @@ class Region:
     def _learn(self, formulas: SizeFormulas, sizes: Sizes, measured: PhaseTimes) -> None:
         """Compile once more, if the first steps took so much longer or shorter than forecast that another plan pays.
 
-        Where none does, only the forecast is corrected. The region stays as it is where no other plan fits: what runs
-        already is never stopped by this. The next process starts from what was learned.
+        Where none does, only the forecast is corrected. The new plan is timed in its turn, and if it is no faster, the
+        one before comes back. Whatever goes wrong, what runs already goes on. The next process starts from what was
+        learned.
         """
         self._clock, self._may_learn = None, False
         assert self.record is not None
+        if self._rival is not None:
+            self._settle(self._rival, measured)
+            return
         try:
             found = reconsider(self.record.captured, self.record.problem, self.record.plan, measured)
             if found is None:
                 return
-            key, earlier = self._scales
-            scales = found.scales.after(earlier)
-            cached(key, Scales, lambda: scales, renew=True)
+            key, earlier = self._learned
+            learned = Learned(planning=found.scales.after(earlier.planning))
+            cached(key, Learned, lambda: learned, renew=True)
             forward, backward = found.scales.forward, found.scales.backward
             why = f"the forward takes {forward:.2f}, the backward {backward:.2f} times its forecast"
             if found.pays:
+                self._rival = _Rival(state=self._state(), measured=measured, scales=found.scales)
                 self._plan_again(formulas, sizes, why)
             else:
                 log.info("region %d: %s; no other plan is faster", self.index, why)
-                problem, plan = correct(self.record.problem, self.record.plan, found.scales)
-                captured = found.scales.apply(self.record.captured)
-                self.record = dataclasses.replace(self.record, captured=captured, problem=problem, plan=plan)
-        except (BudgetError, StoreError) as refusal:
-            log.info("region %d stays as it was: %s", self.index, refusal)
+                self._correct(found.scales)
+        except Exception as error:  # a compiler's, too: its bug is no reason to stop what runs
+            self._rival = None
+            level = logging.INFO if isinstance(error, (BudgetError, StoreError)) else logging.WARNING
+            log.log(level, "region %d stays as it was: %s: %s", self.index, type(error).__name__, error)
+
+    def _settle(self, rival: "_Rival", measured: PhaseTimes) -> None:
+        """Let the faster of two plans stay: the one that runs, and is `measured` now, or the one before."""
+        self._rival = None
+        was, now = format_ns(rival.measured.total_ns), format_ns(measured.total_ns)
+        if measured.total_ns <= rival.measured.total_ns:
+            log.info("region %d takes %s with its new plan, %s with the one before.", self.index, now, was)
+            return
+        log.info("region %d takes %s with its new plan, %s with the one before, which is back.", self.index, now, was)
+        self._restore(rival.state)
+        key, earlier = self._learned
+        cached(key, Learned, lambda: dataclasses.replace(earlier, forecast=rival.scales), renew=True)
+        self._correct(rival.scales)
+
+    def _correct(self, scales: Scales) -> None:
+        """Forecast the plan that runs with its durations scaled."""
+        assert self.record is not None
+        problem, plan = correct(self.record.problem, self.record.plan, scales)
+        self.record = dataclasses.replace(
+            self.record, captured=scales.apply(self.record.captured), problem=problem, plan=plan
+        )
+
+    def _state(self) -> tuple[Any, ...]:
+        """Return all that a compilation sets; `_restore` puts it back."""
+        return self._compiled, self._learned, self._footprint, self.record, self._captured, self._clock
+
+    def _restore(self, state: tuple[Any, ...]) -> None:
+        self._compiled, self._learned, self._footprint, self.record, self._captured, self._clock = state
 
     def _fakes(self) -> list[Any]:
         """Return the inputs' fakes, with the sizes torch traced the region with."""
@@ -210,7 +254,7 @@ class Region:
         what they are given.
         """
         open_workspaces(self.device)
-        before = (self._scales, self._footprint, self.record, self._captured, self._clock)
+        before = self._state()
         unforeseen_bytes = 0
         try:
             for _ in range(_ATTEMPTS):
@@ -219,6 +263,7 @@ class Region:
                 compiled = self._lower_source(compat.copy_module(self._source), inputs)
                 over_bytes = self._weigh()
                 if over_bytes <= 0:
+                    self._drafts.keep_margin()
                     break
                 assert self.record is not None
                 assert self.record.code_peak_bytes is not None
@@ -234,7 +279,7 @@ class Region:
                     _ATTEMPTS,
                 )
         except BaseException:
-            self._scales, self._footprint, self.record, self._captured, self._clock = before
+            self._restore(before)
             raise
         finally:
             self._draft, self._code = None, []  # graphs are not kept alive
@@ -285,7 +330,7 @@ class Region:
         if untouched is not None and draft is not None:
             first, problem = draft, draft.problem
             for _ in range(_ATTEMPTS):
-                if not (names := choose_recomputed(problem)):
+                if not (names := self._drafts.choose_recomputed(problem)):
                     break
                 again = recomputed_nodes(first.study.capture, first.problem.recipes, names)
                 source = compat.copy_joint(untouched)
@@ -328,10 +373,11 @@ class Region:
         if isinstance(draft.plan, BudgetError):
             raise draft.plan
         known, problem, plan = draft.study, draft.problem, draft.plan
-        capture, self._draft, self._scales = known.capture, draft, (draft.scales_key, draft.scales)
+        capture, self._draft, self._learned = known.capture, draft, (draft.learned_key, draft.learned)
         verify_plan(problem, plan)
         planned = bool(plan.spills or plan.recomputed)
-        self._clock = PhaseClock(self.device) if planned and self._may_learn else None
+        may_learn = self._rival is not None or (self._may_learn and draft.learned.forecast == Scales())
+        self._clock = PhaseClock(self.device) if planned and may_learn else None
         if planned:
             avoid_fragmentation(self.device)
         if plan.spills:
@@ -339,6 +385,8 @@ class Region:
             in_registers = insert_transfers(capture, known.storages, plan, known.registers, engine=engine.id)
             verify_graphs(*at_hints(draft.formulas, problem, plan), capture, in_registers, known.in_place)
         self._keep(draft, plan, tuple(list_graph(graph, phase) for graph, phase in capture.phases))
+        if draft.learned.forecast != Scales():
+            self._correct(draft.learned.forecast)
 
     def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
         """Lower one graph with `compile_graph`; graphs of ours are pinned in order first, and checked afterwards."""

@@ -40,12 +40,12 @@ PLANNED: Mapping[str, Any] = MappingProxyType(
         "allow_buffer_reuse": False,  # the plan counts on the bytes of a dead buffer
         "triton.cudagraphs": False,  # copies are issued by the host, at each run anew
         "use_post_grad_passes": True,  # the order is pinned there
-        "force_disable_caches": True,  # a cached graph would skip the plan
     }
 )
 """The Inductor settings of every graph with a plan, whatever was asked for."""
 
 _OURS = ("custom_partitioner_fn", "post_grad_custom_post_pass")
+_UNLISTED = ("force_disable_caches",)  # a setting that torch's own list leaves out
 
 
 def inductor_settings(mode: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def inductor_settings(mode: str | None, given: Mapping[str, Any]) -> dict[str, A
     if mode is not None and mode not in modes:
         raise OptionError(f"mode={mode!r} is unknown;{nearest(mode, modes)} the modes are: {', '.join(modes)}.")
     for name, value in given.items():
-        if name not in known and name not in PLANNED:
+        if name not in known and name not in _UNLISTED:
             raise OptionError(
                 f"inductor setting {name} is unknown;{nearest(name, known)} torch._inductor.list_options() returns all."
             )
@@ -202,18 +202,18 @@ def compile_inductor(
 
     The backward is lowered before this returns, unless `lazy_backward`: then, as torch does it, when it first runs.
 
-    Graphs without a plan are compiled as plain Inductor would, its graph cache included. Graphs with one keep the
+    Inductor's graph cache is used as ever: the plan is in the graph, and so in its key. Graphs with a plan keep the
     planned order: pinned by `planned`, and without Inductor's own reordering for peak memory, which knows of no copies.
     Nor is a dead buffer kept until a later one of its size takes its place: the plan counts on its bytes meanwhile.
     """
-    caches_off = patches.get("force_disable_caches", config.force_disable_caches)
 
     def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], *, planned: CustomGraphPass | None) -> Any:
+            ours: dict[str, Any] = {"custom_partitioner_fn": None}  # it has no place in the key of the graph cache
             if planned is None:
-                with config.patch(custom_partitioner_fn=None, force_disable_caches=caches_off):
+                with config.patch(ours):
                     return compile_fx_inner(gm, inputs, **kwargs)
-            ours = {**PLANNED, "post_grad_custom_post_pass": planned}
+            ours |= {**PLANNED, "post_grad_custom_post_pass": planned}
             if GraphLowering.decide_layout_opt(gm, is_inference=bool(kwargs.get("is_inference"))):
                 ours["layout_optimization"] = _is_laid_out(gm.graph)
             compute_mutation_region_ids(gm.graph)  # torch's count knows of no release; no pattern may reach across one
@@ -223,9 +223,10 @@ def compile_inductor(
         phase = "inference" if kwargs.get("is_inference") else "backward" if kwargs.get("is_backward") else "forward"
         return lower(graph, example_inputs, compile_graph, phase=phase)
 
-    ours = {"custom_partitioner_fn": _Partitioner(partition), "force_disable_caches": True}
-    with functorch_config.patch(force_non_lazy_backward_lowering=not lazy_backward):
-        compiled: Any = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches={**patches, **ours})
+    settings = {**patches, "custom_partitioner_fn": _Partitioner(partition)}
+    # What AOTAutograd has cached would skip the plan.
+    with functorch_config.patch(force_non_lazy_backward_lowering=not lazy_backward, enable_autograd_cache=False):
+        compiled: Any = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=settings)
     return compiled  # type: ignore[no-any-return]
 
 

@@ -1,20 +1,22 @@
 """What one compilation of a region has to get by with, and what is planned for each way to split it."""
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tencache_fx import machine
-from tencache_fx.cache import kept
+from tencache_fx.cache import cached, kept
 from tencache_fx.capture import Capture
 from tencache_fx.errors import BudgetError
-from tencache_fx.feedback import Scales
+from tencache_fx.feedback import Learned
 from tencache_fx.memory import held_bytes, input_bytes, outside_bytes
 from tencache_fx.options import Options
 from tencache_fx.passes.lifetimes import StorageNodes
 from tencache_fx.passes.planner import floor_bytes, make_plan
+from tencache_fx.passes.policy_joint import choose_recomputed
 from tencache_fx.passes.products import runs_heavy
 from tencache_fx.passes.recipes import find_recipes
 from tencache_fx.passes.symbols import unbacked_symbols
@@ -22,6 +24,7 @@ from tencache_fx.plan import Budgets, Plan, Problem, Step, live_bytes
 from tencache_fx.runtime.registry import usage
 from tencache_fx.sizes import SizeFormulas, Sizes
 from tencache_fx.study import Study, study
+from tencache_fx.values import to_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,7 @@ class Draft:
     """A region split in one way, and the plan for it, or why there is none.
 
     `held_bytes` are those on the device when it was compiled, `input_bytes` the region's own among them. The problem's
-    durations are multiplied by `scales`, which earlier runs learned and left under `scales_key`.
+    durations are scaled as earlier runs have `learned`, which is kept under `learned_key`.
     """
 
     study: Study
@@ -38,8 +41,8 @@ class Draft:
     formulas: SizeFormulas | None
     held_bytes: int
     input_bytes: int
-    scales: Scales
-    scales_key: dict[str, str]
+    learned: Learned
+    learned_key: dict[str, str]
 
     @property
     def outside_bytes(self) -> int:
@@ -74,11 +77,26 @@ class Draft:
         return 0, self.plan.forecast.makespan_ns
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Margin:
+    """How much more a region's generated code held than its graphs show."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The storages to recompute, by name."""
+
+    names: tuple[str, ...]
+
+
 class Drafts:
     """Makes the drafts of one compilation.
 
     `inputs` are the region's, as torch traced them; `sizes` those at hand and those to plan for, if these differ.
-    `unforeseen_bytes` are kept free: code generated earlier held so much more than the graphs show.
+    `unforeseen_bytes` are kept free: code generated earlier held so much more than the graphs show. What an earlier
+    compilation of the same region had to keep free in the end is kept free from the start.
     """
 
     def __init__(
@@ -91,6 +109,7 @@ class Drafts:
     ) -> None:
         self._options, self._device, self._inputs, self._sizes = options, device, inputs, sizes
         self._unforeseen_bytes = unforeseen_bytes
+        self._margin_key: dict[str, str] = {}
         self._roofline = machine.roofline(device, calibrate=options.calibrate)
         self._links = machine.links(device, options.spill_dir, calibrate=options.calibrate)
         self._held_bytes = held_bytes(device)
@@ -106,10 +125,13 @@ class Drafts:
         known = study(capture, options, self._roofline)
         if beside is None:
             key = {**machine.device_key("scales", self._device), "region": known.fingerprint}
-            scales = (kept(key, Scales) if options.calibrate else None) or Scales()
+            learned = (kept(key, Learned) if options.calibrate else None) or Learned()
+            if options.device_budget is not None:
+                self._margin_key = {**key, "what": "margin", "budget": str(options.device_budget)}
+                self._unforeseen_bytes += (kept(self._margin_key, Margin) or Margin(nbytes=0)).nbytes
         else:
-            key, scales = beside.scales_key, beside.scales
-        known = dataclasses.replace(known, ops=scales.scale(known.ops, capture.boundary))
+            key, learned = beside.learned_key, beside.learned
+        known = dataclasses.replace(known, ops=learned.planning.scale(known.ops, capture.boundary))
         problem, formulas, entering_bytes = self._state_problem(known)
         if beside is None:
             recipes = find_recipes(capture, known.storages) if options.recompute == "auto" else ()
@@ -129,9 +151,26 @@ class Drafts:
             formulas=formulas,
             held_bytes=self._held_bytes,
             input_bytes=entering_bytes,
-            scales=scales,
-            scales_key=key,
+            learned=learned,
+            learned_key=key,
         )
+
+    def choose_recomputed(self, problem: Problem) -> tuple[str, ...]:
+        """Return what the `joint` policy recomputes. The search takes seconds; what it found for a problem is kept."""
+        budgets, most_bytes = problem.budgets, 2 * sum(storage.nbytes for storage in problem.storages)
+        capped = dataclasses.replace(  # how much memory and disk are free besides, changes from minute to minute
+            budgets,
+            host_bytes=min(budgets.host_bytes, most_bytes),
+            disk_bytes=min(budgets.disk_bytes, most_bytes),
+        )
+        digest = hashlib.sha256(to_json(dataclasses.replace(problem, budgets=capped)).encode()).hexdigest()
+        key = {"what": "choice", "problem": digest}
+        return cached(key, Choice, lambda: Choice(names=choose_recomputed(problem))).names
+
+    def keep_margin(self) -> None:
+        """Keep for the next compilation what this one had to keep free of what the graphs do not show."""
+        if self._unforeseen_bytes:
+            cached(self._margin_key, Margin, lambda: Margin(nbytes=self._unforeseen_bytes), renew=True)
 
     def _state_problem(self, known: Study) -> tuple[Problem, SizeFormulas | None, int]:
         """Return everything the planner may know: steps with their cost, storages, links, budgets.

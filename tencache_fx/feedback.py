@@ -26,6 +26,11 @@ class PhaseTimes:
     forward_ns: int
     backward_ns: int
 
+    @property
+    def total_ns(self) -> int:
+        """Both."""
+        return self.forward_ns + self.backward_ns
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
@@ -58,6 +63,17 @@ class Scales:
     def after(self, earlier: "Scales") -> "Scales":
         """Return the scales of both, one after the other."""
         return Scales(forward=self.forward * earlier.forward, backward=self.backward * earlier.backward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What is kept of a region between processes: the scales to plan with, and beyond these, those to forecast with.
+
+    The second differ from 1 where planning with them, too, has given a plan that turned out slower.
+    """
+
+    planning: Scales = Scales()
+    forecast: Scales = Scales()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

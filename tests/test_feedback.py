@@ -1,6 +1,7 @@
 """What is measured, and fed back, explains the measurement: on values, and in a region that is planned again."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import GIB, transformer
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import tencache_fx
 from tencache_fx.cache import cached
@@ -17,7 +19,8 @@ from tencache_fx.feedback import PhaseTimes, Scales, correct, fit_scales, foreca
 from tencache_fx.machine import Roofline, device_key
 from tencache_fx.passes.planner import make_plan
 from tencache_fx.passes.verify_plan import verify_plan
-from tencache_fx.plan import Links, Step
+from tencache_fx.phases import PhaseClock
+from tencache_fx.plan import Links, Plan, Step
 
 
 @settings(max_examples=15, deadline=None)
@@ -136,6 +139,75 @@ def test_a_region_is_planned_again_once_and_remembers() -> None:
     assert train(1) == (losses[:1], recomputed[-1:])
 
 
+def test_the_second_start_neither_searches_nor_compiles_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    links = Links(
+        d2h_bytes_per_s=10**7, h2d_bytes_per_s=10**7, d2h_duplex_bytes_per_s=10**7, h2d_duplex_bytes_per_s=10**7
+    )
+    cached(device_key("links", torch.device("cpu")), Links, lambda: links, renew=True)
+
+    def start() -> tuple[float, tuple[str, ...]]:
+        torch.compiler.reset()
+        counters.clear()
+        run = torch.compile(Loss(), backend="tencache", options={"device_budget": "5MB"})
+        loss = run(torch.ones(1024, 128))
+        loss.backward()
+        return loss.item(), tencache_fx.regions()[-1].plan.recomputed
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    first = start()
+    assert first[1]
+    assert counters["inductor"]["fxgraph_cache_miss"] >= 2
+    monkeypatch.setattr("tencache_fx.drafts.choose_recomputed", pytest.fail)
+    assert start() == first
+    assert (counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]) == (2, 0)
+
+
+@pytest.mark.usefixtures("slow_rates")
+@pytest.mark.parametrize("factor", [0.5, 2])
+def test_of_two_plans_the_one_that_was_faster_stays(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """The first takes what it takes; the one that seemed faster by what was learned of it half of that, or twice."""
+    slower = factor > 1
+    rounds = []
+
+    class Clock(PhaseClock):
+        def times(self) -> PhaseTimes | None:
+            if (found := super().times()) is not None:
+                rounds.append(found)
+                if len(rounds) == 2:
+                    forward_ns, backward_ns = rounds[0].forward_ns, rounds[0].backward_ns
+                    found = PhaseTimes(forward_ns=int(factor * forward_ns), backward_ns=int(factor * backward_ns))
+            return found
+
+    monkeypatch.setattr("tencache_fx.backend.PhaseClock", Clock)
+
+    def train(steps: int) -> tuple[list[float], list[Plan]]:
+        torch.compiler.reset()
+        run = torch.compile(tower(), backend="tencache", options={"compiler": "eager", "device_budget": "9MB"})
+        x = torch.randn(1024, 128, generator=torch.Generator().manual_seed(0))
+        losses, plans = [], []
+        for _ in range(steps):
+            loss = run(x).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            plans.append(tencache_fx.regions()[-1].plan)
+        return losses, plans
+
+    losses, plans = train(24)
+    assert len(rounds) == 2
+    assert len(set(losses)) == 1
+    recomputed = [plan.recomputed for plan in plans]
+    assert not recomputed[0]
+    assert recomputed[12]
+    assert recomputed[-1] == (recomputed[0] if slower else recomputed[12])
+    again = train(14)[1]
+    assert len(rounds) == (2 if slower else 3)
+    assert again[0].recomputed == recomputed[-1]
+    if slower:
+        assert len({plan.recomputed for plan in again}) == 1
+        assert plans[-1].spills == plans[0].spills
+        assert again[0].forecast.makespan_ns == plans[-1].forecast.makespan_ns < plans[0].forecast.makespan_ns
+
+
 class Loss(nn.Module):
     """A tower with its loss, so that all that is held is the region's."""
 
@@ -224,17 +296,28 @@ def test_inference_is_timed_too() -> None:
     assert tencache_fx.regions()[-1].plan.spills
 
 
+@pytest.mark.parametrize(
+    ("where", "error", "level"),
+    [
+        ("reconsider", BudgetError("there is no other plan."), "INFO"),
+        ("verify_graphs", RuntimeError("a bug."), "WARNING"),
+    ],
+)
 @pytest.mark.usefixtures("slow_rates")
-def test_where_no_other_plan_is_found_all_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_stops_planning_anew_all_stays_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str, error: Exception, level: str
+) -> None:
     def refuse(*_: object) -> None:
-        nonlocal refused
-        refused += 1
-        raise BudgetError("there is no other plan.")
+        raise error
 
-    refused = 0
-    monkeypatch.setattr("tencache_fx.backend.reconsider", refuse)
     run = torch.compile(Loss(), backend="tencache", options={"compiler": "eager", "device_budget": "9MB"})
     x = torch.randn(1024, 128)
-    for _ in range(14):
-        run(x).backward()
-    assert refused == 1
+    run(x).backward()
+    monkeypatch.setattr(f"tencache_fx.backend.{where}", refuse)
+    before = tencache_fx.regions()[-1].plan
+    with caplog.at_level("INFO", "tencache_fx"):
+        for _ in range(13):
+            run(x).backward()
+    told = [(record.levelname, record.getMessage()) for record in caplog.records if "stays" in record.getMessage()]
+    assert [(each, str(error) in text) for each, text in told] == [(level, True)]
+    assert tencache_fx.regions()[-1].plan == before

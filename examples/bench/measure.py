@@ -22,8 +22,8 @@ from ways import Forward, Setting, Way, open_way, parse_ways
 
 import tencache_fx
 
-WARM_UP = 11
-"""Steps of ours before those that count: it may plan again, for what is held between steps, for how long they take."""
+WARM_UP = 22
+"""Steps of ours before those that count: it may plan again, for what is held between steps, for how long they take, and go back."""
 FAILURES = (RuntimeError, TypeError, ValueError, AssertionError, tencache_fx.TencacheError)
 """What a compiler or a step raises; torch's own errors and running out of memory are RuntimeErrors."""
 
