@@ -22,10 +22,12 @@ _HOMES = {
 _HOMES |= dict.fromkeys(
     ("TencacheError", "OptionError", "BudgetError", "StoreError", "UsageError", "InvariantError"), "tencache_fx.errors"
 )
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", "optim", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return importlib.import_module("tencache_fx.optim")
     if name not in _HOMES:
         raise AttributeError(f"module 'tencache_fx' has no attribute {name!r}; it has {', '.join(sorted(__all__))}.")
     return getattr(importlib.import_module(_HOMES[name]), name)

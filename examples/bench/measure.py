@@ -23,7 +23,7 @@ from ways import Forward, Setting, Way, open_way, parse_ways
 import tencache_fx
 
 WARM_UP = 22
-"""Steps of ours before those that count: it may plan again, for what is held between steps, for how long they take, and go back."""
+"""Steps of ours before those that count: it may plan again, for what is held between steps or what they take, twice."""
 FAILURES = (RuntimeError, TypeError, ValueError, AssertionError, tencache_fx.TencacheError)
 """What a compiler or a step raises; torch's own errors and running out of memory are RuntimeErrors."""
 

@@ -6,6 +6,7 @@ which can fall behind, cannot starve trips to host memory, whose number the plan
 
     Use.TRIP      holds a value while it is away in host memory
     Use.STAGING   holds a value only on its way to or from disk; whoever asks may have to wait for one
+    Use.ROUND     holds a piece of what an optimizer works on, during its step
 
 A buffer that is given back while copies still touch it carries their events; whoever takes it next must wait for them.
 
@@ -43,6 +44,7 @@ class Use(StrEnum):
 
     TRIP = "host trips"
     STAGING = "staging"
+    ROUND = "optimizer steps"
 
 
 @dataclass(slots=True, eq=False)

@@ -82,11 +82,10 @@ def open_engine(
     An open one takes over the new host budget, a larger spill budget, and a store if it had none. Raises `OptionError`
     for other differences: the values that are away now depend on them.
     """
-    device = resolve_device(device)
-    found = [engine for engine in engines() if engine.device == device]
-    if not found:
+    engine = find_engine(device)
+    if engine is None:
         engine = Engine(
-            device,
+            resolve_device(device),
             host_budget_bytes=host_budget_bytes,
             spill_dirs=spill_dirs,
             spill_budget_bytes=spill_budget_bytes,
@@ -94,7 +93,6 @@ def open_engine(
         )
         install_engine(engine)
         return engine
-    engine = found[0]
     engine.pool.resize_budget(host_budget_bytes)
     if not spill_dirs:
         return engine
@@ -109,6 +107,12 @@ def open_engine(
     return engine
 
 
+def find_engine(device: torch.device) -> Engine | None:
+    """Return the open engine of `device`, if there is one."""
+    device = resolve_device(device)
+    return next((engine for engine in engines() if engine.device == device), None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """What a device's runtime has taken from the system, and how much of that is lent to values that are away."""
@@ -121,17 +125,16 @@ class Usage:
 
 def usage(device: torch.device) -> Usage:
     """Return what the open engine of `device` uses; nothing if there is none."""
-    device = resolve_device(device)
-    for engine in engines():
-        if engine.device == device:
-            pool, store = engine.pool, engine.store
-            return Usage(
-                host_bytes=pool.allocated_bytes,
-                host_lent_bytes=pool.lent_bytes,
-                disk_bytes=0 if store is None else store.file_bytes,
-                disk_lent_bytes=0 if store is None else store.lent_bytes,
-            )
-    return Usage()
+    engine = find_engine(device)
+    if engine is None:
+        return Usage()
+    pool, store = engine.pool, engine.store
+    return Usage(
+        host_bytes=pool.allocated_bytes,
+        host_lent_bytes=pool.lent_bytes,
+        disk_bytes=0 if store is None else store.file_bytes,
+        disk_lent_bytes=0 if store is None else store.lent_bytes,
+    )
 
 
 def engine_by_id(index: int) -> Engine:
