@@ -139,7 +139,7 @@ class AdamW(torch.optim.Optimizer):
             state = self._ready(parameter)
             assert parameter.grad is not None
             gradient = _flat(_dense_like(parameter, parameter.grad.to(parameter.dtype)))
-            weight = _flat(parameter.detach())
+            weight = _flat(parameter.data)  # whose version is its own: pieces arrive whenever they do
             homes = tuple(_flat(state[name]) for name in _STATE)
             numbers = _numbers(group, int(state["step"]) + 1)
             most = PIECE_BYTES // weight.element_size()

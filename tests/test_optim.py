@@ -198,6 +198,17 @@ def test_weights_changed_from_outside_are_taken_as_they_are() -> None:
     assert optimizer.state[parameter]["master"].tolist() == [5.0, *kept[1:].tolist()]
 
 
+def test_weights_that_nobody_changed_are_not_read_again() -> None:
+    parameter = nn.Parameter(torch.ones(4).bfloat16())
+    optimizer = AdamW([parameter], lr=1e-4, weight_decay=0.0)
+    for master in (None, 3.0):
+        if master is not None:
+            optimizer.state[parameter]["master"].fill_(master)
+        parameter.grad = torch.ones(4).bfloat16()
+        optimizer.step()
+    assert parameter.tolist() == [3.0] * 4
+
+
 def test_a_closure_a_scaler_and_a_skipped_step_are_torchs() -> None:
     parameter = nn.Parameter(torch.ones(4))
     optimizer = AdamW([parameter], lr=0.1)

@@ -61,11 +61,11 @@ def test_weights_are_those_of_the_cpu(dtype: torch.dtype) -> None:
 
 def test_the_device_holds_weights_and_gradients_only() -> None:
     before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    parameter = nn.Parameter(torch.randn(32 << 20, device="cuda").bfloat16())
+    parameter = nn.Parameter(torch.zeros(32 << 20, device="cuda", dtype=torch.bfloat16))
     optimizer = AdamW([parameter])
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
+        optimizer.zero_grad()
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     torch.cuda.synchronize()
