@@ -9,7 +9,6 @@ Region.lower      one graph -> Inductor (or eager), its order pinned and checked
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,10 +17,10 @@ from torch import fx
 from tencache_fx import compat
 from tencache_fx.cache import cached
 from tencache_fx.capture import Capture, main_device
-from tencache_fx.drafts import Draft, Drafts
+from tencache_fx.drafts import ATTEMPTS, Draft, Drafts, Halves
 from tencache_fx.dump import Listing, RegionRecord, write_measured, write_region
-from tencache_fx.errors import BudgetError, StoreError
-from tencache_fx.feedback import Learned, PhaseTimes, Scales, correct, reconsider
+from tencache_fx.errors import BudgetError, StoreError, TencacheError
+from tencache_fx.feedback import Learned, PhaseTimes, Rival, Scales, correct, reconsider
 from tencache_fx.memory import (
     avoid_fragmentation,
     held_bytes,
@@ -33,12 +32,10 @@ from tencache_fx.options import Options
 from tencache_fx.passes.code_interface import Interface, read_interface
 from tencache_fx.passes.listing import list_graph
 from tencache_fx.passes.order import PinOrder
-from tencache_fx.passes.recipes import recomputed_nodes
 from tencache_fx.passes.transfers import insert_transfers
 from tencache_fx.passes.verify_code import planned_calls, verify_code
 from tencache_fx.passes.verify_graph import verify_graphs
 from tencache_fx.passes.verify_plan import verify_plan
-from tencache_fx.passes.weigh_code import UnreadableCodeError, code_peak_bytes
 from tencache_fx.phases import CallTimes, PhaseClock
 from tencache_fx.plan import Plan, Problem
 from tencache_fx.register import REGIONS
@@ -52,8 +49,6 @@ log = logging.getLogger("tencache_fx")
 
 Compiled = Callable[..., Any]
 Phase = Literal["forward", "backward", "inference"]
-
-_ATTEMPTS = 3  # how often the `joint` policy is asked, and code generated, before the best there was is taken
 
 
 def tencache(
@@ -79,15 +74,6 @@ def tencache(
     return region
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rival:
-    """A region as it was under its plan before, how long that took, and the scales that explain it."""
-
-    state: tuple[Any, ...]
-    measured: PhaseTimes
-    scales: Scales
-
-
 class Region:
     """One captured region: what it was compiled from, its plan, and the compiled function (it is callable)."""
 
@@ -104,7 +90,7 @@ class Region:
         self._calls = CallTimes()
         self._draft: Draft | None = None  # while it is compiled
         self._learned: tuple[dict[str, str], Learned] = {}, Learned()  # where it is kept, and what it is
-        self._rival: _Rival | None = None  # the plan before this one, until this one is timed
+        self._rival: Rival | None = None  # the plan before this one, until this one is timed
         self._footprint: Footprint | None = None
         self._captured: Problem | None = None
         self._clock: PhaseClock | None = None
@@ -180,28 +166,31 @@ class Region:
             key, earlier = self._learned
             learned = Learned(planning=found.scales.after(earlier.planning))
             cached(key, Learned, lambda: learned, renew=True)
-            forward, backward = found.scales.forward, found.scales.backward
-            why = f"the forward takes {forward:.2f}, the backward {backward:.2f} times its forecast"
+            why = f"it takes {found.scales.forward:.2f} (forward) and {found.scales.backward:.2f} times its forecast"
             if found.pays:
-                self._rival = _Rival(state=self._state(), measured=measured, scales=found.scales)
+                self._rival = Rival(state=self._state(), measured=measured, scales=found.scales)
                 self._plan_again(formulas, sizes, why)
             else:
                 log.info("region %d: %s; no other plan is faster", self.index, why)
                 self._correct(found.scales)
-        except Exception as error:  # a compiler's, too: its bug is no reason to stop what runs
-            self._rival = None
+        except (TencacheError, *compat.COMPILER_ERRORS) as error:  # a bug there is no reason to stop what runs
             level = logging.INFO if isinstance(error, (BudgetError, StoreError)) else logging.WARNING
             log.log(level, "region %d stays as it was: %s: %s", self.index, type(error).__name__, error)
+            if self._rival is not None:
+                self._go_back(self._rival)
 
-    def _settle(self, rival: "_Rival", measured: PhaseTimes) -> None:
+    def _settle(self, rival: Rival, measured: PhaseTimes) -> None:
         """Let the faster of two plans stay: the one that runs, and is `measured` now, or the one before."""
         self._rival = None
-        was, now = format_ns(rival.measured.total_ns), format_ns(measured.total_ns)
-        if measured.total_ns <= rival.measured.total_ns:
-            log.info("region %d takes %s with its new plan, %s with the one before.", self.index, now, was)
-            return
-        log.info("region %d takes %s with its new plan, %s with the one before, which is back.", self.index, now, was)
-        self._restore(rival.state)
+        was_ns, now_ns = rival.measured.total_ns, measured.total_ns
+        log.info("region %d took %s, and takes %s with its new plan.", self.index, format_ns(was_ns), format_ns(now_ns))
+        if now_ns > was_ns:
+            self._go_back(rival)
+
+    def _go_back(self, rival: Rival) -> None:
+        """Run the plan before again; also in the next process, with the right forecast."""
+        self._rival = None
+        self._compiled, self._learned, self._footprint, self.record, self._captured, self._clock = rival.state
         key, earlier = self._learned
         cached(key, Learned, lambda: dataclasses.replace(earlier, forecast=rival.scales), renew=True)
         self._correct(rival.scales)
@@ -209,17 +198,12 @@ class Region:
     def _correct(self, scales: Scales) -> None:
         """Forecast the plan that runs with its durations scaled."""
         assert self.record is not None
-        problem, plan = correct(self.record.problem, self.record.plan, scales)
-        self.record = dataclasses.replace(
-            self.record, captured=scales.apply(self.record.captured), problem=problem, plan=plan
-        )
+        parts = correct(self.record.captured, self.record.problem, self.record.plan, scales)
+        self.record = dataclasses.replace(self.record, **parts)
 
     def _state(self) -> tuple[Any, ...]:
-        """Return all that a compilation sets; `_restore` puts it back."""
+        """Return all that a compilation sets."""
         return self._compiled, self._learned, self._footprint, self.record, self._captured, self._clock
-
-    def _restore(self, state: tuple[Any, ...]) -> None:
-        self._compiled, self._learned, self._footprint, self.record, self._captured, self._clock = state
 
     def _fakes(self) -> list[Any]:
         """Return the inputs' fakes, with the sizes torch traced the region with."""
@@ -257,7 +241,7 @@ class Region:
         before = self._state()
         unforeseen_bytes = 0
         try:
-            for _ in range(_ATTEMPTS):
+            for _ in range(ATTEMPTS):
                 self._drafts = Drafts(self.options, self.device, self._fakes(), sizes, unforeseen_bytes)
                 self._code = []
                 compiled = self._lower_source(compat.copy_module(self._source), inputs)
@@ -271,15 +255,12 @@ class Region:
                 log.info("region %d: its code would hold %d bytes too many; planning again", self.index, over_bytes)
             else:
                 log.warning(
-                    "region %d runs, but its generated code holds %d bytes more than the device budget of %d bytes, "
-                    "after %d plans; set device_budget to more, or shrink the batch.",
-                    self.index,
-                    over_bytes,
-                    self.options.device_budget,
-                    _ATTEMPTS,
+                    f"region {self.index} runs, but its generated code holds {over_bytes} bytes more than the device "
+                    f"budget of {self.options.device_budget} bytes, after {ATTEMPTS} plans; set device_budget to more, "
+                    "or shrink the batch."
                 )
         except BaseException:
-            self._restore(before)
+            self._compiled, self._learned, self._footprint, self.record, self._captured, self._clock = before
             raise
         finally:
             self._draft, self._code = None, []  # graphs are not kept alive
@@ -292,17 +273,12 @@ class Region:
 
     def _weigh(self) -> int:
         """Return by how much the generated code goes over the device budget; 0 where there is none of either."""
-        budget = self.options.device_budget
         code = [(interface, source) for interface, source in self._code if source is not None]
-        if not code or budget is None or self.record is None or self._draft is None:
+        if not code or (budget := self.options.device_budget) is None or self.record is None or self._draft is None:
             return 0
-        try:
-            held = self._draft.outside_bytes + code_peak_bytes(code, self._draft.study.capture.num_outputs)
-        except UnreadableCodeError as error:
-            log.warning("region %d: what its generated code holds is only a forecast: %s.", self.index, error)
-            return 0
+        held = self._draft.weigh(code)
         self.record = dataclasses.replace(self.record, code_peak_bytes=held)
-        return held - budget
+        return 0 if held is None else held - budget
 
     def _lower_source(self, source: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         if self.options.compiler == "eager":
@@ -316,31 +292,23 @@ class Region:
             lazy_backward=self.options.device_budget is None,
         )
 
-    def partition(
-        self, joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def partition(self, joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Halves:
         """Split the joint graph as AOTAutograd would, then write this region's plan into the halves.
 
         Where the `joint` policy finds it worth recomputing more, a copy of the joint graph is split once more that way.
-        What does not fit then (torch may save other values than the policy took it to) is asked for in less memory.
         """
         untouched = compat.copy_joint(joint) if self.options.may_recompute else None
         halves, draft = self._split(joint, joint_inputs, frozenset(), kwargs)
         self._captured = None if draft is None else draft.problem
         if untouched is not None and draft is not None:
-            first, problem = draft, draft.problem
-            for _ in range(_ATTEMPTS):
-                if not (names := self._drafts.choose_recomputed(problem)):
-                    break
-                again = recomputed_nodes(first.study.capture, first.problem.recipes, names)
-                source = compat.copy_joint(untouched)
-                more_halves, more = self._split(source, joint_inputs, again, kwargs, beside=first, recomputed=names)
-                assert more is not None
-                if more.rank() < draft.rank():
-                    halves, draft = more_halves, more
-                if more.missing_bytes == 0:
-                    break
-                problem = problem.with_less(more.missing_bytes)
+            source, first = untouched, draft
+
+            def again(nodes: frozenset[str], names: tuple[str, ...]) -> tuple[Halves, Draft | None]:
+                copied = compat.copy_joint(source)
+                return self._split(copied, joint_inputs, nodes, kwargs, beside=first, recomputed=names)
+
+            better, draft = self._drafts.recompute_more(first, again)
+            halves = better or halves
         if draft is not None:
             self._carry_out(draft)
         for half in halves:
@@ -354,7 +322,7 @@ class Region:
         again: frozenset[str],
         kwargs: Mapping[str, Any],
         **more: Any,
-    ) -> tuple[tuple[fx.GraphModule, fx.GraphModule], Draft | None]:
+    ) -> tuple[Halves, Draft | None]:
         """Return forward and backward, the nodes `again` recomputed, and the plan for them."""
         forward, backward = compat.split_joint(
             joint, joint_inputs, recompute=self.options.recompute, again=again, **kwargs

@@ -44,6 +44,9 @@ PLANNED: Mapping[str, Any] = MappingProxyType(
 )
 """The Inductor settings of every graph with a plan, whatever was asked for."""
 
+COMPILER_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, OSError)
+"""What compilers were seen to raise where they fail; torch's own errors are RuntimeErrors."""
+
 _OURS = ("custom_partitioner_fn", "post_grad_custom_post_pass")
 _UNLISTED = ("force_disable_caches",)  # a setting that torch's own list leaves out
 

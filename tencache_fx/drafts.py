@@ -2,10 +2,12 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from tencache_fx import machine
 from tencache_fx.cache import cached, kept
@@ -14,17 +16,26 @@ from tencache_fx.errors import BudgetError
 from tencache_fx.feedback import Learned
 from tencache_fx.memory import held_bytes, input_bytes, outside_bytes
 from tencache_fx.options import Options
+from tencache_fx.passes.code_interface import Interface
 from tencache_fx.passes.lifetimes import StorageNodes
 from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.passes.policy_joint import choose_recomputed
 from tencache_fx.passes.products import runs_heavy
-from tencache_fx.passes.recipes import find_recipes
+from tencache_fx.passes.recipes import find_recipes, recomputed_nodes
 from tencache_fx.passes.symbols import unbacked_symbols
+from tencache_fx.passes.weigh_code import UnreadableCodeError, code_peak_bytes
 from tencache_fx.plan import Budgets, Plan, Problem, Step, live_bytes
 from tencache_fx.runtime.registry import usage
 from tencache_fx.sizes import SizeFormulas, Sizes
 from tencache_fx.study import Study, study
 from tencache_fx.values import to_json
+
+log = logging.getLogger("tencache_fx")
+
+ATTEMPTS = 3  # how often the `joint` policy is asked, and code generated, before the best there was is taken
+
+Halves = tuple[fx.GraphModule, fx.GraphModule]
+"""A region's forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +68,14 @@ class Draft:
         seen = self.study.scratch
         return {name: seen[name] * planned // now for name, (now, planned) in grown.items() if name in seen}
 
+    def weigh(self, code: Sequence[tuple[Interface, str]]) -> int | None:
+        """Return the most bytes on the device while the generated `code` runs; None, with a warning, if unreadable."""
+        try:
+            return self.outside_bytes + code_peak_bytes(code, self.study.capture.num_outputs)
+        except UnreadableCodeError as error:
+            log.warning("what generated code holds is only a forecast: %s.", error)
+            return None
+
     @property
     def missing_bytes(self) -> int:
         """How much less device memory would have to be needed for there to be a plan; 0 where there is one.
@@ -75,6 +94,10 @@ class Draft:
         if isinstance(self.plan, BudgetError):
             return 1, floor_bytes(self.problem)
         return 0, self.plan.forecast.makespan_ns
+
+
+SplitAgain = Callable[[frozenset[str], tuple[str, ...]], tuple[Halves, Draft | None]]
+"""Splits a region with these nodes recomputed, which are the storages of these names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +150,8 @@ class Drafts:
             key = {**machine.device_key("scales", self._device), "region": known.fingerprint}
             learned = (kept(key, Learned) if options.calibrate else None) or Learned()
             if options.device_budget is not None:
-                self._margin_key = {**key, "what": "margin", "budget": str(options.device_budget)}
+                planned = str(self._sizes and self._sizes[1])
+                self._margin_key = {**key, "what": "margin", "budget": str(options.device_budget), "sizes": planned}
                 self._unforeseen_bytes += (kept(self._margin_key, Margin) or Margin(nbytes=0)).nbytes
         else:
             key, learned = beside.learned_key, beside.learned
@@ -166,6 +190,24 @@ class Drafts:
         digest = hashlib.sha256(to_json(dataclasses.replace(problem, budgets=capped)).encode()).hexdigest()
         key = {"what": "choice", "problem": digest}
         return cached(key, Choice, lambda: Choice(names=choose_recomputed(problem))).names
+
+    def recompute_more(self, first: Draft, split: SplitAgain) -> tuple[Halves | None, Draft]:
+        """Return the best of `first` and of drafts that recompute more, with the halves of one of those.
+
+        What does not fit then (torch may save other values than the policy took it to) is asked for in less memory.
+        """
+        halves, best, problem = None, first, first.problem
+        for _ in range(ATTEMPTS):
+            if not (names := self.choose_recomputed(problem)):
+                break
+            more_halves, more = split(recomputed_nodes(first.study.capture, first.problem.recipes, names), names)
+            assert more is not None
+            if more.rank() < best.rank():
+                halves, best = more_halves, more
+            if more.missing_bytes == 0:
+                break
+            problem = problem.with_less(more.missing_bytes)
+        return halves, best
 
     def keep_margin(self) -> None:
         """Keep for the next compilation what this one had to keep free of what the graphs do not show."""

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tencache_fx.passes.planner import build_plan
 from tencache_fx.passes.region import plan_region
@@ -84,6 +85,15 @@ class Lesson:
     pays: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """A region's state under its plan before, how long that took, and the scales that explain it."""
+
+    state: tuple[Any, ...]
+    measured: PhaseTimes
+    scales: Scales
+
+
 def reconsider(captured: Problem, problem: Problem, plan: Plan, measured: PhaseTimes) -> Lesson | None:
     """Return what is learned from `measured`, or None if the forecast was good: off by a fiftieth or less.
 
@@ -101,10 +111,11 @@ def reconsider(captured: Problem, problem: Problem, plan: Plan, measured: PhaseT
     return Lesson(scales=scales, pays=better.forecast.makespan_ns * 30 < staying_ns * 29)
 
 
-def correct(problem: Problem, plan: Plan, scales: Scales) -> tuple[Problem, Plan]:
-    """Return both with durations scaled: the same trips, forecast anew."""
+def correct(captured: Problem, problem: Problem, plan: Plan, scales: Scales) -> dict[str, Any]:
+    """Return all three, by these names, with durations scaled: the same trips, forecast anew."""
     scaled = scales.apply(problem)
-    return scaled, dataclasses.replace(build_plan(scaled, plan.policy, plan.spills), recomputed=plan.recomputed)
+    again = dataclasses.replace(build_plan(scaled, plan.policy, plan.spills), recomputed=plan.recomputed)
+    return {"captured": scales.apply(captured), "problem": scaled, "plan": again}
 
 
 def forecast_phases(problem: Problem, spills: Sequence[Spill], staging: Sequence[PoolClass]) -> PhaseTimes:

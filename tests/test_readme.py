@@ -33,12 +33,12 @@ def table_rows(text: str) -> list[list[str]]:
 
 
 def test_the_readme_has_the_programs_and_the_place_of_the_measurements():
-    assert len(PROGRAMS) == 3
+    assert len(PROGRAMS) == 4
     assert "\n<!-- bench:h200 -->\n" in README
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize(("number", "spills"), [(0, True), (1, False), (2, True)])
+@pytest.mark.parametrize(("number", "spills"), [(0, True), (1, False), (2, False), (3, True)])
 def test_programs_run(number, spills, tmp_path):
     program = PROGRAMS[number] + (
         "\nimport tencache_fx\n"

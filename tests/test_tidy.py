@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # These bring passes and runtime together.
-TOP = {"backend", "drafts", "study", "feedback", "phases", "cli", "doctor", "session", "sizes"}
+TOP = {"backend", "drafts", "study", "feedback", "phases", "cli", "doctor", "session", "sizes", "optim"}
 TORCH_FREE = (
     "plan",
     "errors",
