@@ -109,7 +109,7 @@ class _Search:
         return better
 
     def climb(self) -> None:
-        """Find how far down which line to go: at evenly spaced rungs first, then closer and closer around the best."""
+        """Find how far down which line to go: at evenly spaced rungs first, then around the best."""
         rungs: dict[frozenset[str], tuple[Sequence[str], int, int]] = {}
         for line, places in self._lines():
             stride = max(1, len(line) // places)
@@ -121,8 +121,11 @@ class _Search:
                 break
             self.consider(names)
         self.consider(frozenset())  # never slower than `teraio`
-        line, best, stride = rungs[self.best]
-        while stride > 1 and self.left > enough // 2:
+        self.close_in(*rungs[self.best], least_left=enough // 2)
+
+    def close_in(self, line: Sequence[str], best: int, stride: int, least_left: int) -> None:
+        """Look at the rungs of `line` around the best one, closer and closer."""
+        while stride > 1 and self.left > least_left:
             stride = (stride + 1) // 2
             for rung in (max(0, best - stride), min(len(line), best + stride)):
                 if self.consider(frozenset(line[:rung])):

@@ -13,8 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from problems import transformer
+from programs import transformer_recipes
 
 from tencache_fx.options import read_size
+from tencache_fx.passes.region import plan_region
+from tencache_fx.plan import live_bytes
+from tencache_fx.values import to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ("--layers", "2", "--hidden", "64", "--batch", "4", "--seq", "128", "--device", "cpu")
@@ -126,6 +131,20 @@ def request_of(bench, way: str, budget_bytes: int | None = None):
         pair=False,
         dump_dir=None,
     )
+
+
+def test_ablate_plans_as_we_do_and_says_what_recomputation_is_worth(bench, tmp_path, monkeypatch, capsys):
+    problem = transformer_recipes(transformer(layers=2))
+    path = tmp_path / "problem.json"
+    path.write_text(to_json(problem))
+    monkeypatch.setattr(sys, "argv", ["ablate.py", str(path), "--divisors", "1.5"])
+    bench("ablate").main()
+    lines = capsys.readouterr().out.splitlines()
+    whole, less = (next(line for line in lines if line.startswith(part)) for part in ("nothing", "recomputation"))
+    tight = problem.within(device_bytes=int(live_bytes(problem).max() / 1.5))
+    plan = plan_region(tight, "joint")[1]
+    assert f"{plan.forecast.makespan_ns / plan.forecast.ideal_ns:.4f}" == whole.split()[3]
+    assert less.split()[1] > whole.split()[3]
 
 
 @pytest.mark.timeout(LIMIT_S + 20)

@@ -1,0 +1,147 @@
+"""What each part of the `joint` policy is worth: regions planned with all of it, and without one part at a time.
+
+    python examples/bench/ablate.py DUMP/region-000/record.json           # of a run with the option dump_dir=DUMP
+    python examples/bench/ablate.py */record.json --divisors 1.3 2 3      # budgets: the unlimited peak / 1.3, / 2, / 3
+
+Prints a table for each region (a record's, or a `Problem`'s JSON): the forecast time of a step over the time without
+limits, "none" where no plan was found, and in brackets the seconds of one core that planning took. Behind them all one
+table of what is lost by taking a part away, as a share of the unlimited time; where that is 0, plans are as good
+without it. What a search saves by missing one part it may spend on the others. Nothing runs on a device.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+
+from tencache_fx.bounds import joint_lower_bound_ns
+from tencache_fx.dump import read_problem
+from tencache_fx.passes.planner import POLICIES, Policy, _ask, _over_tiers, _settle_tiers, floor_bytes
+from tencache_fx.passes.policy_10cache import choose_10cache
+from tencache_fx.passes.policy_joint import _Search
+from tencache_fx.passes.policy_teraio import choose_teraio
+from tencache_fx.plan import Problem, live_bytes
+from tencache_fx.recompute import recompute
+
+
+class _NoSegments(_Search):
+    def _lines(self) -> Iterator[tuple[Sequence[str], int]]:
+        yield next(super()._lines())
+
+
+class _NoRefinement(_Search):
+    def close_in(self, line: Sequence[str], best: int, stride: int, least_left: int) -> None:
+        pass
+
+
+class _NoStretches(_Search):
+    def _stretches(self, width: int) -> Iterator[frozenset[str]]:
+        yield from ()
+
+
+class _NoExchanges(_Search):
+    def _exchanges(self) -> Iterator[frozenset[str]]:
+        yield from ()
+
+
+class _NoTurningOver(_Search):
+    def turn_over(self) -> None:
+        pass
+
+
+class _LargestFirst(_Search):
+    def __init__(self, problem: Problem, limit: int) -> None:
+        super().__init__(problem, limit)
+        storages = {storage.name: storage for storage in problem.storages}
+        self.line.sort(key=lambda name: (-storages[name].nbytes, -storages[name].birth, name))
+
+
+WHOLE = "nothing taken away"
+_WAYS = POLICIES["joint"]
+PARTS: Mapping[str, tuple[type[_Search] | None, Sequence[Policy]]] = {
+    WHOLE: (_Search, _WAYS),
+    "headrooms": (_Search, (choose_teraio, choose_10cache)),
+    "10cache": (_Search, [way for way in _WAYS if way is not choose_10cache]),
+    "headrooms and 10cache": (_Search, (choose_teraio,)),
+    "recomputation": (None, _WAYS),
+    "segments": (_NoSegments, _WAYS),
+    "refinement": (_NoRefinement, _WAYS),
+    "turning over": (_NoTurningOver, _WAYS),
+    "of that, stretches": (_NoStretches, _WAYS),
+    "of that, exchanges": (_NoExchanges, _WAYS),
+    "price (largest first)": (_LargestFirst, _WAYS),
+}
+"""By what is taken away: how to choose what to recompute, and the ways to plan the trips then."""
+
+
+def choose(kind: type[_Search] | None, problem: Problem) -> tuple[frozenset[str], float]:
+    """Return what `choose_recomputed` would with this kind of search, and the seconds that took; None finds nothing."""
+    start, limit = time.process_time(), problem.budgets.device_bytes or 0
+    if kind is None or live_bytes(problem).max() <= limit:
+        return frozenset(), 0.0
+    search = kind(problem, limit)
+    search.climb()
+    if search.may_gain():
+        search.turn_over()
+    return search.best, time.process_time() - start
+
+
+def makespan_ns(problem: Problem, ways: Sequence[Policy]) -> int | None:
+    """Return the time of the fastest plan, as `make_plan` finds it with these ways; None if none fits."""
+    if floor_bytes(problem) > (problem.budgets.device_bytes or 0):
+        return None
+    plans = [_settle_tiers(problem, _ask(problem, "joint", way)) for way in ways]
+    return min((plan.forecast.makespan_ns for plan in plans if not _over_tiers(problem, plan)), default=None)
+
+
+def plan_without_each(problem: Problem) -> dict[str, tuple[int | None, float]]:
+    """Return the time of the plan, as `plan_region` makes it, by what is taken away, and the seconds planning took."""
+    chosen = {kind: choose(kind, problem) for kind, _ in PARTS.values()}
+    planned: dict[str, tuple[int | None, float]] = {}
+    for part, (kind, ways) in PARTS.items():
+        names, seconds = chosen[kind]
+        start = time.process_time()
+        drafts = [problem, recompute(problem, names)] if names else [problem]
+        times = [found for draft in drafts if (found := makespan_ns(draft, ways)) is not None]
+        planned[part] = min(times, default=None), seconds + time.process_time() - start
+    return planned
+
+
+def main() -> None:
+    """Plan and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", type=Path, nargs="+", help="record.json of a dumped region, or a Problem's JSON")
+    parser.add_argument("--divisors", type=float, nargs="+", default=[1.5, 1.9, 2.5], help="budgets: peak / each")
+    arguments = parser.parse_args()
+    losses: dict[str, list[float | None]] = {part: [] for part in PARTS}
+    for path in arguments.records:
+        captured = read_problem(path)
+        peak_bytes, ideal_ns = int(live_bytes(captured).max()), sum(op.duration_ns for op in captured.ops)
+        problems = [captured.within(device_bytes=int(peak_bytes / divisor)) for divisor in arguments.divisors]
+        rows = {part: [part] for part in PARTS}
+        for problem in problems:
+            planned = plan_without_each(problem)
+            whole, _ = planned[WHOLE]
+            for part, (found, seconds) in planned.items():
+                rows[part].append(f"{'none' if found is None else f'{found / ideal_ns:.4f}'} ({seconds:.1f})")
+                if whole is not None:
+                    losses[part].append(None if found is None else (found - whole) / ideal_ns)
+        bounds = ["no plan is below", *(f"{joint_lower_bound_ns(problem) / ideal_ns:.4f}" for problem in problems)]
+        headers = ["without", *(f"peak / {divisor:g}" for divisor in arguments.divisors)]
+        print(f"{path}: {len(captured.ops)} steps, {len(captured.recipes)} recipes, {peak_bytes / 2**30:.1f} GiB")
+        print(tabulate([*rows.values(), bounds], headers, disable_numparse=True), end="\n\n", flush=True)
+    summary = [_summed_up(part, lost) for part, lost in losses.items()]
+    print(tabulate(summary, ["without", "most lost", "mean", "no plan"], disable_numparse=True))
+
+
+def _summed_up(part: str, lost: Sequence[float | None]) -> tuple[str, str, str, int]:
+    """Return a part's row: the most it lost and the mean, where there was a plan without it, and how often was none."""
+    known = [loss for loss in lost if loss is not None]
+    most, mean = max(known, default=0.0), sum(known) / max(1, len(known))
+    return part, f"{most:+.4f}", f"{mean:+.4f}", len(lost) - len(known)
+
+
+if __name__ == "__main__":
+    main()
