@@ -8,8 +8,8 @@ without the values between segments, for segments of several sizes (`segments.py
 its memory has no other way). Each answer is planned by `teraio` and replayed by the simulator, which sees what no
 formula does (overlap, fences, bytes that are in the way while something is made again), the most promising first; one
 that cannot beat the best so far by a simple bound is passed over. Where the best takes longer than any plan has to
-(`bounds.py`), single decisions are then turned over, or one exchanged for another: a layered model of 8 layers gained
-0.02 of its ideal time by it, near the floor 0.14.
+(`bounds.py`), single decisions are then turned over, which ResNet-50 needs near its floor. `examples/bench/ablate.py`
+takes away one part of this at a time.
 
 The portfolio of rungs is ShadowSpill's idea (its recomputation selection), the price per byte Capuchin's (ASPLOS '20);
 here rungs are single tensors, and offload is planned anew on each.
@@ -146,33 +146,22 @@ class _Search:
         return self.best_score > _Score(0, least_ns + least_ns // 100)
 
     def turn_over(self) -> None:
-        """Turn over stretches of the line, long ones first, single decisions, and pairs, while that makes it faster."""
+        """Turn over stretches of the line, long ones first, then single decisions, while that makes it faster."""
         width = max(1, len(self.line) // 4)
-        while self.left > 0:
+        while width:
             improved = False
-            for turned in self._stretches(width) if width else self._exchanges():
+            for turned in self._stretches(width):
                 if self.left <= 0:
                     return
                 self.left -= 1
                 improved |= self.consider(self.best ^ turned)
-            if width > 1 or (width == 1 and not improved):
+            if width > 1 or not improved:
                 width //= 2
-            elif improved:
-                width = 1
-            else:
-                return
 
     def _stretches(self, width: int) -> Iterator[frozenset[str]]:
         """Yield the line in pieces of `width`."""
         for start in range(0, len(self.line), width):
             yield frozenset(self.line[start : start + width])
-
-    def _exchanges(self) -> Iterator[frozenset[str]]:
-        """Yield one that is recomputed with one that is not, those of nearly the same price first."""
-        for apart in range(1, len(self.line)):
-            for one, other in zip(self.line, self.line[apart:], strict=False):
-                if (one in self.best) != (other in self.best):
-                    yield frozenset((one, other))
 
 
 def _by_price(problem: Problem) -> Sequence[Recipe]:

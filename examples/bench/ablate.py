@@ -36,16 +36,6 @@ class _NoRefinement(_Search):
         pass
 
 
-class _NoStretches(_Search):
-    def _stretches(self, width: int) -> Iterator[frozenset[str]]:
-        yield from ()
-
-
-class _NoExchanges(_Search):
-    def _exchanges(self) -> Iterator[frozenset[str]]:
-        yield from ()
-
-
 class _NoTurningOver(_Search):
     def turn_over(self) -> None:
         pass
@@ -69,8 +59,6 @@ PARTS: Mapping[str, tuple[type[_Search] | None, Sequence[Policy]]] = {
     "segments": (_NoSegments, _WAYS),
     "refinement": (_NoRefinement, _WAYS),
     "turning over": (_NoTurningOver, _WAYS),
-    "of that, stretches": (_NoStretches, _WAYS),
-    "of that, exchanges": (_NoExchanges, _WAYS),
     "price (largest first)": (_LargestFirst, _WAYS),
 }
 """By what is taken away: how to choose what to recompute, and the ways to plan the trips then."""
