@@ -53,8 +53,8 @@ class PinOrder(CustomGraphPass):
 
     def uuid(self) -> Any | None:
         """Return this pass's part in the key of Inductor's graph cache: a hash of the sources behind it."""
-        sources = sorted(Path(__file__).parent.glob("*.py"))
-        return get_hash_for_files((*map(str, sources), compat.__file__))
+        folders = {Path(__file__).parent, Path(compat.__file__).parent}
+        return get_hash_for_files(tuple(sorted(str(path) for folder in folders for path in folder.glob("*.py"))))
 
 
 class _Readers:

@@ -108,7 +108,7 @@ class Region:
             formulas = self._footprint.formulas
             sizes = formulas.read(args)
             if sizes != formulas.planned:
-                self._clock = None  # it would take other sizes for a wrong forecast
+                self._clock = self._rival = None  # it would take other sizes for a wrong forecast
             elif self._clock is not None and (measured := self._clock.times()) is not None:
                 self._learn(formulas, sizes, measured)
             if not self._fits(self._footprint, sizes):
@@ -150,16 +150,15 @@ class Region:
     def _learn(self, formulas: SizeFormulas, sizes: Sizes, measured: PhaseTimes) -> None:
         """Compile once more, if the first steps took so much longer or shorter than forecast that another plan pays.
 
-        Where none does, only the forecast is corrected. The new plan is timed in its turn, and if it is no faster, the
-        one before comes back. Whatever goes wrong, what runs already goes on. The next process starts from what was
-        learned.
+        Where none does, only the forecast is corrected. The new plan is timed in its turn; if it is no faster, or fails to
+        compile, the one before goes on. The next process starts from what was learned.
         """
         self._clock, self._may_learn = None, False
         assert self.record is not None
-        if self._rival is not None:
-            self._settle(self._rival, measured)
-            return
         try:
+            if self._rival is not None:
+                self._settle(self._rival, measured)
+                return
             found = reconsider(self.record.captured, self.record.problem, self.record.plan, measured)
             if found is None:
                 return
@@ -242,7 +241,7 @@ class Region:
         unforeseen_bytes = 0
         try:
             for _ in range(ATTEMPTS):
-                self._drafts = Drafts(self.options, self.device, self._fakes(), sizes, unforeseen_bytes)
+                self._drafts = Drafts(self.options, self._settings, self.device, self._fakes(), sizes, unforeseen_bytes)
                 self._code = []
                 compiled = self._lower_source(compat.copy_module(self._source), inputs)
                 over_bytes = self._weigh()
@@ -267,7 +266,7 @@ class Region:
         self._compiled = compiled
         if (record := self.record) is not None:
             summary = show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes)
-            log.info("region %d on %s:\n%s", self.index, self.device, summary)
+            log.info(f"region {self.index} on {self.device}:\n{summary}")
             if self.options.dump_dir is not None:
                 write_region(self.options.dump_dir, record)
 
@@ -346,6 +345,7 @@ class Region:
         planned = bool(plan.spills or plan.recomputed)
         may_learn = self._rival is not None or (self._may_learn and draft.learned.forecast == Scales())
         self._clock = PhaseClock(self.device) if planned and may_learn else None
+        self._rival = self._rival if planned else None
         if planned:
             avoid_fragmentation(self.device)
         if plan.spills:

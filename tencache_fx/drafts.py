@@ -117,20 +117,23 @@ class Choice:
 class Drafts:
     """Makes the drafts of one compilation.
 
-    `inputs` are the region's, as torch traced them; `sizes` those at hand and those to plan for, if these differ.
-    `unforeseen_bytes` are kept free: code generated earlier held so much more than the graphs show. What an earlier
-    compilation of the same region had to keep free in the end is kept free from the start.
+    `settings` are Inductor's; `inputs` the region's, as torch traced them; `sizes` those at hand and those to plan for,
+    if these differ. `unforeseen_bytes` are kept free: code generated earlier held so much more than the graphs show.
+    What an earlier compilation of the same region had to keep free in the end is kept free from the start.
     """
 
     def __init__(
         self,
         options: Options,
+        settings: Mapping[str, object],
         device: torch.device,
         inputs: Sequence[object],
         sizes: tuple[Sizes, Sizes] | None,
         unforeseen_bytes: int,
     ) -> None:
         self._options, self._device, self._inputs, self._sizes = options, device, inputs, sizes
+        asked = (options.device_budget, options.policy, options.recompute, options.compiler, sorted(settings.items()))
+        self._asked = {"asked": repr(asked)}  # what was learned of a plan holds for one asked for in the same way
         self._unforeseen_bytes = unforeseen_bytes
         self._margin_key: dict[str, str] = {}
         self._roofline = machine.roofline(device, calibrate=options.calibrate)
@@ -147,11 +150,11 @@ class Drafts:
             return None
         known = study(capture, options, self._roofline)
         if beside is None:
-            key = {**machine.device_key("scales", self._device), "region": known.fingerprint}
+            key = {**machine.device_key("scales", self._device), **self._asked, "region": known.fingerprint}
             learned = (kept(key, Learned) if options.calibrate else None) or Learned()
             if options.device_budget is not None:
                 planned = str(self._sizes and self._sizes[1])
-                self._margin_key = {**key, "what": "margin", "budget": str(options.device_budget), "sizes": planned}
+                self._margin_key = {**key, "what": "margin", "sizes": planned}
                 self._unforeseen_bytes += (kept(self._margin_key, Margin) or Margin(nbytes=0)).nbytes
         else:
             key, learned = beside.learned_key, beside.learned

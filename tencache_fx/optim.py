@@ -27,7 +27,10 @@ from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.registry import find_engine, open_engine
 from tencache_fx.runtime.rounds import PIECE_BYTES, Piece, work_at_home
 
-_STATE = ("master", "exp_avg", "exp_avg_sq")
+_MISSING = {"master": float("nan"), "exp_avg": 0.0, "exp_avg_sq": 0.0}
+_STATE = tuple(_MISSING)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_RECOMPILE_LIMIT = 64  # the update is compiled for each dtype, for lengths of 1, for each number of threads, ...
 _UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
 
 
@@ -43,7 +46,7 @@ class _Update:
 class AdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) as torch has it, with an fp32 master weight, all state at home.
 
-    `params` are floating-point parameters on one or more cuda or cpu devices, as for torch; options may differ by
+    `params` are bf16, fp16 or fp32 parameters on one or more cuda or cpu devices, as for torch; options may differ by
     group. A parameter that is changed from outside between two steps, by loading weights for instance, is taken as it
     is then. `state_dict` is `torch.optim.AdamW`'s with the master weights beside the moments; either loads the other's.
 
@@ -60,13 +63,8 @@ class AdamW(torch.optim.Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        self._versions: dict[Tensor, int] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._versions = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for torch; raises `OptionError` when its options or its parameters cannot be used."""
@@ -101,7 +99,10 @@ class AdamW(torch.optim.Optimizer):
         before = {parameter: self._steps(parameter) for _, parameter in todo}
         try:
             for device, some in groupby(sorted(todo, key=_device_name), key=_device_name):
-                work_at_home(_engine(torch.device(device)), self._pieces(some), _run)
+                here = list(some)
+                count = sum(-(-p.numel() // _most(p)) for _, p in here)
+                with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+                    work_at_home(_engine(torch.device(device)), self._pieces(here), count, _run)
         except BaseException as error:
             new = sum(self._steps(parameter) > steps for parameter, steps in before.items())
             error.add_note(
@@ -119,19 +120,12 @@ class AdamW(torch.optim.Optimizer):
         """
         for group in state_dict["param_groups"]:
             _check_options(group)
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         parameters = [p for group in self.param_groups for p in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        self._versions = {}
-        for index, parameter in zip(indices, parameters, strict=True):
-            if (saved := state_dict["state"].get(index)) is None:
-                continue
-            state = self.state[parameter]
-            state["step"] = torch.as_tensor(saved["step"], dtype=torch.float32).to("cpu", copy=True)
-            for name in _STATE:
-                value = saved[name] if name in saved else parameter.detach()
-                state[name] = _flat(_dense_like(parameter, value)).to("cpu", torch.float32, copy=True)
-                state[name] = _shaped(state[name], parameter)
+        pairs = dict(zip(indices, parameters, strict=False))
+        states = {pairs[k]: _read_state(pairs[k], saved) for k, saved in state_dict["state"].items() if k in pairs}
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self.state.update(states)
 
     def _pieces(self, todo: Iterable[tuple[dict[str, Any], Tensor]]) -> Iterator[Piece[_Update]]:
         """Yield what is to be updated, parameter by parameter; a step counts once a parameter's last piece is done."""
@@ -141,38 +135,54 @@ class AdamW(torch.optim.Optimizer):
             gradient = _flat(_dense_like(parameter, parameter.grad.to(parameter.dtype)))
             weight = _flat(parameter.data)  # whose version is its own: pieces arrive whenever they do
             homes = tuple(_flat(state[name]) for name in _STATE)
-            numbers = _numbers(group, int(state["step"]) + 1)
-            most = PIECE_BYTES // weight.element_size()
+            numbers, most = _numbers(group, int(state["step"]) + 1), _most(parameter)
+            if not weight.numel():
+                self._count(parameter)
             for start in range(0, weight.numel(), most):
                 part = slice(start, start + most)
                 done = partial(self._count, parameter) if part.stop >= weight.numel() else None
                 update = _Update(state=tuple(home[part] for home in homes), numbers=numbers, done=done)
-                yield Piece(source=gradient[part], target=weight[part], about=update)
+                yield Piece(sources=(gradient[part], weight[part]), target=weight[part], about=update)
 
     def _count(self, parameter: Tensor) -> None:
         self.state[parameter]["step"] += 1
         increment_version(parameter)
-        self._versions[parameter] = parameter._version
 
     def _steps(self, parameter: Tensor) -> int:
         return int(self.state[parameter]["step"]) if parameter in self.state else 0
 
     def _ready(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the parameter's state, made at its first step, and with what was changed from outside taken over."""
+        """Return the parameter's state, made at its first step, in the order the parameter has in memory now."""
         state: dict[str, Any] = self.state[parameter]
-        if state and self._versions.get(parameter) == parameter._version:
-            return state
-        now = _flat(parameter.detach()).to("cpu", copy=True)
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            state["master"] = _shaped(now.float(), parameter)
-            for name in _STATE[1:]:
-                state[name] = _shaped(torch.zeros_like(now, dtype=torch.float32), parameter)
-        else:
-            # Where the weight is the master rounded, nobody has changed it: the digits below are worth keeping.
-            master = _flat(state["master"])
-            torch.where(master.to(now.dtype) == now, master, now.float(), out=master)
+            state.update(_read_state(parameter, {"step": 0}))
+        for name in _STATE:
+            if state[name].shape != parameter.shape:
+                raise UsageError(
+                    f"a parameter has size {tuple(parameter.shape)}, and its {name} {tuple(state[name].shape)}; a "
+                    "parameter whose size has changed needs a new optimizer."
+                )
+            state[name] = _dense_like(parameter, state[name])
         return state
+
+
+def _read_state(parameter: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state at home with what was `saved` of it; a master that is missing is NaN until a step.
+
+    Raises `OptionError` when that is of another size.
+    """
+    state: dict[str, Any] = {"step": torch.tensor(float(saved["step"]), dtype=torch.float32, device="cpu")}
+    for name in _STATE:
+        home = torch.full_like(parameter, _MISSING[name], dtype=torch.float32, device="cpu", requires_grad=False)
+        if name in saved:
+            if saved[name].shape != parameter.shape:
+                raise OptionError(
+                    f"the saved {name} has size {tuple(saved[name].shape)}, its parameter {tuple(parameter.shape)}; "
+                    "load the state of the same model."
+                )
+            home.copy_(saved[name])
+        state[name] = home
+    return state
 
 
 def _numbers(group: Mapping[str, Any], step: int) -> Tensor:
@@ -195,24 +205,33 @@ def _numbers(group: Mapping[str, Any], step: int) -> Tensor:
     ).float()
 
 
-def _adamw(memory: Tensor, master: Tensor, mean: Tensor, square: Tensor, numbers: Tensor) -> None:
-    """Turn the gradient in `memory` into the weight, and update the fp32 state; all [n], `numbers` as `_numbers`."""
+def _adamw(gradient: Tensor, weight: Tensor, master: Tensor, mean: Tensor, square: Tensor, numbers: Tensor) -> None:
+    """Update the fp32 state by a gradient, and leave the new weight in its place; all [n], `numbers` as `_numbers`.
+
+    Where the weight is the master rounded, the digits below are worth keeping; else somebody has set it.
+    """
     sign, decay, keep_1, beta_2, keep_2, rate, root, eps = numbers.unbind()
-    gradient = memory.float() * sign
-    mean.add_((gradient - mean) * keep_1)
-    square.mul_(beta_2).add_(gradient * gradient * keep_2)
-    master.mul_(decay).sub_(rate * (mean / (square.sqrt() / root + eps)))
-    memory.copy_(master)
+    known = torch.where(master.to(weight.dtype) == weight, master, weight.float())
+    change = gradient.float() * sign
+    mean.add_((change - mean) * keep_1)
+    square.mul_(beta_2).add_(change * change * keep_2)
+    master.copy_(known * decay - rate * (mean / (square.sqrt() / root + eps)))
+    gradient.copy_(master)
 
 
-_KERNEL: Callable[..., None] = torch.compile(_adamw, dynamic=True, fullgraph=True)
-"""The update in one pass over memory, compiled for the CPU at its first call, for any length."""
+_KERNEL: Callable[..., None] = torch.compile(_adamw, dynamic=True, options={"emulate_precision_casts": True})
+"""The update in one pass over memory, compiled for the CPU at its first call, for any length; casts really round."""
 
 
-def _run(update: _Update, memory: Tensor) -> None:
-    _KERNEL(memory, *update.state, update.numbers)
+def _run(update: _Update, copies: tuple[Tensor, ...]) -> None:
+    _KERNEL(*copies, *update.state, update.numbers)
     if update.done is not None:
         update.done()
+
+
+def _most(parameter: Tensor) -> int:
+    """Return how many elements of it are in one piece."""
+    return PIECE_BYTES // parameter.element_size()
 
 
 def _device_name(todo: tuple[dict[str, Any], Tensor]) -> str:
@@ -238,16 +257,14 @@ def _dense_like(parameter: Tensor, value: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def _shaped(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Return elements [n], in the order the parameter has in memory, in its shape."""
-    return flat.as_strided(parameter.shape, parameter.stride())
-
-
 def _check_group(group: Mapping[str, Any]) -> None:
     _check_options(group)
     for parameter in group["params"]:
-        if not parameter.is_floating_point():
-            raise OptionError(f"a parameter of {parameter.dtype} cannot be updated; give floating-point ones.")
+        if parameter.dtype not in _DTYPES:
+            raise OptionError(
+                f"a parameter is of {parameter.dtype}, and master weights are fp32; give parameters of bfloat16, "
+                "float16 or float32."
+            )
         if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
             raise OptionError(
                 f"a parameter of size {tuple(parameter.shape)} has strides {parameter.stride()}, with gaps between its "

@@ -138,7 +138,7 @@ def test_one_step_in_low_precision_is_rounded_once() -> None:
 @pytest.mark.usefixtures("small_pieces")
 def test_late_copies_and_dirty_buffers_change_nothing(new_engine: Callable[..., object]) -> None:
     def run(**faults: float) -> tuple[list[float], list[Tensor]]:
-        engine = new_engine(streams=FaultyCpuStreams(**faults), host_budget_bytes=1 << 28) if faults else None
+        engine = new_engine(streams=FaultyCpuStreams(**faults), host_budget_bytes=1 << 29) if faults else None
         if engine is not None:
             install_engine(engine)
         model = network()
@@ -198,15 +198,69 @@ def test_weights_changed_from_outside_are_taken_as_they_are() -> None:
     assert optimizer.state[parameter]["master"].tolist() == [5.0, *kept[1:].tolist()]
 
 
-def test_weights_that_nobody_changed_are_not_read_again() -> None:
-    parameter = nn.Parameter(torch.ones(4).bfloat16())
-    optimizer = AdamW([parameter], lr=1e-4, weight_decay=0.0)
-    for master in (None, 3.0):
-        if master is not None:
-            optimizer.state[parameter]["master"].fill_(master)
-        parameter.grad = torch.ones(4).bfloat16()
+@pytest.mark.parametrize("change", ["in place", "data", "behind", "vector"])
+def test_however_weights_are_changed_it_is_noticed(change: str) -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = AdamW([parameter], lr=0.0)
+    for _ in range(2):
+        parameter.grad = torch.ones(4)
         optimizer.step()
-    assert parameter.tolist() == [3.0] * 4
+        if change == "in place":
+            parameter.data.mul_(3)
+        elif change == "data":
+            parameter.data = 3 * parameter.data
+        elif change == "behind":
+            parameter.detach().numpy()[:] *= 3
+        else:
+            nn.utils.vector_to_parameters(3 * parameter.detach(), [parameter])
+    assert parameter.tolist() == [9.0] * 4
+    optimizer.step()
+    assert optimizer.state[parameter]["master"].tolist() == [9.0] * 4
+
+
+def test_the_memory_format_may_change_between_steps() -> None:
+    def run(turn: bool) -> Tensor:  # noqa: FBT001
+        torch.manual_seed(0)
+        model = nn.Conv2d(4, 6, 3)
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        for step in range(3):
+            if turn and step == 1:
+                model.to(memory_format=torch.channels_last)
+            generator = torch.Generator().manual_seed(step)
+            model.weight.grad = torch.randn(model.weight.shape, generator=generator)
+            optimizer.step()
+        return model.weight.detach()
+
+    assert torch.equal(run(turn=False), run(turn=True))
+
+
+def test_many_sorts_of_parameters_and_settings_are_not_too_many() -> None:
+    parameters = [
+        nn.Parameter(torch.ones(size, dtype=dtype))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for size in (0, 1, 7)
+    ]
+    optimizer = AdamW(parameters)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        with torch.autocast("cpu", enabled=threads == 2):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    assert {int(optimizer.state[parameter]["step"]) for parameter in parameters} == {3}
+
+
+def test_state_of_another_size_is_refused_and_nothing_changes() -> None:
+    small, large = nn.Parameter(torch.ones(2, 4)), nn.Parameter(torch.ones(3, 4))
+    optimizers = [AdamW([small]), AdamW([large])]
+    for optimizer, parameter in zip(optimizers, (small, large), strict=True):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    before = copy.deepcopy(optimizers[0].state_dict()["state"])
+    with pytest.raises(OptionError, match=r"master has size \(3, 4\), its parameter \(2, 4\)"):
+        optimizers[0].load_state_dict(optimizers[1].state_dict())
+    after = optimizers[0].state_dict()["state"]
+    assert all(torch.equal(before[0][name], after[0][name]) for name in (*STATE, "step"))
 
 
 def test_a_closure_a_scaler_and_a_skipped_step_are_torchs() -> None:
@@ -249,6 +303,7 @@ def test_autograd_notices_a_weight_updated_before_backward() -> None:
         (torch.ones(2), {"betas": (0.9, 1.0)}, "betas are"),
         (torch.ones(2), {"eps": float("nan")}, "eps is nan"),
         (torch.ones(2, dtype=torch.complex64), {}, "complex64"),
+        (torch.ones(2, dtype=torch.float64), {}, "float64, and master weights are fp32"),
         (torch.ones(1).expand(3), {}, "strides"),
         (torch.ones(4, 4)[:, :2], {}, "gaps"),
     ],
@@ -275,11 +330,11 @@ def test_a_sparse_gradient_is_refused_before_anything_is_updated() -> None:
 
 
 def test_without_room_for_its_buffers_nothing_is_updated() -> None:
-    tencache_fx.configure(host_budget="1MiB")
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    optimizer = AdamW([parameter])
-    with pytest.raises(BudgetError, match="host_budget"):
+    tencache_fx.configure(host_budget="80MiB")
+    parameter, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    parameter.grad = other.grad = torch.ones(2)
+    optimizer = AdamW([parameter, other])
+    with pytest.raises(BudgetError, match="host_budget"):  # there is room for one buffer, and two are wanted
         optimizer.step()
     assert torch.equal(parameter, torch.ones(2))
     tencache_fx.close()
@@ -290,7 +345,7 @@ def test_without_room_for_its_buffers_nothing_is_updated() -> None:
 
 @pytest.mark.usefixtures("no_leaks")
 def test_a_failing_copy_says_what_was_updated_and_the_next_step_runs(new_engine: Callable[..., object]) -> None:
-    engine = new_engine(streams=FaultyCpuStreams(failing=[2]), host_budget_bytes=1 << 28)
+    engine = new_engine(streams=FaultyCpuStreams(failing=[4]), host_budget_bytes=1 << 29)
     install_engine(engine)
     parameters = [nn.Parameter(torch.ones(8)) for _ in range(5)]
     optimizer = AdamW(parameters, lr=0.1)

@@ -13,60 +13,64 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from tencache_fx.plan import round_up
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.pool import Buffer, Use
 from tencache_fx.runtime.streams import Event, Lane
 
 PIECE_BYTES = 32 << 20
 _DEPTH = 4  # pieces under way: one coming out, one worked on, one going in, and one to spare
+_ALIGN_BYTES = 64
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece(Generic[_T]):
-    """At most `PIECE_BYTES` of device memory: `source` comes out, `target` (as many bytes) is written; both 1-D.
+    """Device memory, 1-D, at most `PIECE_BYTES` of each: `sources` come out, `target`, like the first, is written.
 
     `about` is the caller's.
     """
 
-    source: Tensor
+    sources: tuple[Tensor, ...]
     target: Tensor
     about: _T
 
 
-def work_at_home(engine: Engine, pieces: Iterable[Piece[_T]], work: Callable[[_T, Tensor], None]) -> None:
-    """Copy each piece's source out, let `work(about, memory)` turn it into what is copied to its target.
+def work_at_home(
+    engine: Engine, pieces: Iterable[Piece[_T]], count: int, work: Callable[[_T, tuple[Tensor, ...]], None]
+) -> None:
+    """Copy the sources of each of `count` pieces out; let `work(about, copies)` turn the first into what goes in.
 
-    `memory` is host memory that looks like the source. Returns once all work is done; what the caller's compute stream
-    does next comes behind the last copy in. A piece is read and written behind all that this stream had been given when
-    the piece was taken from `pieces`. Raises `BudgetError` when there is no room for the buffers, and what `work` or a
-    copy raises: then pieces before that one are done, later ones untouched.
+    Returns once all work is done; what the caller's compute stream does next comes behind the last copy in. A piece is
+    read and written behind all that this stream had been given when the piece was taken from `pieces`. Raises
+    `BudgetError` when there is no room for the buffers, before anything is taken, and what `work` or a copy raises:
+    then pieces before that one are done, later ones untouched.
     """
     streams, pool = engine.streams, engine.pool
-    waiting: deque[tuple[Piece[_T], Buffer, Event]] = deque()
+    waiting: deque[tuple[Piece[_T], Buffer, tuple[Event, ...]]] = deque()
     lent: list[Buffer] = []
-    free: deque[Buffer] = deque()
     came_in: list[Event] = []
     try:
+        while len(lent) < min(count, _DEPTH):
+            lent.append(pool.lend(2 * (PIECE_BYTES + _ALIGN_BYTES), Use.ROUND))
+        free = deque(lent)
         for piece in itertools.chain(pieces, itertools.repeat(None)):
             if piece is not None:
-                if len(lent) < _DEPTH:
-                    lent.append(pool.lend(PIECE_BYTES, Use.ROUND))
-                    free.append(lent[-1])
                 buffer = free.popleft()
                 after = (streams.record_compute(), *buffer.after)
-                out = streams.copy(Lane.OUT, _like(buffer, piece.source), piece.source, after)
-                buffer.after = (out,)
-                waiting.append((piece, buffer, out))
+                pairs = zip(_like(buffer, piece.sources), piece.sources, strict=True)
+                buffer.after = tuple(streams.copy(Lane.OUT, copy, source, after) for copy, source in pairs)
+                waiting.append((piece, buffer, buffer.after))
             if not waiting:
                 break
             if piece is None or len(waiting) == _DEPTH - 1:
-                done, buffer, out = waiting.popleft()
-                out.synchronize()
-                memory = _like(buffer, done.source)
-                work(done.about, memory)
-                came_in.append(streams.copy(Lane.IN, done.target, memory, (out,)))
+                done, buffer, came_out = waiting.popleft()
+                for event in came_out:
+                    event.synchronize()
+                copies = _like(buffer, done.sources)
+                work(done.about, copies)
+                came_in.append(streams.copy(Lane.IN, done.target, copies[0], came_out))
                 buffer.after = (came_in[-1],)
                 free.append(buffer)
         for event in came_in:
@@ -80,5 +84,10 @@ def work_at_home(engine: Engine, pieces: Iterable[Piece[_T]], work: Callable[[_T
             pool.give_back(buffer)
 
 
-def _like(buffer: Buffer, tensor: Tensor) -> Tensor:
-    return buffer.memory[: tensor.nbytes].view(tensor.dtype)
+def _like(buffer: Buffer, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the buffer's memory as so many tensors of these sizes, one behind the other."""
+    starts = itertools.accumulate((round_up(tensor.nbytes, _ALIGN_BYTES) for tensor in tensors), initial=0)
+    return tuple(
+        buffer.memory[start : start + tensor.nbytes].view(tensor.dtype)
+        for start, tensor in zip(starts, tensors, strict=False)
+    )
