@@ -150,7 +150,7 @@ class Region:
     def _learn(self, formulas: SizeFormulas, sizes: Sizes, measured: PhaseTimes) -> None:
         """Compile once more, if the first steps took so much longer or shorter than forecast that another plan pays.
 
-        Where none does, only the forecast is corrected. The new plan is timed in its turn; if it is no faster, or fails to
+        Where none does, only the forecast is corrected. The new plan is timed in its turn; if it is slower, or fails to
         compile, the one before goes on. The next process starts from what was learned.
         """
         self._clock, self._may_learn = None, False
