@@ -2,10 +2,10 @@
 
     optimizer = tencache_fx.optim.AdamW(model.parameters(), lr=3e-4)
 
-in place of `torch.optim.AdamW`, in any loop. Master weights and moments are fp32 in host memory, 12 bytes for each
-parameter. A step takes gradients out and weights in, piece by piece, beside the update itself: one pass of a kernel
-that Inductor compiles for the CPU (bf16 gradient in, fp32 state updated, bf16 weight out; ZeRO-Offload, arXiv
-2101.06840, does this with kernels of its own, and casts apart from them).
+in place of `torch.optim.AdamW`, in any loop. Master weights and moments are fp32 in host memory, beside each weight as
+it was last written: 14 bytes for a bf16 parameter. A step takes gradients out and weights in, piece by piece, beside
+the update: one pass of a kernel that Inductor compiles for the CPU (bf16 gradient in, fp32 state updated, bf16 weight
+out; ZeRO-Offload, arXiv 2101.06840, does this with kernels of its own, and casts apart from them).
 
 Gradients stay where autograd puts them, so clipping, accumulation, `GradScaler`, schedulers and closures are torch's.
 """
@@ -63,8 +63,13 @@ class AdamW(torch.optim.Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
+        self._written: dict[Tensor, Tensor] = {}  # each weight as the last step left it
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._written = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for torch; raises `OptionError` when its options or its parameters cannot be used."""
@@ -126,6 +131,7 @@ class AdamW(torch.optim.Optimizer):
         states = {pairs[k]: _read_state(pairs[k], saved) for k, saved in state_dict["state"].items() if k in pairs}
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.state.update(states)
+        self._written = {}
 
     def _pieces(self, todo: Iterable[tuple[dict[str, Any], Tensor]]) -> Iterator[Piece[_Update]]:
         """Yield what is to be updated, parameter by parameter; a step counts once a parameter's last piece is done."""
@@ -134,7 +140,7 @@ class AdamW(torch.optim.Optimizer):
             assert parameter.grad is not None
             gradient = _flat(_dense_like(parameter, parameter.grad.to(parameter.dtype)))
             weight = _flat(parameter.data)  # whose version is its own: pieces arrive whenever they do
-            homes = tuple(_flat(state[name]) for name in _STATE)
+            homes = tuple(map(_flat, (self._written[parameter], *(state[name] for name in _STATE))))
             numbers, most = _numbers(group, int(state["step"]) + 1), _most(parameter)
             if not weight.numel():
                 self._count(parameter)
@@ -163,6 +169,9 @@ class AdamW(torch.optim.Optimizer):
                     "parameter whose size has changed needs a new optimizer."
                 )
             state[name] = _dense_like(parameter, state[name])
+        written = self._written.get(parameter)
+        written = state["master"].to(parameter.dtype, copy=True) if written is None else _dense_like(parameter, written)
+        self._written[parameter] = written
         return state
 
 
@@ -205,22 +214,26 @@ def _numbers(group: Mapping[str, Any], step: int) -> Tensor:
     ).float()
 
 
-def _adamw(gradient: Tensor, weight: Tensor, master: Tensor, mean: Tensor, square: Tensor, numbers: Tensor) -> None:
+def _adamw(
+    gradient: Tensor, weight: Tensor, written: Tensor, master: Tensor, mean: Tensor, square: Tensor, numbers: Tensor
+) -> None:
     """Update the fp32 state by a gradient, and leave the new weight in its place; all [n], `numbers` as `_numbers`.
 
-    Where the weight is the master rounded, the digits below are worth keeping; else somebody has set it.
+    Where the weight is what was written last, its master has more digits, which are worth keeping; else somebody has
+    set it since.
     """
     sign, decay, keep_1, beta_2, keep_2, rate, root, eps = numbers.unbind()
-    known = torch.where(master.to(weight.dtype) == weight, master, weight.float())
+    known = torch.where(written == weight, master, weight.float())
     change = gradient.float() * sign
     mean.add_((change - mean) * keep_1)
     square.mul_(beta_2).add_(change * change * keep_2)
     master.copy_(known * decay - rate * (mean / (square.sqrt() / root + eps)))
     gradient.copy_(master)
+    written.copy_(master)
 
 
-_KERNEL: Callable[..., None] = torch.compile(_adamw, dynamic=True, options={"emulate_precision_casts": True})
-"""The update in one pass over memory, compiled for the CPU at its first call, for any length; casts really round."""
+_KERNEL: Callable[..., None] = torch.compile(_adamw, dynamic=True)
+"""The update in one pass over memory, compiled for the CPU at its first call, for any length."""
 
 
 def _run(update: _Update, copies: tuple[Tensor, ...]) -> None:

@@ -305,3 +305,17 @@ def test_bench_says_what_is_not_as_it_must_be(bench):
     assert re.search("predicted peak", *found(forecast=forecast | {"peak_bytes": 12}))
     assert len(list(verdicts.faults(case, [plain, peer]))) == 2  # what must be measured was not
     assert re.search("^ours failed", next(verdicts.faults(case, [plain, {"way": "ours", "error": "x"}])))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_whole_steps_with_the_state_at_home_and_on_the_device_lose_the_same():
+    output = run_example(
+        "bench/whole_step.py", "--layers", "1", "--hidden", "128", "--batch", "2", "--seq", "64", "--warm-up", "1",
+        "--steps", "5", "--device", "cpu", "--ways", "device", "home@none", "home@1MB",
+    )  # fmt: skip
+    device, home, refused = map(json.loads, output.splitlines())
+    assert home["losses"] == pytest.approx(device["losses"], rel=0.02)
+    assert home["losses"][1] < home["losses"][0]
+    assert home["update_ns"] < home["step_ns"]
+    assert refused["error"].startswith("BudgetError")

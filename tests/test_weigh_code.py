@@ -9,7 +9,7 @@ from harness import INDUCTOR, compiled
 from torch import nn
 
 import tencache_fx
-from tencache_fx import backend
+from tencache_fx import drafts
 from tencache_fx.passes.code_interface import Interface, Part
 from tencache_fx.passes.weigh_code import UnreadableCodeError, code_peak_bytes
 
@@ -218,7 +218,7 @@ def test_code_that_holds_too_much_is_planned_and_generated_again(
     """The tower fits what the graphs show; that the code held a tenth more would only be seen in the code."""
     model, x, peak_bytes = tower
     monkeypatch.setattr(
-        backend, "code_peak_bytes", lambda code, outputs: code_peak_bytes(code, outputs) + peak_bytes // 10
+        drafts, "code_peak_bytes", lambda code, outputs: code_peak_bytes(code, outputs) + peak_bytes // 10
     )
     with caplog.at_level("INFO", "tencache_fx"):
         compiled(model, {**INDUCTOR, "device_budget": peak_bytes * 21 // 20})(x)
@@ -235,7 +235,7 @@ def test_code_that_cannot_hold_less_is_refused_before_it_runs(
     tower: tuple[nn.Module, torch.Tensor, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x, peak_bytes = tower
-    monkeypatch.setattr(backend, "code_peak_bytes", lambda code, outputs: code_peak_bytes(code, outputs) + peak_bytes)
+    monkeypatch.setattr(drafts, "code_peak_bytes", lambda code, outputs: code_peak_bytes(code, outputs) + peak_bytes)
     with pytest.raises(Exception, match=r"BudgetError: .*(\n.*)*outside this region's graphs"):
         compiled(model, {**INDUCTOR, "device_budget": peak_bytes})(x)
 
@@ -248,9 +248,9 @@ def test_code_that_cannot_be_read_runs_as_forecast(
         raise UnreadableCodeError("it is new")
 
     model, x, peak_bytes = tower
-    monkeypatch.setattr(backend, "code_peak_bytes", refuse)
+    monkeypatch.setattr(drafts, "code_peak_bytes", refuse)
     compiled(model, {**INDUCTOR, "device_budget": peak_bytes * 2})(x)
-    assert "what its generated code holds is only a forecast: it is new." in caplog.text
+    assert "what generated code holds is only a forecast: it is new." in caplog.text
     assert tencache_fx.regions()[-1].code_peak_bytes is None
 
 
@@ -259,6 +259,6 @@ def test_code_that_stays_too_large_says_so(
     tower: tuple[nn.Module, torch.Tensor, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, x, peak_bytes = tower
-    monkeypatch.setattr(backend, "code_peak_bytes", lambda code, outputs: peak_bytes + 1000)
+    monkeypatch.setattr(drafts, "code_peak_bytes", lambda code, outputs: peak_bytes + 1000)
     compiled(model, {**INDUCTOR, "device_budget": peak_bytes + 500})(x)
     assert "its generated code holds 500 bytes more than the device budget of" in caplog.text

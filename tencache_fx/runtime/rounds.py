@@ -13,21 +13,20 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from tencache_fx.plan import round_up
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.pool import Buffer, Use
 from tencache_fx.runtime.streams import Event, Lane
 
 PIECE_BYTES = 32 << 20
 _DEPTH = 4  # pieces under way: one coming out, one worked on, one going in, and one to spare
-_ALIGN_BYTES = 64
+_SOURCES = 2  # each in a buffer of its own: compilers take two views of one memory for the same
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece(Generic[_T]):
-    """Device memory, 1-D, at most `PIECE_BYTES` of each: `sources` come out, `target`, like the first, is written.
+    """Device memory, 1-D, at most `PIECE_BYTES` of each: two `sources` come out; `target`, like the first, is written.
 
     `about` is the caller's.
     """
@@ -48,31 +47,31 @@ def work_at_home(
     then pieces before that one are done, later ones untouched.
     """
     streams, pool = engine.streams, engine.pool
-    waiting: deque[tuple[Piece[_T], Buffer, tuple[Event, ...]]] = deque()
+    waiting: deque[tuple[Piece[_T], tuple[Buffer, ...]]] = deque()
     lent: list[Buffer] = []
     came_in: list[Event] = []
     try:
-        while len(lent) < min(count, _DEPTH):
-            lent.append(pool.lend(2 * (PIECE_BYTES + _ALIGN_BYTES), Use.ROUND))
-        free = deque(lent)
+        while len(lent) < _SOURCES * min(count, _DEPTH):
+            lent.append(pool.lend(PIECE_BYTES, Use.ROUND))
+        free = deque(zip(*(lent[k::_SOURCES] for k in range(_SOURCES)), strict=True))
         for piece in itertools.chain(pieces, itertools.repeat(None)):
             if piece is not None:
-                buffer = free.popleft()
-                after = (streams.record_compute(), *buffer.after)
-                pairs = zip(_like(buffer, piece.sources), piece.sources, strict=True)
-                buffer.after = tuple(streams.copy(Lane.OUT, copy, source, after) for copy, source in pairs)
-                waiting.append((piece, buffer, buffer.after))
+                buffers = free.popleft()
+                after = (streams.record_compute(), *(event for buffer in buffers for event in buffer.after))
+                for buffer, source in zip(buffers, piece.sources, strict=True):
+                    buffer.after = (streams.copy(Lane.OUT, _like(buffer, source), source, after),)
+                waiting.append((piece, buffers))
             if not waiting:
                 break
             if piece is None or len(waiting) == _DEPTH - 1:
-                done, buffer, came_out = waiting.popleft()
-                for event in came_out:
+                done, buffers = waiting.popleft()
+                for event in (event for buffer in buffers for event in buffer.after):
                     event.synchronize()
-                copies = _like(buffer, done.sources)
+                copies = tuple(map(_like, buffers, done.sources))
                 work(done.about, copies)
-                came_in.append(streams.copy(Lane.IN, done.target, copies[0], came_out))
-                buffer.after = (came_in[-1],)
-                free.append(buffer)
+                came_in.append(streams.copy(Lane.IN, done.target, copies[0]))
+                buffers[0].after = (came_in[-1],)
+                free.append(buffers)
         for event in came_in:
             streams.wait_compute(event)  # the last is behind all others, but each may have failed
     except BaseException:
@@ -84,10 +83,5 @@ def work_at_home(
             pool.give_back(buffer)
 
 
-def _like(buffer: Buffer, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the buffer's memory as so many tensors of these sizes, one behind the other."""
-    starts = itertools.accumulate((round_up(tensor.nbytes, _ALIGN_BYTES) for tensor in tensors), initial=0)
-    return tuple(
-        buffer.memory[start : start + tensor.nbytes].view(tensor.dtype)
-        for start, tensor in zip(starts, tensors, strict=False)
-    )
+def _like(buffer: Buffer, tensor: Tensor) -> Tensor:
+    return buffer.memory[: tensor.nbytes].view(tensor.dtype)
