@@ -192,8 +192,8 @@ def _widest_trip(problem: Problem, name: str) -> Spill | None:
     if last_use < boundary <= back:
         gone, fetch = min(gone, boundary), max(fetch, boundary)
     start = earliest_offload(problem, storage, last_use)
-    ends = {"offload": start, "gone": gone, "fetch": fetch, "back": back}
-    trip = fence_in(problem, Spill(name=name, nbytes=storage.nbytes, tier=Tier.HOST, **ends))
+    widest = Spill(name=name, nbytes=storage.nbytes, tier=Tier.HOST, offload=start, gone=gone, fetch=fetch, back=back)
+    trip = fence_in(problem, widest)
     return trip if trip is not None and trip.gone <= fullest < trip.fetch <= back else None
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from tencache_fx.capture import byte_hint, output_args, placeholders, tensors_of
+from tencache_fx.passes.model_state import is_away
 from tencache_fx.passes.symbols import evaluate
 from tencache_fx.plan import round_up
 
@@ -75,7 +76,7 @@ def read_interface(
             operation = operation_name(str(node.target))
             made.setdefault(operation, []).append(tuple(part(each, given) for each in values))
             scratch[operation] = max(scratch.get(operation, 0), node_scratch.get(node.name, 0))
-    parts = {node.name: part(node.meta.get("val")) for node in inputs}
+    parts = {node.name: None if is_away(node) else part(node.meta.get("val")) for node in inputs}
     return Interface(
         takes={name: found for name, found in parts.items() if found is not None},
         inputs=tuple(node.name for node in inputs),

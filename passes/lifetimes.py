@@ -14,7 +14,9 @@ from torch import fx
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from tencache_fx.capture import Capture, byte_hint, output_args, placeholders, tensors_of
+from tencache_fx.ops import ARRIVE, DEPART
 from tencache_fx.passes.fusion import Registers
+from tencache_fx.passes.model_state import is_away
 from tencache_fx.passes.products import fused_product
 from tencache_fx.passes.symbols import SymbolSource, symbol_source
 from tencache_fx.plan import Kind, Step, Storage, round_up
@@ -48,6 +50,7 @@ class _Trace:
     birth: int
     made_here: bool
     outlives: bool = False
+    home: str = ""
     written: bool = False
     shared: bool = False
     uses: list[int] = field(default_factory=list)
@@ -145,11 +148,17 @@ class _Walk:
                 whole.shared = self._known[key].shared = True
         if node in self._registers:
             return
+        if node.target is DEPART:
+            for key in read:
+                self._known[key].kind, self._known[key].home = Kind.SUNK, node.meta["tencache_home"]
+            return
         for key, tensor in self._storages(node):
             twice_made = key in self._known and key not in read
             trace = self._trace(key, node, tensor, Kind.ACTIVATION, birth=step, made_here=True)
             trace.uses.append(step)
             trace.written |= twice_made
+            if node.target is ARRIVE:
+                trace.kind, trace.home = Kind.FETCHED, node.meta["tencache_home"]
         for argument in _written_arguments(node):
             for key, _ in self._storages(argument):
                 self._known[key].written = True
@@ -169,7 +178,8 @@ class _Walk:
             trace.kind = kind
 
     def _storages(self, value: object) -> Iterator[tuple[int, torch.Tensor]]:
-        for tensor in tensors_of(value) if isinstance(value, fx.Node) else ():
+        nothing = not isinstance(value, fx.Node) or is_away(value) or value.target is DEPART
+        for tensor in () if nothing else tensors_of(value):  # type: ignore[arg-type]
             if tensor.device == self.capture.device and tensor.layout is torch.strided:
                 yield tensor.untyped_storage()._cdata, tensor
 
@@ -239,6 +249,7 @@ def _finish(trace: _Trace, capture: Capture, sources: Sequence[SymbolSource]) ->
         ),
         ready=Step(trace.birth if carrier is None else trace.members[carrier]),
         formula=trace.formula,
+        home=trace.home,
     )
     return StorageNodes(storage=storage, members=tuple(trace.members), saved=tuple(trace.saved))
 

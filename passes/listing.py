@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from tencache_fx.dump import Listing, NodeRow
-from tencache_fx.ops import OFFLOAD, RUNTIME_OPS
+from tencache_fx.ops import FETCH, OFFLOAD, RUNTIME_OPS, SETTLE, SINK, label_of
 
 _SHORT = {
     torch.float32: "f32",
@@ -34,8 +34,18 @@ def _row(node: fx.Node) -> NodeRow:
         inputs=tuple(argument.name for argument in node.all_input_nodes),
         type=_describe(node.meta.get("val")),
         runtime=ours,
-        note=f"{node.args[3]} to {node.args[2]}" if node.target is OFFLOAD else "",
+        note=_note(node) if ours else "",
     )
+
+
+def _note(node: fx.Node) -> str:
+    """Say what a runtime op moves, and where to."""
+    label = label_of(node)
+    if label is None:
+        return ""
+    where = {OFFLOAD: f" to {node.args[2]}", FETCH: " from home", SINK: " home", SETTLE: " stays"}
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return label + where.get(node.target, "")
 
 
 def _describe(value: Any) -> str:

@@ -20,7 +20,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from tencache_fx import compat
 from tencache_fx.capture import step_nodes
-from tencache_fx.ops import OFFLOAD, RELEASE, RUNTIME_OPS, WAIT
+from tencache_fx.ops import OFFLOAD, RELEASE, RUNTIME_OPS, SINK, WAIT
 from tencache_fx.passes.costs import count_flops
 from tencache_fx.passes.fusion import is_loop_body, is_reduction, is_view, registers_among
 
@@ -87,7 +87,7 @@ class _Readers:
 
         What leaves: so that the copy is made of it, and not of a second one that is computed for the copy alone.
         """
-        if op.target is OFFLOAD:
+        if op.target in (OFFLOAD, SINK):
             assert isinstance(op.args[0], fx.Node)
             return [op.args[0]]
         return self._of(op) if op.target is RELEASE else []

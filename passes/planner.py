@@ -9,6 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from tencache_fx.errors import BudgetError, OptionError
+from tencache_fx.passes.moves import first_homes, has_moves, keep_resident, settle_moves, time_moves
 from tencache_fx.passes.policy_10cache import choose_10cache
 from tencache_fx.passes.policy_teraio import choose_teraio
 from tencache_fx.plan import (
@@ -33,6 +34,8 @@ from tencache_fx.tables import format_bytes
 Policy = Callable[[Problem], tuple[Spill, ...]]
 
 _HEADROOMS = (0.0, 0.05, 0.12)
+_LEADS = (0.0, 1.0, 3.0, 8.0)  # copy times by which parameters may arrive early
+_RESIDENT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 _MIB = 1 << 20
 _ROUNDS = 6  # times a policy is asked, each time with less of what its plan overran
@@ -54,8 +57,18 @@ POLICIES: Mapping[str, tuple[Policy, ...]] = MappingProxyType(
 )
 
 
-def make_plan(problem: Problem, policy: str) -> Plan:
+def make_plan(
+    problem: Problem,
+    policy: str,
+    *,
+    leads: Sequence[float] = _LEADS,
+    resident_shares: Sequence[float] = _RESIDENT_SHARES,
+) -> Plan:
     """Return `policy`'s plan for `problem`; without trips if the region fits as it is.
+
+    Where parameters have a home elsewhere, the fastest of several: their copies in begin earlier or later, by `leads`,
+    and shares of them stay on the device. It is then for `keep_resident(problem, plan.resident)`. Of those within half
+    a percent of the fastest, the one that copies least: that leaves host memory to others.
 
     Raises `OptionError` for an unknown policy, and `BudgetError`, before anything has run, when the region's floor is
     over the device budget, or the trips need more host memory or disk than there is.
@@ -64,6 +77,37 @@ def make_plan(problem: Problem, policy: str) -> Plan:
         near = difflib.get_close_matches(policy, POLICIES, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise OptionError(f"policy is {policy!r}, which is unknown.{hint} Choose one of {', '.join(POLICIES)}.")
+    if not has_moves(problem):
+        return _plan_trips(problem, policy)
+    plans: list[Plan] = []
+    refusal: BudgetError | None = None
+    for share in resident_shares:
+        resident = first_homes(problem, share)
+        staying = keep_resident(problem, resident)
+        for lead in leads:
+            try:
+                plans.append(replace(_plan_moves(staying, policy, lead), resident=resident))
+            except BudgetError as error:
+                refusal = refusal or error  # of those with the least on the device
+    if not plans:
+        assert refusal is not None
+        raise refusal
+    enough_ns = min(plan.forecast.makespan_ns for plan in plans) * 1005 // 1000
+    fast = [plan for plan in plans if plan.forecast.makespan_ns <= enough_ns]
+    return min(fast, key=lambda plan: (plan.forecast.d2h_bytes + plan.forecast.h2d_bytes, plan.forecast.makespan_ns))
+
+
+def _plan_moves(problem: Problem, policy: str, lead: float) -> Plan:
+    """Return `policy`'s plan beside the trips of parameters and gradients, timed by `lead`."""
+    moves = time_moves(problem, lead)
+    trips = _plan_trips(settle_moves(problem, moves), policy)
+    plan = build_plan(problem, policy, [*trips.spills, *moves])
+    _check_tiers(problem, plan)
+    return plan
+
+
+def _plan_trips(problem: Problem, policy: str) -> Plan:
+    """Return `policy`'s plan for a problem in which all else is settled."""
     limit = problem.budgets.device_bytes
     if limit is None or live_bytes(problem).max(initial=problem.outside_bytes) <= limit:
         return build_plan(problem, policy, ())
@@ -127,6 +171,8 @@ def floor_bytes(problem: Problem) -> int:
     away during one of them only, so the step-by-step bound, which lets it be away during all, can be lower: this one
     can be reached.
     """
+    if has_moves(problem):
+        problem = settle_moves(problem, time_moves(problem, 0.0))
     return int(live_bytes(problem, bare_spills(problem)).max(initial=problem.outside_bytes))
 
 

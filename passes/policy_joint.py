@@ -22,7 +22,7 @@ from tencache_fx.bounds import joint_lower_bound_ns
 from tencache_fx.errors import BudgetError
 from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.passes.segments import kept_between_segments
-from tencache_fx.plan import Problem, Recipe, live_bytes
+from tencache_fx.plan import Plan, Problem, Recipe, live_bytes
 from tencache_fx.recompute import recompute
 
 _STEPS_REPLAYED = 100_000  # what a search may cost: 5 to 10 s on one core
@@ -94,7 +94,7 @@ class _Search:
             self.left -= _LOOKS
             problem = recompute(self.problem, names)
             try:
-                self.seen[names] = _Score(0, make_plan(problem, "teraio").forecast.makespan_ns)
+                self.seen[names] = _Score(0, _plan(problem).forecast.makespan_ns)
             except BudgetError:  # host memory or disk is short: more trips than they hold
                 over_bytes = int(live_bytes(problem).max()) - self.limit
                 self.seen[names] = _Score(over_bytes, bound.makespan_ns)
@@ -162,6 +162,11 @@ class _Search:
         """Yield the line in pieces of `width`."""
         for start in range(0, len(self.line), width):
             yield frozenset(self.line[start : start + width])
+
+
+def _plan(problem: Problem) -> Plan:
+    """Return a plan to compare choices by: parameters travel, where they can, one copy time ahead."""
+    return make_plan(problem, "teraio", leads=(1.0,), resident_shares=(0.0,))
 
 
 def _by_price(problem: Problem) -> Sequence[Recipe]:

@@ -28,7 +28,7 @@ def find_recipes(capture: Capture, storages: Sequence[StorageNodes]) -> tuple[Re
     step_of = {node: Step(step) for step, node in enumerate(capture.nodes[: capture.boundary])}
     stops: dict[fx.Node, int] = {}  # what need not be made again, with the storage it belongs to
     for index, item in enumerate(storages):
-        if item.saved or item.storage.kind in (Kind.PARAMETER, Kind.INPUT):
+        if item.saved or item.storage.kind in (Kind.PARAMETER, Kind.INPUT, Kind.FETCHED):
             stops |= {member: index for member in item.members if isinstance(member.meta["val"], torch.Tensor)}
     recipes = []
     for index, item in enumerate(storages):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tencache_fx.errors import BudgetError
+from tencache_fx.passes.moves import keep_resident
 from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.passes.policy_joint import choose_recomputed
 from tencache_fx.plan import Plan, Problem, live_bytes
@@ -22,7 +23,8 @@ def plan_region(captured: Problem, policy: str) -> tuple[Problem, Plan]:
     refusals: list[tuple[int, BudgetError]] = []
     for problem, again in drafts:
         try:
-            planned.append((problem, replace(make_plan(problem, policy), recomputed=again)))
+            plan = replace(make_plan(problem, policy), recomputed=again)
+            planned.append((keep_resident(problem, plan.resident), plan))
         except BudgetError as refusal:
             refusals.append((floor_bytes(problem), refusal))
     if not planned:

@@ -87,7 +87,7 @@ def time_trips(problem: Problem, tight: Sequence[Spill], staging_count: int, lea
     memory = live_bytes(problem)
     departures = _Departures(problem, memory, limit, staging_count)
     spills = departures.run(tight)
-    return _time_returns(problem, departures.fences, spills, memory, limit, departures.starts_ns, lead)
+    return time_returns(problem, departures.fences, spills, memory, limit, departures.starts_ns, lead)
 
 
 class _Departures:
@@ -188,7 +188,7 @@ class _Departures:
                 self.flying = deque(pair for pair in self.flying if pair[1] != spill)
 
 
-def _time_returns(
+def time_returns(
     problem: Problem,
     fences: Fences,
     spills: Sequence[Spill],

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from tencache_fx.capture import Capture, byte_hint, output_args, tensors_of
+from tencache_fx.ops import UNPLANNED
 from tencache_fx.passes.fusion import Registers, base_of, is_constant, is_loop_body, is_reduction, is_view
 
 _FEW_ROWS = 64  # a reduction to fewer results is split over the device: who reads them starts a new kernel
@@ -51,7 +52,8 @@ def measure_traffic(capture: Capture, registers: Registers | None) -> tuple[Traf
     """Return what each step of `capture` moves; `registers` is None where no compiler fuses. O(nodes + arguments)."""
     reads = _Reads(registers or {})
     if registers is None:
-        return tuple(_alone(node, reads) for node in capture.nodes)
+        free = Traffic(0, launches=False)
+        return tuple(free if node.target in UNPLANNED else _alone(node, reads) for node in capture.nodes)
     kernels = _find_kernels(capture, registers, reads)
     readers: defaultdict[fx.Node, set[_Kernel | None]] = defaultdict(set)
     for node in capture.nodes:
@@ -158,6 +160,8 @@ def _alone(node: fx.Node, reads: _Reads) -> Traffic:
 
 
 def _is_free(node: fx.Node, registers: Mapping[fx.Node, object]) -> bool:
+    if node.target in UNPLANNED:  # what their copies take is the plan's affair
+        return True
     return node in registers or not tensors_of(node) or (is_view(node) and not writes_in_place(node))
 
 

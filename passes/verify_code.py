@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.ops import OFFLOAD, RUNTIME_OPS
+from tencache_fx.ops import RUNTIME_OPS, label_of
 from tencache_fx.passes.products import runs_heavy
 
 _OURS = "torch.ops.tencache."
+_LABELLED = {"offload": 3, "fetch": 2, "settle": 2, "sink": 2}  # role -> where the call has the storage's name
+_SLIPPING = ("wait", "homed")  # may run later than planned
 _HEAVY = ("extern_kernels.", "triton_tem_", "cpp_CppMicroGemm", "cpp_CppBmm")
 
 
@@ -50,8 +52,8 @@ def planned_calls(graph: fx.Graph) -> PlannedCalls:
     heavy = 0
     for node in graph.nodes:
         if node.target in RUNTIME_OPS:
-            if node.target is OFFLOAD:
-                labels[node.name] = str(node.args[3])
+            if (label := label_of(node)) is not None:
+                labels[node.name] = label
             else:
                 source = node.args[0]
                 assert isinstance(source, fx.Node)
@@ -88,7 +90,9 @@ def _check_order(planned: PlannedCalls, calls: Sequence[_Call]) -> None:
     reached = 0
     for call in calls:
         segment = planned.segments[call.role, call.label]
-        if segment < reached and call.role != "wait":  # a wait may slip to its reader: its bytes are there already
+        if (
+            segment < reached and call.role not in _SLIPPING
+        ):  # a wait may slip to its reader: its bytes are there already
             raise InvariantError(
                 f"code: {call.role} of {call.label} runs behind heavy kernel {reached}, "
                 f"planned before kernel {segment + 1}."
@@ -99,7 +103,7 @@ def _check_order(planned: PlannedCalls, calls: Sequence[_Call]) -> None:
 def _check_segments(planned: PlannedCalls, calls: Sequence[_Call]) -> None:
     for call in calls:
         segment = planned.segments[call.role, call.label]
-        if call.heavy_before < segment or (call.heavy_before > segment and call.role != "wait"):
+        if call.heavy_before < segment or (call.heavy_before > segment and call.role not in _SLIPPING):
             raise InvariantError(
                 f"code: {call.role} of {call.label} runs behind {call.heavy_before} heavy kernels, planned behind "
                 f"{segment}."
@@ -108,7 +112,7 @@ def _check_segments(planned: PlannedCalls, calls: Sequence[_Call]) -> None:
 
 def _follow(tree: ast.Module, handles: Mapping[str, str]) -> Iterator[_Call]:
     """Yield each runtime op as it is called, following handles and buffers from variable to variable."""
-    label_of: dict[str, str] = dict(handles)
+    name_of: dict[str, str] = dict(handles)
     leaving: dict[str, str] = {}  # source variable -> storage
     released: dict[str, str] = {}  # buffer -> storage
     buffer_of: dict[str, str] = {}  # what a variable is another name, or a view, of
@@ -117,21 +121,22 @@ def _follow(tree: ast.Module, handles: Mapping[str, str]) -> Iterator[_Call]:
         _check_reads(statement, released, buffer_of)
         targets = [ast.unparse(t) for t in statement.targets] if isinstance(statement, ast.Assign) else []
         for role, call in _runtime_calls(statement):
-            if role == "offload":
-                label = str(ast.literal_eval(call.args[3]))
-                leaving[_variable(call.args[0])] = label
+            if role in _LABELLED:
+                label = str(ast.literal_eval(call.args[_LABELLED[role]]))
+                if role in ("offload", "sink"):
+                    leaving[_variable(call.args[0])] = label
             else:
-                label = label_of[_variable(call.args[0])]
+                label = name_of[_variable(call.args[0])]
                 if role == "release":
                     leaving = {name: other for name, other in leaving.items() if other != label}
                     released[_buffer(call.args[1], buffer_of)] = label
-            label_of |= dict.fromkeys(targets, label)
+            name_of |= dict.fromkeys(targets, label)
             yield _Call(role=role, label=label, heavy_before=heavy)
         heavy += _count_heavy(statement)
         if isinstance(statement, ast.Assign) and _names_buffer(statement.value):
             buffer_of |= dict.fromkeys(targets, _buffer(statement.value, buffer_of))
-            if (source := _variable(statement.value)) in label_of:
-                label_of |= dict.fromkeys(targets, label_of[source])
+            if (source := _variable(statement.value)) in name_of:
+                name_of |= dict.fromkeys(targets, name_of[source])
         if isinstance(statement, ast.Delete):
             for name in map(ast.unparse, statement.targets):
                 if name in leaving:

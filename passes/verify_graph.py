@@ -14,8 +14,8 @@ from torch import fx
 
 from tencache_fx.capture import Capture
 from tencache_fx.errors import InvariantError
-from tencache_fx.ops import OFFLOAD, PREFETCH, RELEASE, RUNTIME_OPS, WAIT
-from tencache_fx.plan import Plan, Problem, Tier
+from tencache_fx.ops import FETCH, HOMED, OFFLOAD, PREFETCH, RELEASE, RUNTIME_OPS, SETTLE, SINK, WAIT
+from tencache_fx.plan import Plan, Problem, Tier, Way
 
 
 @dataclass(kw_only=True)
@@ -26,6 +26,14 @@ class _Ops:
     release: list[fx.Node] = field(default_factory=list)
     prefetch: list[fx.Node] = field(default_factory=list)
     wait: list[fx.Node] = field(default_factory=list)
+    homed: list[fx.Node] = field(default_factory=list)
+
+
+_ROLES = {
+    Way.ROUND: ("offload", "release", "prefetch", "wait"),
+    Way.IN: ("prefetch", "wait"),
+    Way.OUT: ("offload", "release", "homed"),
+}
 
 
 def verify_graphs(
@@ -47,10 +55,13 @@ def verify_graphs(
     trips = _find_trips(graphs)
     if set(trips) != {spill.name for spill in plan.spills}:
         raise InvariantError(f"trips: the plan has {sorted(s.name for s in plan.spills)}, the graphs {sorted(trips)}.")
-    for name, ops in trips.items():
-        _check_pairs(name, ops)
-        _check_release(name, ops)
+    for spill in plan.spills:
+        name, ops = spill.name, trips[spill.name]
+        _check_pairs(name, ops, spill.way)
+        if spill.way is not Way.IN:
+            _check_release(name, ops)
         _check_geometry(name, ops)
+    _check_homes(graphs)
     _check_places(problem, plan, trips, graphs)
     _check_memory(problem, plan, capture, registers, in_place)
     _check_buffers(plan, graphs)
@@ -59,30 +70,49 @@ def verify_graphs(
 def _find_trips(graphs: tuple[fx.Graph, ...]) -> dict[str, _Ops]:
     trips: dict[str, _Ops] = {}
     label_of: dict[str, str] = {}
+    literal = {OFFLOAD: ("offload", 3), SINK: ("offload", 2), FETCH: ("prefetch", 2)}
     for graph in graphs:
         for node in graph.nodes:
-            if node.target is OFFLOAD:
-                label_of[node.name] = str(node.args[3])
-                trips.setdefault(label_of[node.name], _Ops()).offload.append(node)
-            elif node.target in RUNTIME_OPS:
+            if node.target in literal:
+                role, at = literal[node.target]
+                label_of[node.name] = str(node.args[at])
+                getattr(trips.setdefault(label_of[node.name], _Ops()), role).append(node)
+            elif node.target in RUNTIME_OPS and node.target is not SETTLE:
                 source = node.args[0]
                 if not isinstance(source, fx.Node) or source.name not in label_of:
                     raise InvariantError(
                         f"pairs: {node.name} reads {source}, which no offload or prefetch of ours made."
                     )
                 label_of[node.name] = label_of[source.name]
-                role = {RELEASE: "release", PREFETCH: "prefetch", WAIT: "wait"}[node.target]
+                role = {RELEASE: "release", PREFETCH: "prefetch", WAIT: "wait", HOMED: "homed"}[node.target]
                 getattr(trips[label_of[node.name]], role).append(node)
     return trips
 
 
-def _check_pairs(name: str, ops: _Ops) -> None:
-    for role in ("offload", "release", "prefetch", "wait"):
-        found = getattr(ops, role)
-        if len(found) != 1:
-            raise InvariantError(f"pairs: {name} has {len(found)} {role} nodes, must have 1.")
-    if ops.prefetch[0].graph is not ops.wait[0].graph or ops.offload[0].graph is not ops.release[0].graph:
-        raise InvariantError(f"pairs: {name} leaves or comes back across two graphs.")
+def _check_pairs(name: str, ops: _Ops, way: Way) -> None:
+    for role in ("offload", "release", "prefetch", "wait", "homed"):
+        found, wanted = getattr(ops, role), int(role in _ROLES[way])
+        if len(found) != wanted:
+            raise InvariantError(f"pairs: {name} has {len(found)} {role} nodes, must have {wanted}.")
+    for pair in ((ops.offload, ops.release), (ops.prefetch, ops.wait)):
+        if len({node.graph for nodes in pair for node in nodes}) > 1:
+            raise InvariantError(f"pairs: {name} leaves or comes back across two graphs.")
+
+
+def _check_homes(graphs: tuple[fx.Graph, ...]) -> None:
+    """Of a parameter that is fetched, the graph reads nothing else: there is nothing on the device."""
+    away = _away(graphs)
+    for graph in graphs:
+        for node in graph.find_nodes(op="placeholder"):
+            for user in node.users if node.name in away else ():
+                if user.target is not FETCH and user.op != "output":
+                    raise InvariantError(f"homes: {user.name} reads {node.name}, which is not on the device.")
+
+
+def _away(graphs: tuple[fx.Graph, ...]) -> frozenset[str]:
+    """Return the names of the inputs that are fetched, in whichever graph."""
+    fetches = [node for graph in graphs for node in graph.nodes if node.target is FETCH]
+    return frozenset(node.all_input_nodes[0].name for node in fetches)
 
 
 def _check_release(name: str, ops: _Ops) -> None:
@@ -102,7 +132,8 @@ def _check_release(name: str, ops: _Ops) -> None:
 
 
 def _check_geometry(name: str, ops: _Ops) -> None:
-    source, wait = ops.offload[0].args[0], ops.wait[0]
+    source = (ops.offload or ops.prefetch)[0].args[0]
+    (wait,) = ops.wait or ops.homed
     assert isinstance(source, fx.Node)
     want, got = source.meta["val"], wait.meta["val"]
     for what, left, right in (
@@ -176,12 +207,14 @@ def _check_places(problem: Problem, plan: Plan, trips: dict[str, _Ops], graphs: 
             raise InvariantError(f"places: step {waiting[0]} is gone from the graph.")
     for spill in plan.spills:
         ops = trips[spill.name]
-        for role, planned in (
-            ("offload", spill.offload + 1),
-            ("release", spill.gone),
-            ("prefetch", spill.fetch),
-            ("wait", spill.back),
-        ):
+        planned_at = {
+            "offload": spill.offload + 1,
+            "release": spill.gone,
+            "prefetch": spill.fetch,
+            "wait": spill.back + (spill.way is Way.IN),  # it is that step
+        }
+        for role in planned_at.keys() & set(_ROLES[spill.way]):
+            planned = planned_at[role]
             found = gap[getattr(ops, role)[0]]
             if found != planned:
                 raise InvariantError(f"places: {role} of {spill.name} stands before step {found}, planned {planned}.")
@@ -208,6 +241,7 @@ def _replay(capture: Capture, registers: frozenset[fx.Node], in_place: Mapping[f
     everywhere: dict[fx.Node, dict[int, _Key]] = {}
     forever: set[_Key] = set()
     peak, where = 0, ""
+    away = _away(capture.graphs)
     for graph in capture.graphs:
         owner = _owners(graph, carried, registers)
         everywhere |= owner
@@ -224,7 +258,8 @@ def _replay(capture: Capture, registers: frozenset[fx.Node], in_place: Mapping[f
             if node in in_place:
                 for key in everywhere[in_place[node]].values():
                     held.pop(key, None)
-            for key, nbytes in _bytes_made(node, owner, capture.device).items():
+            made = {} if node.name in away else _bytes_made(node, owner, capture.device)
+            for key, nbytes in made.items():
                 held.setdefault(key, nbytes)
             if sum(held.values()) > peak:
                 peak, where = sum(held.values()), node.name
@@ -299,7 +334,7 @@ def _last_readers(graph: fx.Graph, owner: dict[fx.Node, dict[int, _Key]]) -> dic
 
 def _bytes_made(node: fx.Node, owner: dict[fx.Node, dict[int, _Key]], device: torch.device) -> dict[_Key, int]:
     """Return the device bytes that appear with a node, by storage: those of a `wait` appear with its prefetch."""
-    if node.target is PREFETCH:
+    if node.target in (PREFETCH, FETCH):
         (wait,) = (user for user in node.users if user.target is WAIT)
         (tensor,) = _strided(wait)
         return {(id(node), 0): _storage_bytes(tensor)}
@@ -332,7 +367,7 @@ def _check_buffers(plan: Plan, graphs: tuple[fx.Graph, ...]) -> None:
                     raise InvariantError(f"buffers: no buffer of {size[name]} bytes is free when {name} leaves.")
                 free[fits[0]] -= 1
                 holds[node.name] = holds[name] = fits[0]
-            elif node.target is WAIT:
+            elif node.target is WAIT and node.args[0].target is PREFETCH:
                 label = _label_of(node)
                 if label in holds:
                     free[holds.pop(label)] += 1

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.plan import Plan, PoolClass, Problem, Spill, Storage, Tier
+from tencache_fx.plan import Kind, Plan, PoolClass, Problem, Spill, Storage, Tier, Way
 
 
 def verify_plan(problem: Problem, plan: Plan) -> None:
@@ -23,8 +23,14 @@ def verify_plan(problem: Problem, plan: Plan) -> None:
         if spill.name in seen:
             _fail("one-trip", spill, "it travels twice")
         seen.add(spill.name)
-        _check_storage(problem, storages[spill.name], spill)
-        _check_trip(problem, storages[spill.name], spill)
+        if spill.way is Way.ROUND:
+            _check_storage(problem, storages[spill.name], spill)
+            _check_trip(problem, storages[spill.name], spill)
+        else:
+            _check_move(problem, storages[spill.name], spill)
+    for storage in problem.storages:
+        if storage.kind in (Kind.FETCHED, Kind.SUNK) and storage.name not in seen:
+            _fail("every-move", None, f"{storage.name}, a {storage.kind}, does not travel")
     _check_device(problem, plan)
     _check_host(problem, plan)
     _check_disk(problem, plan)
@@ -45,6 +51,29 @@ def _check_storage(problem: Problem, storage: Storage, spill: Spill) -> None:
         _fail("worth-an-op", spill, f"trips start at {problem.min_spill_bytes} bytes")
     if spill.tier not in (Tier.HOST, Tier.NVME):
         _fail("tier", spill, "a trip goes to host or nvme")
+
+
+def _check_move(problem: Problem, storage: Storage, spill: Spill) -> None:
+    """A parameter comes in before its first reader in the same graph, a gradient leaves behind its last."""
+    start, end = (0, problem.boundary) if storage.birth < problem.boundary else (problem.boundary, len(problem.ops))
+    if spill.nbytes != storage.nbytes:
+        _fail("same-bytes", spill, f"the storage has {storage.nbytes} bytes")
+    if spill.tier is not Tier.HOST:
+        _fail("tier", spill, "homes are in host memory")
+    if storage.kind is not (Kind.FETCHED if spill.way is Way.IN else Kind.SUNK):
+        _fail("one-way", spill, f"a {storage.kind} does not go {spill.way}")
+    if spill.way is Way.IN and not start <= spill.fetch <= storage.birth == spill.back == spill.gone == spill.offload:
+        _fail("move-in", spill, f"fetch {spill.fetch}, back {spill.back}, but it is born at {storage.birth}")
+    if spill.way is Way.OUT and not max(storage.uses) == spill.offload < spill.gone <= end:
+        _fail("move-out", spill, f"offload {spill.offload}, gone {spill.gone}, but its last use is {max(storage.uses)}")
+    if spill.way is Way.OUT and not spill.fetch == spill.back == storage.death:
+        _fail("move-out", spill, f"fetch {spill.fetch}, back {spill.back}, but it dies at {storage.death}")
+    fences = {*problem.fences, problem.boundary, len(problem.ops)}
+    if problem.fences and spill.way is Way.OUT and spill.gone not in fences:
+        _fail("fences", spill, f"gone {spill.gone} is no fence")
+    behind = {fence + 1 for fence in problem.fences} | {0, problem.boundary}
+    if problem.fences and spill.way is Way.IN and spill.fetch not in behind:
+        _fail("fences", spill, f"fetch {spill.fetch} does not follow a fence")
 
 
 def _check_fences(problem: Problem, spill: Spill) -> None:
@@ -92,8 +121,13 @@ def _check_device(problem: Problem, plan: Plan) -> None:
         held = problem.outside_bytes + op.scratch_bytes
         for storage in problem.storages:
             trip = trips.get(storage.name)
-            away = trip is not None and trip.gone <= step < trip.fetch
-            if storage.birth <= step < storage.death and not away:
+            birth, death = storage.birth, storage.death
+            if trip is not None and trip.way is Way.IN:
+                birth = trip.fetch
+            elif trip is not None and trip.way is Way.OUT:
+                death = trip.gone
+            away = trip is not None and trip.way is Way.ROUND and trip.gone <= step < trip.fetch
+            if birth <= step < death and not away:
                 held += storage.nbytes
         limit = problem.budgets.device_bytes
         if limit is not None and held > limit:
@@ -105,7 +139,7 @@ def _check_device(problem: Problem, plan: Plan) -> None:
 
 
 def _check_host(problem: Problem, plan: Plan) -> None:
-    _check_lent("pool", plan.pool, [spill for spill in plan.spills if spill.tier is Tier.HOST])
+    _check_lent("pool", plan.pool, [s for s in plan.spills if s.tier is Tier.HOST and s.way is Way.ROUND])
     for spill in plan.spills:
         if spill.tier is Tier.NVME and not any(c.nbytes >= spill.nbytes and c.count > 0 for c in plan.staging):
             _fail("staging", spill, f"no staging buffer holds it: {plan.staging}")
@@ -149,11 +183,12 @@ def _check_disk(problem: Problem, plan: Plan) -> None:
 
 def _check_traffic(plan: Plan) -> None:
     f = plan.forecast
-    moved = sum(spill.nbytes for spill in plan.spills)
+    moved_out = sum(spill.nbytes for spill in plan.spills if spill.way is not Way.IN)
+    moved_in = sum(spill.nbytes for spill in plan.spills if spill.way is not Way.OUT)
     on_disk = sum(spill.nbytes for spill in plan.spills if spill.tier is Tier.NVME)
     for link, foretold, found in (
-        ("d2h", f.d2h_bytes, moved),
-        ("h2d", f.h2d_bytes, moved),
+        ("d2h", f.d2h_bytes, moved_out),
+        ("h2d", f.h2d_bytes, moved_in),
         ("disk write", f.disk_write_bytes, on_disk),
         ("disk read", f.disk_read_bytes, on_disk),
     ):

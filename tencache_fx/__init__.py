@@ -18,6 +18,8 @@ _HOMES = {
     "explain": "tencache_fx.session",
     "stats": "tencache_fx.session",
     "close": "tencache_fx.session",
+    "offload": "tencache_fx.model_state",
+    "summon": "tencache_fx.model_state",
 }
 _HOMES |= dict.fromkeys(
     ("TencacheError", "OptionError", "BudgetError", "StoreError", "UsageError", "InvariantError"), "tencache_fx.errors"

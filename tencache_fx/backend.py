@@ -37,11 +37,12 @@ from tencache_fx.passes.verify_code import planned_calls, verify_code
 from tencache_fx.passes.verify_graph import verify_graphs
 from tencache_fx.passes.verify_plan import verify_plan
 from tencache_fx.phases import CallTimes, PhaseClock
-from tencache_fx.plan import Plan, Problem
+from tencache_fx.plan import Plan, Problem, Way
 from tencache_fx.register import REGIONS
 from tencache_fx.runtime import kernels as _kernels  # noqa: F401  (registers the ops' kernels)
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.registry import open_engine, usage
+from tencache_fx.runtime.homes import Home
+from tencache_fx.runtime.registry import find_homes, open_engine, usage
 from tencache_fx.sizes import Footprint, SizeFormulas, Sizes, at_hints
 from tencache_fx.tables import format_ns, show_summary
 
@@ -66,7 +67,7 @@ def tencache(
     own = usage(device)
     resolved = Options.resolve(options, device=device, own_host_bytes=own.host_bytes, own_disk_bytes=own.disk_bytes)
     settings = compat.inductor_settings(mode, dict(resolved.inductor))
-    region = Region(gm, resolved, device, settings)
+    region = Region(gm, resolved, device, settings, find_homes(example_inputs, device))
     region.compile(example_inputs)
     if region.record is not None and region.record.plan.spills and (lost := compat.overruled(settings)):
         log.warning("region %d has a plan, and so it runs without %s.", region.index, ", ".join(lost))
@@ -77,7 +78,14 @@ def tencache(
 class Region:
     """One captured region: what it was compiled from, its plan, and the compiled function (it is callable)."""
 
-    def __init__(self, gm: fx.GraphModule, options: Options, device: torch.device, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        options: Options,
+        device: torch.device,
+        settings: Mapping[str, Any],
+        homes: Mapping[int, Home],
+    ) -> None:
         self.index = REGIONS.next_index()
         self.options = options
         self.device = device
@@ -96,6 +104,8 @@ class Region:
         self._clock: PhaseClock | None = None
         self._may_learn = options.calibrate
         self._code: list[tuple[Interface, str | None]] = []
+        self._homes = homes  # of parameters, by their position among the inputs
+        self._staying: tuple[Home, ...] = ()  # those that are read where they are
 
     def __call__(self, *args: Any) -> Any:
         """Run the region; first plan it anew if its inputs, or what others hold, are larger than its plan allows.
@@ -104,6 +114,10 @@ class Region:
         Raises `BudgetError`, before anything runs, if there is no plan for these inputs.
         """
         self._calls.note()
+        if (homes := find_homes(args, self.device)).keys() != self._homes.keys():
+            self._homes = homes
+            self._plan_anew(args)
+        self._arrange()
         if self._footprint is not None:
             formulas = self._footprint.formulas
             sizes = formulas.read(args)
@@ -146,6 +160,21 @@ class Region:
             except BudgetError as error:
                 if planned == sizes:
                     raise BudgetError(f"region {self.index}{at}: {error}") from error
+
+    def _arrange(self) -> None:
+        """Have the parameters on the device that the plan counts on there."""
+        if self._homes and self.record is not None:
+            homes = open_engine(self.device, host_budget_bytes=self.options.host_budget).homes
+            homes.arrange(self.index, self._homes.values(), self.record.plan.resident)
+            for home in self._staying:
+                home.bring()
+
+    def _plan_anew(self, args: Sequence[Any]) -> None:
+        """Compile anew, because other parameters than before have a home elsewhere."""
+        log.info("region %d: %d of its parameters have a home; planning again", self.index, len(self._homes))
+        formulas = None if self._footprint is None else self._footprint.formulas
+        with torch._guards.tracing(self._context):
+            self.compile(self._fakes(), None if formulas is None else (formulas.read(args), formulas.planned))
 
     def _learn(self, formulas: SizeFormulas, sizes: Sizes, measured: PhaseTimes) -> None:
         """Compile once more, if the first steps took so much longer or shorter than forecast that another plan pays.
@@ -241,7 +270,15 @@ class Region:
         unforeseen_bytes = 0
         try:
             for _ in range(ATTEMPTS):
-                self._drafts = Drafts(self.options, self._settings, self.device, self._fakes(), sizes, unforeseen_bytes)
+                self._drafts = Drafts(
+                    self.options,
+                    self._settings,
+                    self.device,
+                    self._fakes(),
+                    sizes,
+                    unforeseen_bytes,
+                    tuple(self._homes.values()),
+                )
                 self._code = []
                 compiled = self._lower_source(compat.copy_module(self._source), inputs)
                 over_bytes = self._weigh()
@@ -264,6 +301,8 @@ class Region:
         finally:
             self._draft, self._code = None, []  # graphs are not kept alive
         self._compiled = compiled
+        if self._homes:
+            open_engine(self.device, host_budget_bytes=self.options.host_budget).homes.disarrange()
         if (record := self.record) is not None:
             summary = show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes)
             log.info(f"region {self.index} on {self.device}:\n{summary}")
@@ -298,7 +337,7 @@ class Region:
         """
         untouched = compat.copy_joint(joint) if self.options.may_recompute else None
         halves, draft = self._split(joint, joint_inputs, frozenset(), kwargs)
-        self._captured = None if draft is None else draft.problem
+        self._captured = None if draft is None else draft.captured
         if untouched is not None and draft is not None:
             source, first = untouched, draft
 
@@ -332,6 +371,7 @@ class Region:
             num_outputs=kwargs["num_fwd_outputs"],
             static_inputs=frozenset(kwargs.get("static_lifetime_input_indices") or ()),
             device=self.device,
+            homes=self._home_names(),
         )
         return (forward, backward), self._drafts.draft(capture, **more)
 
@@ -342,28 +382,40 @@ class Region:
         known, problem, plan = draft.study, draft.problem, draft.plan
         capture, self._draft, self._learned = known.capture, draft, (draft.learned_key, draft.learned)
         verify_plan(problem, plan)
-        planned = bool(plan.spills or plan.recomputed)
+        planned = bool(plan.spills or plan.recomputed or plan.resident)
+        # With a home elsewhere, parameters come when their optimizer is done with them: that is not the graphs' time.
         may_learn = self._rival is not None or (self._may_learn and draft.learned.forecast == Scales())
+        may_learn = may_learn and not self._homes
         self._clock = PhaseClock(self.device) if planned and may_learn else None
         self._rival = self._rival if planned else None
         if planned:
             avoid_fragmentation(self.device)
-        if plan.spills:
+        if plan.spills or plan.resident:
             engine = self._reserve(plan)
+            engine.reserve_gradients([s.nbytes for s in plan.spills if s.way is Way.OUT])
             in_registers = insert_transfers(capture, known.storages, plan, known.registers, engine=engine.id)
             verify_graphs(*at_hints(draft.formulas, problem, plan), capture, in_registers, known.in_place)
+        self._staying = tuple(home for home in self._homes.values() if home.name in draft.staying)
         self._keep(draft, plan, tuple(list_graph(graph, phase) for graph, phase in capture.phases))
         if draft.learned.forecast != Scales():
             self._correct(draft.learned.forecast)
+
+    def _home_names(self) -> dict[int, str]:
+        return {index: home.name for index, home in self._homes.items()}
 
     def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
         """Lower one graph with `compile_graph`; graphs of ours are pinned in order first, and checked afterwards."""
         if phase == "inference":
             capture = Capture(
-                forward=gm.graph, backward=None, num_outputs=1 << 30, static_inputs=frozenset(), device=self.device
+                forward=gm.graph,
+                backward=None,
+                num_outputs=1 << 30,
+                static_inputs=frozenset(),
+                device=self.device,
+                homes=self._home_names(),
             )
             if (draft := self._drafts.draft(capture)) is not None:
-                self._captured = draft.problem
+                self._captured = draft.captured
                 self._carry_out(draft)
             gm.recompile()
         interface = None
@@ -384,7 +436,11 @@ class Region:
         problem = draft.problem
         if draft.formulas is not None:
             self._footprint = Footprint(
-                draft.formulas, problem, plan, held_bytes=draft.held_bytes, input_bytes=draft.input_bytes
+                draft.formulas,
+                problem,
+                plan,
+                held_bytes=draft.held_bytes + draft.resident_bytes,
+                input_bytes=draft.input_bytes + draft.resident_bytes,
             )
         captured = self._captured or problem
         self.record = RegionRecord(

@@ -1,8 +1,8 @@
 """One captured region: the forward and backward graphs that AOTAutograd's partitioner made, as one line of steps."""
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -18,7 +18,7 @@ class Capture:
 
     `num_outputs` counts the forward's own outputs (mutated inputs and user outputs); what follows them in its output
     node is saved for the backward. `static_inputs` are the positions of parameters and buffers among the forward's
-    placeholders. Inference regions have no backward.
+    placeholders, `homes` those of parameters with a home elsewhere, by name. Inference regions have no backward.
     """
 
     forward: fx.Graph
@@ -26,6 +26,7 @@ class Capture:
     num_outputs: int
     static_inputs: frozenset[int]
     device: torch.device
+    homes: Mapping[int, str] = field(default_factory=dict)
 
     @cached_property
     def nodes(self) -> tuple[fx.Node, ...]:

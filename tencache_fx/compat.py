@@ -317,3 +317,32 @@ def _run_boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
 def source_code(compiled: Any) -> str | None:
     """Return the Python that Inductor generated for a graph; None for a graph that runs without Inductor."""
     return getattr(compiled, "source_code", None)
+
+
+def compile_for_threads(function: Callable[..., None], examples: Sequence[torch.Tensor]) -> Callable[..., None]:
+    """Return `function` of tensors compiled by Inductor, for any length of all 1-D tensors as long as the first.
+
+    Unlike what `torch.compile` returns, it may be called in one thread while another compiles, and lets other threads
+    run meanwhile: nothing of Dynamo is asked at a call, and generated code calls its kernels from C++. It checks
+    nothing, and is called with tensors of the examples' dtypes, all 1-D and contiguous. Runs once, on `examples`.
+    """
+    length = len(examples[0])
+    assert all(len(each) != length or each.dim() == 1 for each in examples)
+    found: list[tuple[Callable[..., Any], list[int | None]]] = []
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled: Any = compile_fx(gm, inputs, config_patches={"cpp_wrapper": True})
+        order = [next((i for i, each in enumerate(examples) if each is given), None) for given in inputs]
+        found.append((compiled, order))
+        return compiled  # type: ignore[no-any-return]
+
+    for each in examples:
+        if len(each) == length:
+            torch._dynamo.mark_dynamic(each, 0)
+    torch.compile(function, backend=backend, fullgraph=True)(*examples)
+    ((compiled, order),) = found  # inputs that are no tensors are the length
+
+    def call(*tensors: torch.Tensor) -> None:
+        compiled(*(len(tensors[0]) if index is None else tensors[index] for index in order))
+
+    return call

@@ -18,13 +18,16 @@ from tencache_fx.memory import held_bytes, input_bytes, outside_bytes
 from tencache_fx.options import Options
 from tencache_fx.passes.code_interface import Interface
 from tencache_fx.passes.lifetimes import StorageNodes
+from tencache_fx.passes.model_state import write_moves
+from tencache_fx.passes.moves import keep_resident
 from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.passes.policy_joint import choose_recomputed
 from tencache_fx.passes.products import runs_heavy
 from tencache_fx.passes.recipes import find_recipes, recomputed_nodes
 from tencache_fx.passes.symbols import unbacked_symbols
 from tencache_fx.passes.weigh_code import UnreadableCodeError, code_peak_bytes
-from tencache_fx.plan import Budgets, Plan, Problem, Step, live_bytes
+from tencache_fx.plan import Budgets, Kind, Plan, Problem, Step, live_bytes
+from tencache_fx.runtime.homes import Home
 from tencache_fx.runtime.registry import usage
 from tencache_fx.sizes import SizeFormulas, Sizes
 from tencache_fx.study import Study, study
@@ -42,11 +45,14 @@ Halves = tuple[fx.GraphModule, fx.GraphModule]
 class Draft:
     """A region split in one way, and the plan for it, or why there is none.
 
-    `held_bytes` are those on the device when it was compiled, `input_bytes` the region's own among them. The problem's
-    durations are scaled as earlier runs have `learned`, which is kept under `learned_key`.
+    `captured` is the problem before it was decided which parameters with a home stay on the device; `staying` are those
+    that have to. `held_bytes` are those on the device when it was compiled, but for parameters with a home and with
+    those that have to stay, `input_bytes` the region's own among them. Durations are scaled as earlier runs have
+    `learned`, which is kept under `learned_key`.
     """
 
     study: Study
+    captured: Problem
     problem: Problem
     plan: Plan | BudgetError
     formulas: SizeFormulas | None
@@ -54,6 +60,12 @@ class Draft:
     input_bytes: int
     learned: Learned
     learned_key: dict[str, str]
+    staying: frozenset[str]
+
+    @property
+    def resident_bytes(self) -> int:
+        """The bytes of the parameters that were chosen to stay on the device."""
+        return input_bytes(self.problem.storages) - input_bytes(self.captured.storages)
 
     @property
     def outside_bytes(self) -> int:
@@ -119,7 +131,8 @@ class Drafts:
 
     `settings` are Inductor's; `inputs` the region's, as torch traced them; `sizes` those at hand and those to plan for,
     if these differ. `unforeseen_bytes` are kept free: code generated earlier held so much more than the graphs show.
-    What an earlier compilation of the same region had to keep free in the end is kept free from the start.
+    What an earlier compilation of the same region had to keep free in the end is kept free from the start. `homes` are
+    those of the region's parameters.
     """
 
     def __init__(
@@ -130,6 +143,7 @@ class Drafts:
         inputs: Sequence[object],
         sizes: tuple[Sizes, Sizes] | None,
         unforeseen_bytes: int,
+        homes: Sequence[Home] = (),
     ) -> None:
         self._options, self._device, self._inputs, self._sizes = options, device, inputs, sizes
         asked = (options.device_budget, options.policy, options.recompute, options.compiler, sorted(settings.items()))
@@ -138,7 +152,9 @@ class Drafts:
         self._margin_key: dict[str, str] = {}
         self._roofline = machine.roofline(device, calibrate=options.calibrate)
         self._links = machine.links(device, options.spill_dir, calibrate=options.calibrate)
-        self._held_bytes = held_bytes(device)
+        self._homes = homes
+        on_device_bytes = sum(home.nbytes for home in homes if home.on_device)
+        self._held_bytes = max(0, held_bytes(device) - on_device_bytes)
 
     def draft(self, capture: Capture, beside: Draft | None = None, recomputed: tuple[str, ...] = ()) -> Draft | None:
         """Return what is known of the captured region and planned for it; `beside` is it without what is `recomputed`.
@@ -146,8 +162,10 @@ class Drafts:
         None, unmeasured, if its sizes are known only when it runs and there is no device budget.
         """
         options = self._options
-        if options.device_budget is None and unbacked_symbols(capture):
+        if options.device_budget is None and not capture.homes and unbacked_symbols(capture):
             return None
+        staying = write_moves(capture, capture.homes)
+        staying_bytes = sum(home.nbytes for home in self._homes if home.name in staying)
         known = study(capture, options, self._roofline)
         if beside is None:
             key = {**machine.device_key("scales", self._device), **self._asked, "region": known.fingerprint}
@@ -159,7 +177,7 @@ class Drafts:
         else:
             key, learned = beside.learned_key, beside.learned
         known = dataclasses.replace(known, ops=learned.planning.scale(known.ops, capture.boundary))
-        problem, formulas, entering_bytes = self._state_problem(known)
+        problem, formulas, entering_bytes = self._state_problem(known, self._held_bytes + staying_bytes)
         if beside is None:
             recipes = find_recipes(capture, known.storages) if options.recompute == "auto" else ()
             problem = dataclasses.replace(problem, recipes=recipes)
@@ -169,17 +187,21 @@ class Drafts:
         plan: Plan | BudgetError
         try:
             plan = dataclasses.replace(make_plan(problem, options.policy), recomputed=recomputed)
+            stated = keep_resident(problem, plan.resident)
+            plan = dataclasses.replace(plan, resident=(*sorted(staying), *plan.resident))
         except BudgetError as refusal:
-            plan = refusal
+            stated, plan = problem, refusal
         return Draft(
             study=known,
-            problem=problem,
+            problem=stated,
+            captured=problem,
             plan=plan,
             formulas=formulas,
-            held_bytes=self._held_bytes,
+            held_bytes=self._held_bytes + staying_bytes,
             input_bytes=entering_bytes,
             learned=learned,
             learned_key=key,
+            staying=staying,
         )
 
     def choose_recomputed(self, problem: Problem) -> tuple[str, ...]:
@@ -199,11 +221,11 @@ class Drafts:
 
         What does not fit then (torch may save other values than the policy took it to) is asked for in less memory.
         """
-        halves, best, problem = None, first, first.problem
+        halves, best, problem = None, first, first.captured
         for _ in range(ATTEMPTS):
             if not (names := self.choose_recomputed(problem)):
                 break
-            more_halves, more = split(recomputed_nodes(first.study.capture, first.problem.recipes, names), names)
+            more_halves, more = split(recomputed_nodes(first.study.capture, first.captured.recipes, names), names)
             assert more is not None
             if more.rank() < best.rank():
                 halves, best = more_halves, more
@@ -217,7 +239,7 @@ class Drafts:
         if self._unforeseen_bytes:
             cached(self._margin_key, Margin, lambda: Margin(nbytes=self._unforeseen_bytes), renew=True)
 
-    def _state_problem(self, known: Study) -> tuple[Problem, SizeFormulas | None, int]:
+    def _state_problem(self, known: Study, held_bytes: int) -> tuple[Problem, SizeFormulas | None, int]:
         """Return everything the planner may know: steps with their cost, storages, links, budgets.
 
         And beside it the storages' sizes as formulas, if there is a device budget, and the bytes of the inputs.
@@ -225,6 +247,8 @@ class Drafts:
         options, capture = self._options, known.capture
         fuses = options.compiler == "inductor"
         away = usage(self._device)  # what other regions have away right now stays away while this one runs
+        sunk_bytes = sum(item.storage.nbytes for item in known.storages if item.storage.kind is Kind.SUNK)
+        more_gradient_bytes = max(0, sunk_bytes - away.gradient_lent_bytes)
         problem = Problem(
             ops=known.ops,
             boundary=capture.boundary,
@@ -232,7 +256,7 @@ class Drafts:
             links=self._links,
             budgets=Budgets(
                 device_bytes=options.device_budget,
-                host_bytes=max(0, options.host_budget - away.host_lent_bytes),
+                host_bytes=max(0, options.host_budget - away.host_lent_bytes - more_gradient_bytes),
                 disk_bytes=max(0, options.spill_budget - away.disk_lent_bytes) if options.spill_dir else 0,
             ),
             fences=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and runs_heavy(node)),
@@ -241,18 +265,20 @@ class Drafts:
         )
         formulas, entering_bytes = None, 0
         if options.device_budget is not None:
-            problem, formulas, entering_bytes = self._at_sizes(problem, known.storages)
+            problem, formulas, entering_bytes = self._at_sizes(problem, known.storages, held_bytes)
         # One fused kernel's results are all allocated before it runs, small ones the plan sees later among them.
         results_bytes = int(live_bytes(problem).max(initial=0)) // 256 if fuses else 0
         more_bytes = results_bytes + self._unforeseen_bytes
         return dataclasses.replace(problem, outside_bytes=problem.outside_bytes + more_bytes), formulas, entering_bytes
 
-    def _at_sizes(self, problem: Problem, storages: Sequence[StorageNodes]) -> tuple[Problem, SizeFormulas, int]:
+    def _at_sizes(
+        self, problem: Problem, storages: Sequence[StorageNodes], held_bytes: int
+    ) -> tuple[Problem, SizeFormulas, int]:
         """Return `problem`, measured at the sizes torch traced with, for those to plan for; formulas; input bytes."""
         now, planned = self._sizes or (None, None)
         formulas = SizeFormulas(self._inputs, storages, self._device, planned)
         held_now = problem if now is None else formulas.resize(problem, formulas.hints, now)
         entering_bytes = input_bytes(held_now.storages)
         resized = formulas.resize(problem, formulas.hints, formulas.planned)
-        beside_bytes = outside_bytes(self._held_bytes, entering_bytes)
+        beside_bytes = outside_bytes(held_bytes, entering_bytes)
         return dataclasses.replace(resized, outside_bytes=beside_bytes), formulas, entering_bytes

@@ -114,7 +114,8 @@ def reconsider(captured: Problem, problem: Problem, plan: Plan, measured: PhaseT
 def correct(captured: Problem, problem: Problem, plan: Plan, scales: Scales) -> dict[str, Any]:
     """Return all three, by these names, with durations scaled: the same trips, forecast anew."""
     scaled = scales.apply(problem)
-    again = dataclasses.replace(build_plan(scaled, plan.policy, plan.spills), recomputed=plan.recomputed)
+    built = build_plan(scaled, plan.policy, plan.spills)
+    again = dataclasses.replace(built, recomputed=plan.recomputed, resident=plan.resident)
     return {"captured": scales.apply(captured), "problem": scaled, "plan": again}
 
 

@@ -1,9 +1,18 @@
-"""The four graph ops, their schemas and their fake implementations (design: graph contract).
+"""The graph ops, their schemas and their fake implementations (design: graph contract).
 
     handle = offload(src)            issue the copy out behind everything queued so far
     token  = release(handle, src)    compute waits for that copy; `src` is over
     ticket = prefetch(handle)        allocate on the device, issue the copy in; the handle may die
     tensor = wait(ticket, ...)       compute waits for the copy in; exact sizes and strides of `src`
+
+and for a parameter whose home is in host memory, of which the graph takes no more than the name:
+
+    ticket = fetch(home)             allocate on the device, issue the copy in of what is at home
+    token  = settle(home)            for one that stays on the device: compute waits for its last update
+    handle = sink(gradient)          as `offload`; what is released is handed out by
+    tensor = homed(handle, ...)      the gradient, in host memory
+
+`arrive` and `depart` stand for a fetch and its wait, and for a sink and its release, until both have been planned.
 
 `release` is declared to write `src`: that keeps Inductor from inlining into a later kernel something that reads it,
 so what the plan counts as free is free.
@@ -31,11 +40,27 @@ LIBRARY.define(
     "wait(Tensor ticket, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int engine) -> Tensor"
 )
 
+LIBRARY.define("fetch(Tensor home, int engine, str label) -> Tensor")
+LIBRARY.define("settle(Tensor(a!) home, int engine, str label) -> Tensor")
+LIBRARY.define("sink(Tensor src, int engine, str label) -> Tensor", tags=_AS_PLANNED)
+LIBRARY.define(
+    "homed(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int engine) -> Tensor"
+)
+LIBRARY.define("arrive(Tensor home) -> Tensor")
+LIBRARY.define("depart(Tensor src) -> Tensor")
+
 OFFLOAD = torch.ops.tencache.offload.default
 RELEASE = torch.ops.tencache.release.default
 PREFETCH = torch.ops.tencache.prefetch.default
 WAIT = torch.ops.tencache.wait.default
-RUNTIME_OPS = (OFFLOAD, RELEASE, PREFETCH, WAIT)
+FETCH = torch.ops.tencache.fetch.default
+SETTLE = torch.ops.tencache.settle.default
+SINK = torch.ops.tencache.sink.default
+HOMED = torch.ops.tencache.homed.default
+RUNTIME_OPS = (OFFLOAD, RELEASE, PREFETCH, WAIT, FETCH, SETTLE, SINK, HOMED)
+ARRIVE = torch.ops.tencache.arrive.default
+DEPART = torch.ops.tencache.depart.default
+UNPLANNED = (ARRIVE, DEPART)
 
 
 def key_tensor() -> Tensor:
@@ -43,27 +68,33 @@ def key_tensor() -> Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
-def _offload(src: Tensor, engine: int, tier: str, label: str) -> Tensor:
+def label_of(node: fx.Node) -> str | None:
+    """Return the storage that a runtime op was written for, if the op itself says so."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    return str(node.args[names.index("label")]) if "label" in names else None
+
+
+def _key(*_: object) -> Tensor:
     return key_tensor()
 
 
-def _release(handle: Tensor, src: Tensor, engine: int) -> Tensor:
-    return key_tensor()
-
-
-def _prefetch(handle: Tensor, engine: int) -> Tensor:
-    return key_tensor()
-
-
-def _wait(
+def _tensor(
     ticket: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, engine: int
 ) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-for _op, _fake in ((OFFLOAD, _offload), (RELEASE, _release), (PREFETCH, _prefetch), (WAIT, _wait)):
-    torch.library.register_fake(_op, _fake, lib=LIBRARY)
+def _same(home: Tensor) -> Tensor:
+    return torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=home.device)
+
+
+for _op in (OFFLOAD, RELEASE, PREFETCH, FETCH, SETTLE, SINK, DEPART):
+    torch.library.register_fake(_op, _key, lib=LIBRARY)
+for _op in (WAIT, HOMED):
+    torch.library.register_fake(_op, _tensor, lib=LIBRARY)
+torch.library.register_fake(ARRIVE, _same, lib=LIBRARY)
 
 # Neither FX nor Inductor may drop or merge them: what they do to memory is their purpose.
-for _op in RUNTIME_OPS:
+for _op in (*RUNTIME_OPS, *UNPLANNED):
     fx.node.has_side_effect(_op)

@@ -8,6 +8,10 @@ the update: one pass of a kernel that Inductor compiles for the CPU (bf16 gradie
 out; ZeRO-Offload, arXiv 2101.06840, does this with kernels of its own, and casts apart from them).
 
 Gradients stay where autograd puts them, so clipping, accumulation, `GradScaler`, schedulers and closures are torch's.
+
+Parameters with a home (`tencache_fx.offload`) are updated there, and their gradients are there already: `step` returns
+at once, and each parameter's next reader waits for its own update only. With `step_in_backward=True` updates begin
+during backward, as gradients land.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,16 +25,19 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
+from tencache_fx import compat
 from tencache_fx.errors import OptionError, UsageError
-from tencache_fx.options import Options
+from tencache_fx.model_state import engine_of, find_home
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.registry import find_engine, open_engine
+from tencache_fx.runtime.gradients import HomeGradient
+from tencache_fx.runtime.homes import Home
 from tencache_fx.runtime.rounds import PIECE_BYTES, Piece, work_at_home
 
 _MISSING = {"master": float("nan"), "exp_avg": 0.0, "exp_avg_sq": 0.0}
 _STATE = tuple(_MISSING)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _RECOMPILE_LIMIT = 64  # the update is compiled for each dtype, for lengths of 1, for each number of threads, ...
+_EXAMPLE_LENGTH = 1024
 _UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
 
 
@@ -48,7 +55,12 @@ class AdamW(torch.optim.Optimizer):
 
     `params` are bf16, fp16 or fp32 parameters on one or more cuda or cpu devices, as for torch; options may differ by
     group. A parameter that is changed from outside between two steps, by loading weights for instance, is taken as it
-    is then. `state_dict` is `torch.optim.AdamW`'s with the master weights beside the moments; either loads the other's.
+    is then. `state_dict` is `torch.optim.AdamW`'s with the master weights beside the moments; either loads the
+    other's.
+
+    `step_in_backward` updates a parameter with a home as soon as its gradient is there, once for each backward, with the
+    learning rate of that moment, and leaves its `.grad` None: nothing that looks at all gradients first, such as
+    clipping by their norm, or that adds up those of several backwards, can be had with it.
 
     Raises `OptionError` for options it cannot use.
     """
@@ -62,14 +74,20 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
+        step_in_backward: bool = False,
     ) -> None:
         self._written: dict[Tensor, Tensor] = {}  # each weight as the last step left it
+        self._versions: dict[Tensor, int] = {}  # of each home, as the last step left it
+        self._urgency: dict[Tensor, int] = {}  # by the order in which the next forward will read, as far as is known
+        self._in_backward = step_in_backward
+        self._kernels: dict[torch.dtype, Callable[..., None]] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._written = {}
+        self._written, self._versions, self._kernels, self._in_backward = {}, {}, {}, False
+        self._urgency = {p: index for index, p in enumerate(p for g in self.param_groups for p in g["params"])}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for torch; raises `OptionError` when its options or its parameters cannot be used."""
@@ -79,6 +97,10 @@ class AdamW(torch.optim.Optimizer):
         except OptionError:
             self.param_groups.pop()
             raise
+        for parameter in self.param_groups[-1]["params"]:
+            self._urgency[parameter] = len(self._urgency)
+            if self._in_backward:
+                parameter.register_post_accumulate_grad_hook(self._step_now)
 
     @overload
     def step(self, closure: None = ...) -> None: ...
@@ -89,9 +111,10 @@ class AdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; return what `closure`, which is called first, returns.
 
-        Returns when the host is done; the device goes on with whatever comes next once the last weight is in. Raises
-        `UsageError` for a sparse gradient, before anything is updated, and `BudgetError` when the host budget has no
-        room for a few buffers of 32 MiB.
+        Returns when the host is done; the device goes on with whatever comes next once the last weight is in. Updates
+        of parameters with a home are begun only; what one of them raises is raised by whoever reads the parameter next.
+        Raises `UsageError` for a sparse gradient, before anything is updated, and `BudgetError` when the host budget
+        has no room for a few buffers of 32 MiB.
         """
         loss = None
         if closure is not None:
@@ -101,13 +124,18 @@ class AdamW(torch.optim.Optimizer):
         for _, parameter in todo:
             if parameter.grad.is_sparse:
                 raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
+        at_home = [(group, p, home) for group, p in todo if (home := find_home(p)) is not None]
+        for group, parameter, home in at_home:
+            self._begin(group, parameter, home)
+            home.put_away()  # brought by a module that ran by itself, whose backward is over
+        todo = [(group, p) for group, p in todo if find_home(p) is None]
         before = {parameter: self._steps(parameter) for _, parameter in todo}
         try:
             for device, some in groupby(sorted(todo, key=_device_name), key=_device_name):
                 here = list(some)
                 count = sum(-(-p.numel() // _most(p)) for _, p in here)
                 with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
-                    work_at_home(_engine(torch.device(device)), self._pieces(here), count, _run)
+                    work_at_home(engine_of(torch.device(device)), self._pieces(here), count, _run)
         except BaseException as error:
             new = sum(self._steps(parameter) > steps for parameter, steps in before.items())
             error.add_note(
@@ -117,12 +145,18 @@ class AdamW(torch.optim.Optimizer):
             raise
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, once the updates under way are done, as torch does."""
+        self._settle()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the state of this class or of `torch.optim.AdamW`; a master weight that is missing is the weight.
 
         Raises `OptionError` when it was made with options this class lacks, and `ValueError` as torch does when the
         groups do not match.
         """
+        self._settle()
         for group in state_dict["param_groups"]:
             _check_options(group)
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -131,7 +165,59 @@ class AdamW(torch.optim.Optimizer):
         states = {pairs[k]: _read_state(pairs[k], saved) for k, saved in state_dict["state"].items() if k in pairs}
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.state.update(states)
-        self._written = {}
+        self._written, self._versions = {}, {}
+
+    def _settle(self) -> None:
+        """Block until no update is under way; raises what one raised."""
+        for parameter in self._urgency:
+            if (home := find_home(parameter)) is not None:
+                home.settle()
+
+    @torch.no_grad()
+    def _step_now(self, parameter: Tensor) -> None:
+        """Update a parameter whose gradient has just come, if it has a home."""
+        if (home := find_home(parameter)) is not None:
+            group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
+            self._begin(group, parameter, home)
+            parameter.grad = None
+
+    def _begin(self, group: dict[str, Any], parameter: Tensor, home: Home) -> None:
+        """Have a parameter updated at home, by the gradient it has now."""
+        engine = engine_of(parameter.device)
+        gradient = parameter.grad
+        assert gradient is not None
+        if not isinstance(gradient, HomeGradient):  # a module that ran by itself
+            gradient = _send_home(engine, _dense_like(parameter, gradient.to(parameter.dtype)))
+        home.settle()
+        fresh = self._versions.get(parameter) != home.version
+        self._versions[parameter] = home.version
+        state = self._ready(parameter)
+        after = engine.streams.record_compute()  # behind all that reads the weight on the device
+        numbers = _numbers(group, int(state["step"]) + 1)
+        lease, kernel = gradient.lease, self._kernel(parameter.dtype)
+
+        def update() -> None:
+            moments = tuple(_flat(state[name]) for name in _STATE)
+            change, weight = _flat(lease.landed()), _flat(home.host)
+            factor = 1.0 if lease.factor is None else lease.factor.item()
+            if fresh:
+                moments[0].copy_(torch.where(_same(moments[0], weight), moments[0], weight))
+            home.write_after()
+            kernel(change, weight, *moments, torch.cat([numbers[:1] * factor, numbers[1:]]))
+            self._count(parameter)
+            home.renew(after)
+
+        lease.reading = engine.homes.submit(torch.no_grad()(update), self._urgency[parameter])
+        home.begin_update(lease.reading)
+
+    def _kernel(self, dtype: torch.dtype) -> Callable[..., None]:
+        """Return the update for weights and gradients of `dtype`, compiled for the CPU at its first use."""
+        if dtype not in self._kernels:
+            dtypes = (dtype, dtype, *[torch.float32] * len(_STATE))
+            tensors = [torch.zeros(_EXAMPLE_LENGTH, dtype=each) for each in dtypes]
+            numbers = torch.ones(len(_numbers(self.defaults, 1)))
+            self._kernels[dtype] = compat.compile_for_threads(_adamw_at_home, [*tensors, numbers])
+        return self._kernels[dtype]
 
     def _pieces(self, todo: Iterable[tuple[dict[str, Any], Tensor]]) -> Iterator[Piece[_Update]]:
         """Yield what is to be updated, parameter by parameter; a step counts once a parameter's last piece is done."""
@@ -169,6 +255,8 @@ class AdamW(torch.optim.Optimizer):
                     "parameter whose size has changed needs a new optimizer."
                 )
             state[name] = _dense_like(parameter, state[name])
+        if find_home(parameter) is not None:
+            return state
         written = self._written.get(parameter)
         written = state["master"].to(parameter.dtype, copy=True) if written is None else _dense_like(parameter, written)
         self._written[parameter] = written
@@ -232,6 +320,21 @@ def _adamw(
     written.copy_(master)
 
 
+def _adamw_at_home(
+    gradient: Tensor, weight: Tensor, master: Tensor, mean: Tensor, square: Tensor, numbers: Tensor
+) -> None:
+    """Update the fp32 state by a gradient, and write the new weight; all [n], `numbers` as `_numbers`."""
+    sign, decay, keep_1, beta_2, keep_2, rate, root, eps = numbers.unbind()
+    change = gradient.float() * sign
+    mean.add_((change - mean) * keep_1)
+    square.mul_(beta_2).add_(change * change * keep_2)
+    master.copy_(master * decay - rate * (mean / (square.sqrt() / root + eps)))
+    weight.copy_(master)
+
+
+_KERNEL: Callable[..., None] = torch.compile(_adamw_at_home, dynamic=True, options={"cpp_wrapper": True})
+"""The update in one pass over memory; called from C++, which lets other threads run meanwhile."""
+
 _KERNEL: Callable[..., None] = torch.compile(_adamw, dynamic=True)
 """The update in one pass over memory, compiled for the CPU at its first call, for any length."""
 
@@ -251,11 +354,18 @@ def _device_name(todo: tuple[dict[str, Any], Tensor]) -> str:
     return str(todo[1].device)
 
 
-def _engine(device: torch.device) -> Engine:
-    """Return the device's engine; where no compiled region has opened it, with the host budget set for the process."""
-    if (engine := find_engine(device)) is not None:
-        return engine
-    return open_engine(device, host_budget_bytes=Options.resolve(None, device=device).host_budget)
+def _send_home(engine: Engine, gradient: Tensor) -> HomeGradient:
+    """Return a gradient in host memory for one on the device."""
+    handle = engine.sink(gradient)
+    engine.release(handle, gradient)
+    homed = engine.homed(handle)
+    assert isinstance(homed, HomeGradient)
+    return homed
+
+
+def _same(master: Tensor, weight: Tensor) -> Tensor:
+    """Say where a master weight, rounded, is the weight: it has more digits there, which are worth keeping."""
+    return master.to(weight.dtype) == weight
 
 
 def _flat(dense: Tensor) -> Tensor:

@@ -30,13 +30,27 @@ class Tier(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a storage is to the training step."""
+    """What a storage is to the training step.
+
+    FETCHED is a parameter's bytes on the device, for as long as one graph reads them: their home is elsewhere. SUNK is
+    a gradient on its way to such a home.
+    """
 
     PARAMETER = "parameter"
     INPUT = "input"
     ACTIVATION = "activation"
     OUTPUT = "output"
     GRADIENT = "gradient"
+    FETCHED = "fetched parameter"
+    SUNK = "gradient on its way home"
+
+
+class Way(StrEnum):
+    """Which copies a trip makes: out and in again; in only, of a parameter from home; out only, of a gradient."""
+
+    ROUND = "round"
+    IN = "in"
+    OUT = "out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +70,8 @@ class Storage:
     (0 for what exists before the region), `death` the first step at which the bytes are free again (the number of
     steps for what outlives the region). `ready` is the first step after which it may be copied out, if that is later
     than its birth: an op with several outputs is followed by the steps that name them. `formula` is the size in
-    symbols where shapes are dynamic.
+    symbols where shapes are dynamic. `home` is the parameter that a FETCHED or SUNK one belongs to; its life here is
+    the shortest there can be, as if copies took no time: the plan's trips add to it.
     """
 
     name: str
@@ -68,6 +83,7 @@ class Storage:
     spillable: bool
     ready: Step = Step(0)
     formula: str = ""
+    home: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +162,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spill:
-    """A storage's trip: no device bytes during `[gone, fetch)`, no readers during `[gone, back)`."""
+    """A storage's trip: no device bytes during `[gone, fetch)`, no readers during `[gone, back)`.
+
+    A trip in only adds device bytes during `[fetch, gone)` instead, before the storage's birth at `back` (`offload` and
+    `gone` are that, too); one out only adds them during `[fetch, gone)`, from its death at `fetch` and `back` on.
+    """
 
     name: str
     nbytes: int
@@ -155,6 +175,7 @@ class Spill:
     gone: Step  # the copy has landed: the device bytes are free from here
     fetch: Step  # allocate, and issue the copy in, before this step
     back: Step  # first reader: wait here
+    way: Way = Way.ROUND
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +215,8 @@ class Plan:
     """What was decided: the trips, the buffers they need, and what to expect.
 
     `pool` serves host trips, exactly as many buffers as are lent at once; `staging` serves trips to and from NVMe.
-    `recomputed` names what the backward makes again: the plan is then for the problem in which it does.
+    `recomputed` names what the backward makes again: the plan is then for the problem in which it does. `resident` are
+    the parameters with a home elsewhere that stay on the device.
     """
 
     policy: str
@@ -203,6 +225,7 @@ class Plan:
     staging: tuple[PoolClass, ...]
     forecast: Forecast
     recomputed: tuple[str, ...] = ()
+    resident: tuple[str, ...] = ()
 
 
 def inactive_intervals(storage: Storage) -> tuple[tuple[Step, Step], ...]:
@@ -296,17 +319,22 @@ def program(spills: Iterable[Spill]) -> tuple[Event, ...]:
     """
     events = []
     for s in spills:
-        events.append(((s.offload + 1, 0, s.gone, s.name), Event(step=Step(s.offload + 1), verb="offload", spill=s)))
-        events.append(((s.gone, 1, s.gone, s.name), Event(step=s.gone, verb="release", spill=s)))
-        events.append(((s.fetch, 2, s.back, s.name), Event(step=s.fetch, verb="prefetch", spill=s)))
-        events.append(((s.back, 3, s.back, s.name), Event(step=s.back, verb="wait", spill=s)))
+        if s.way is not Way.IN:
+            out = Event(step=Step(s.offload + 1), verb="offload", spill=s)
+            events.append(((s.offload + 1, 0, s.gone, s.name), out))
+            events.append(((s.gone, 1, s.gone, s.name), Event(step=s.gone, verb="release", spill=s)))
+        if s.way is not Way.OUT:
+            events.append(((s.fetch, 2, s.back, s.name), Event(step=s.fetch, verb="prefetch", spill=s)))
+            events.append(((s.back, 3, s.back, s.name), Event(step=s.back, verb="wait", spill=s)))
     return tuple(event for _, event in sorted(events, key=lambda pair: pair[0]))
 
 
 def held_at(problem: Problem, spills: Iterable[Spill], step: Step) -> tuple[Storage, ...]:
     """Return the storages with device bytes at `step`, largest first."""
+    spills = tuple(spills)
     away = {spill.name for spill in spills if spill.gone <= step < spill.fetch}
-    held = [s for s in problem.storages if s.birth <= step < s.death and s.name not in away]
+    early = {spill.name for spill in spills if spill.fetch <= step < spill.gone}
+    held = [s for s in problem.storages if s.name in early or (s.birth <= step < s.death and s.name not in away)]
     return tuple(sorted(held, key=lambda s: (-s.nbytes, s.name)))
 
 
@@ -349,9 +377,10 @@ def total_bytes(classes: Iterable[PoolClass]) -> int:
 def pool_classes(spills: Iterable[Spill], tier: Tier) -> tuple[PoolClass, ...]:
     """Return the buffers (host) or extents (nvme) that the trips to `tier` need; each is lent during `[offload, back)`.
 
-    A trip uses the smallest class that holds it.
+    A trip uses the smallest class that holds it. Parameters and gradients have homes of their own.
     """
-    return size_classes([(spill.offload, spill.back, spill.nbytes) for spill in spills if spill.tier is tier])
+    trips = [spill for spill in spills if spill.tier is tier and spill.way is Way.ROUND]
+    return size_classes([(spill.offload, spill.back, spill.nbytes) for spill in trips])
 
 
 def staging_classes(spills: Iterable[Spill], room_bytes: int) -> tuple[PoolClass, ...]:

@@ -5,7 +5,7 @@ its first use, each step once for all recipes that need it, as torch's partition
 `_functorch/partitioners.py: reordering_to_mimic_autograd_engine`). What those steps read stays until they have run.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from tencache_fx.plan import Kind, Op, Problem, Step, Storage
@@ -24,7 +24,9 @@ def recompute(problem: Problem, names: Collection[str]) -> Problem:
     line = _Line(problem, _placed(problem, names, naming), naming)
     storages: list[Storage] = []
     for storage in problem.storages:
-        storages.extend(line.live(storage, again=storage.name in names))
+        if storage.kind is not Kind.FETCHED:
+            storages.extend(line.live(storage, again=storage.name in names))
+    storages.extend(line.fetched())
     return replace(
         problem,
         ops=line.ops,
@@ -142,6 +144,33 @@ class _Line:
         ready = self.again.get(storage.ready, remade)
         # What is made again is needed soon after: it does not travel.
         return first, replace(second, name=storage.name + _AGAIN, ready=ready, spillable=False)
+
+    def fetched(self) -> Iterator[Storage]:
+        """Yield the lives of parameters from home: each graph fetches them for itself.
+
+        A step that runs again reads what the backward has fetched, which it then does earlier, or at all.
+        """
+        boundary = self.problem.boundary
+        lives = [storage for storage in self.problem.storages if storage.kind is Kind.FETCHED]
+        repeated: dict[str, list[Step]] = {}
+        for early in (storage for storage in lives if storage.birth < boundary):
+            repeated.setdefault(early.home, []).extend(self.again[use] for use in early.uses if use in self.again)
+            yield early
+        late = {storage.home: storage for storage in lives if storage.birth >= boundary}
+        by_home = {storage.home: storage for storage in lives}
+        for home in {**late, **{home: None for home, steps in repeated.items() if steps}}:
+            model = late.get(home)
+            uses = [*repeated.get(home, ()), *(self.at[use] for use in (model.uses if model else ()))]
+            name = model.name if model else by_home[home].name + _AGAIN
+            birth = min(uses)
+            yield replace(
+                by_home[home],
+                name=name,
+                birth=birth,
+                ready=birth,
+                death=Step(max(uses) + 1),
+                uses=tuple(sorted(set(uses))),
+            )
 
     def _stretched(self, storage: Storage, birth: Step, uses: Collection[Step]) -> Storage:
         """Return `storage` with these uses: it ends right behind the step it did, or behind the last use if later.

@@ -19,14 +19,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 
-from tencache_fx.plan import PoolClass, Problem, Spill, Tier, program
+from tencache_fx.plan import PoolClass, Problem, Spill, Tier, Way, program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TripTimes:
     """When one trip's copies ran, in ns from the start of the region, and how long compute stood still for it.
 
-    A trip to host memory has no disk part: `written_ns` equals `out_end_ns`, `read_start_ns` equals `in_start_ns`.
+    A trip to host memory has no disk part: `written_ns` equals `out_end_ns`, `read_start_ns` equals `in_start_ns`. What
+    a trip that goes one way only does not do has the time 0.
     """
 
     name: str
@@ -84,15 +85,14 @@ def simulate(problem: Problem, spills: Sequence[Spill], staging: Sequence[PoolCl
             run.stall_out += waited
             stall_out += waited
     starts.extend(now + end - ends[step] for end in ends[len(starts) : -1])
-    moved = sum(spill.nbytes for spill in spills)
     on_disk = sum(spill.nbytes for spill in spills if spill.tier is Tier.NVME)
     return Replay(
         makespan_ns=round(now + ends[-1] - ends[step]),
         ideal_ns=ends[-1],
         stall_out_ns=round(stall_out),
         stall_in_ns=round(stall_in),
-        d2h_bytes=moved,
-        h2d_bytes=moved,
+        d2h_bytes=sum(spill.nbytes for spill in spills if spill.way is not Way.IN),
+        h2d_bytes=sum(spill.nbytes for spill in spills if spill.way is not Way.OUT),
         disk_write_bytes=on_disk,
         disk_read_bytes=on_disk,
         starts_ns=tuple(map(round, starts)),
@@ -120,15 +120,19 @@ class _Run:
         return TripTimes(
             name=self.spill.name,
             tier=self.spill.tier,
-            out_start_ns=round(self.out_start),
-            out_end_ns=round(self.out_end),
-            written_ns=round(self.written if on_disk else self.out_end),
-            read_start_ns=round(self.read_start if on_disk else self.in_start),
-            in_start_ns=round(self.in_start),
-            in_end_ns=round(self.in_end),
+            out_start_ns=_rounded(self.out_start),
+            out_end_ns=_rounded(self.out_end),
+            written_ns=_rounded(self.written if on_disk else self.out_end),
+            read_start_ns=_rounded(self.read_start if on_disk else self.in_start),
+            in_start_ns=_rounded(self.in_start),
+            in_end_ns=_rounded(self.in_end),
             stall_out_ns=round(self.stall_out),
             stall_in_ns=round(self.stall_in),
         )
+
+
+def _rounded(time: float) -> int:
+    return 0 if time == inf else round(time)
 
 
 class _Server:

@@ -85,11 +85,39 @@ def _storages(draw: st.DrawFn, name: str, steps: int) -> Storage:
     return Storage(
         name=name,
         nbytes=draw(st.integers(1, 12)),
-        kind=draw(st.sampled_from(Kind)),
+        kind=draw(st.sampled_from([kind for kind in Kind if kind not in (Kind.FETCHED, Kind.SUNK)])),
         birth=Step(birth),
         death=Step(death),
         uses=tuple(Step(use) for use in sorted(uses)),
         spillable=draw(st.integers(0, 5)) > 0,
+    )
+
+
+@st.composite
+def moving_problems(draw: st.DrawFn) -> Problem:
+    """As `problems`, with parameters that come from home in one graph or in both, and gradients that leave."""
+    problem = draw(problems())
+    steps, boundary = len(problem.ops), problem.boundary
+    storages = list(problem.storages)
+    for index in range(draw(st.integers(1, 4))):
+        nbytes = draw(st.integers(1, 8))
+        for graph, (first, end) in enumerate(((0, boundary), (boundary, steps))):
+            if first < end and draw(st.integers(0, 3)):
+                birth = draw(st.integers(first, end - 1))
+                uses = {birth} | draw(st.sets(st.integers(birth, end - 1), max_size=2))
+                storages.append(_moving(f"w{index}_{graph}", nbytes, Kind.FETCHED, sorted(uses), f"w{index}"))
+        if boundary < steps and draw(st.booleans()):
+            birth = draw(st.integers(boundary, steps - 1))
+            uses = {birth} | draw(st.sets(st.integers(birth, steps - 1), max_size=2))
+            storages.append(_moving(f"g{index}", nbytes, Kind.SUNK, sorted(uses), f"w{index}"))
+    return replace(problem, storages=tuple(storages), recipes=())
+
+
+def _moving(name: str, nbytes: int, kind: Kind, uses: list[int], home: str) -> Storage:
+    steps = tuple(map(Step, uses))
+    death = Step(uses[-1] + 1)
+    return Storage(
+        name=name, nbytes=nbytes, kind=kind, birth=steps[0], death=death, uses=steps, spillable=False, home=home
     )
 
 

@@ -8,12 +8,13 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import assume, event, given, settings
-from problems import GIB, PLENTY, crowded_region, links, problems, transformer
+from problems import GIB, PLENTY, crowded_region, links, moving_problems, problems, transformer
 
 from tencache_fx.errors import BudgetError, OptionError
+from tencache_fx.passes.moves import keep_resident
 from tencache_fx.passes.planner import POLICIES, floor_bytes, make_plan
 from tencache_fx.passes.verify_plan import verify_plan
-from tencache_fx.plan import Plan, Problem, Spill, Tier, live_bytes
+from tencache_fx.plan import Plan, Problem, Spill, Tier, Way, live_bytes
 from tencache_fx.simulate import simulate
 
 SPILLING = [name for name in POLICIES if name != "none"]
@@ -55,6 +56,22 @@ def test_plan_keeps_every_rule_or_the_budget_is_refused(policy: str, problem: Pr
     assert limit is None or peak <= limit
     assert plan.forecast.lower_bound_ns <= plan.forecast.makespan_ns
     assert plan == make_plan(problem, policy)
+
+
+@pytest.mark.parametrize("policy", [*SPILLING, "none"])
+@settings(max_examples=150, deadline=None)
+@given(problem=moving_problems())
+def test_parameters_and_gradients_travel_by_every_rule(policy: str, problem: Problem) -> None:
+    plan, refusal = plan_or_refusal(problem, policy)
+    if plan is None:
+        event("device refused" if "on the device" in refusal else "tier refused")
+        return
+    staying = keep_resident(problem, plan.resident)
+    event(f"resident: {bool(plan.resident)}, travelling: {any(s.way is Way.IN for s in plan.spills)}")
+    verify_plan(staying, plan)
+    assert plan.forecast.makespan_ns >= sum(op.duration_ns for op in problem.ops)
+    streamed = make_plan(problem, policy, resident_shares=(0.0,)) if plan.resident else plan
+    assert plan.forecast.makespan_ns * 1000 <= streamed.forecast.makespan_ns * 1005
 
 
 def test_plans_of_crowded_regions_keep_every_rule() -> None:

@@ -1,9 +1,12 @@
 """A whole training step, optimizer included: AdamW with fp32 master weights on the device against ours at home.
 
-    python examples/bench/whole_step.py --layers 12 --hidden 4096 --batch 8 --seq 2048 --ways device home@14GiB
+    python examples/bench/whole_step.py --layers 12 --hidden 4096 --batch 8 --seq 2048 --ways device offload-now@10GiB
 
 A way is `device`: torch.compile and the whole state on the device (fp32 masters in `torch.optim.AdamW(fused=True)`);
-or `home@BUDGET`: backend="tencache" with that device budget, and `tencache_fx.optim.AdamW`. Prints JSON lines.
+`home@BUDGET`: backend="tencache" with that device budget, and `tencache_fx.optim.AdamW`; `offload@BUDGET`: weights and
+gradients at home, too, by `tencache_fx.offload`; `offload-now@BUDGET`: and updates begin in the backward. A step is
+timed from the end of the one before to its own, without waiting for the device in between: updates overlap the next
+forward. Prints JSON lines.
 """
 
 import argparse
@@ -11,6 +14,7 @@ import gc
 import json
 import statistics
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -54,38 +58,49 @@ def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
         batch = tokens(arguments.batch, arguments.seq, 32000)
     kind, _, budget = way.partition("@")
     if kind == "device":
-        run, optimizer = torch.compile(model), OnDevice(model)
+        run: Any = torch.compile(model)
+        optimizer: Any = OnDevice(model)
     else:
+        if kind.startswith("offload"):
+            tencache_fx.offload(model, device)
         run = torch.compile(model, backend="tencache", options={"device_budget": budget})
-        optimizer = tencache_fx.optim.AdamW(model.parameters(), lr=1e-4)
-    losses: list[float] = []
+        optimizer = tencache_fx.optim.AdamW(model.parameters(), lr=1e-4, step_in_backward=kind == "offload-now")
+    losses: list[torch.Tensor] = []
 
-    def train() -> tuple[int, int]:
-        begin_ns = _now_ns(device)
+    def train() -> None:
         loss = run(*batch)
         loss.backward()
-        between_ns = _now_ns(device)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-        return between_ns - begin_ns, _now_ns(device) - between_ns
+        losses.append(loss.detach())
 
     for _ in range(arguments.warm_up):
         train()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    pairs = [train() for _ in range(arguments.steps)]
+    tencache_fx.stats()
+    marks_ns = [_now_ns(device)]
+    for _ in range(arguments.steps):
+        train()
+        losses[-1] = losses[-1].cpu()  # waits for the forward, as a loop that prints its loss does
+        marks_ns.append(time.perf_counter_ns())
+    marks_ns[-1] = _now_ns(device)
+    if kind.startswith("offload"):
+        model.state_dict()  # waits for the last updates
+        marks_ns[-1] = time.perf_counter_ns()
+    stats = tencache_fx.stats()
     count = sum(parameter.numel() for parameter in model.parameters())
-    update_ns = int(statistics.median(pair[1] for pair in pairs))
     return {
         "way": way,
         "parameters": count,
-        "step_ns": int(statistics.median(map(sum, pairs))),
-        "forward_backward_ns": int(statistics.median(pair[0] for pair in pairs)),
-        "update_ns": update_ns,
-        "parameters_per_s": count * 1_000_000_000 // update_ns,
+        "step_ns": (marks_ns[-1] - marks_ns[0]) // arguments.steps,
+        "median_ns": int(statistics.median(b - a for a, b in pairwise(marks_ns))),
         "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
-        "losses": [losses[0], losses[-1]],
+        "losses": [float(losses[0]), float(losses[-1])],
+        "stats": {
+            name: value // arguments.steps if name.endswith(("_ns", "2h_bytes", "2d_bytes")) else value
+            for name, value in stats.items()
+        },
     }
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tencache_fx.errors import BudgetError, InvariantError, OptionError, StoreError, TencacheError
 from tencache_fx.plan import PoolClass
+from tencache_fx.runtime.homes import Home
 from tencache_fx.runtime.pool import Buffer, Pool, Use
 from tencache_fx.runtime.slots import Slot, SlotTable, Stage, raw_bytes
 from tencache_fx.runtime.stats import Stats
@@ -70,6 +71,16 @@ class Custody:
             assert slot.extent is not None
             slot.read = self._readers.submit(self._read, slot, slot.extent, dst, allocated)
             slot.reading = True
+        slot.dst = dst
+
+    def bring_home(self, slot: Slot, home: Home, dst: Tensor, allocated: Event) -> None:
+        """Issue the copy in of a parameter, behind an update under way. Lock held."""
+        if home.updating:
+            slot.read = self._readers.submit(self._read_home, slot, home, dst, allocated)
+            slot.reading = True
+        else:
+            home.settle()
+            slot.copied_in = home.copy_in(dst, (allocated,))
         slot.dst = dst
 
     def arrived(self, slot: Slot) -> bool:
@@ -190,6 +201,19 @@ class Custody:
                 slot.reading = False
                 slot.copied_in = copied_in
                 self._free_extent(slot)
+                if slot.stage is Stage.DROPPED:
+                    self._abandon(slot)
+
+    def _read_home(self, slot: Slot, home: Home, dst: Tensor, allocated: Event) -> None:
+        """Issue the copy in once the update is done."""
+        copied_in = None
+        try:
+            home.settle()
+            copied_in = home.copy_in(dst, (allocated,))
+        finally:
+            with self.lock:
+                slot.reading = False
+                slot.copied_in = copied_in
                 if slot.stage is Stage.DROPPED:
                     self._abandon(slot)
 

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from tencache_fx.errors import InvariantError, OptionError, TencacheError, UsageError
-from tencache_fx.plan import PoolClass, Tier
+from tencache_fx.plan import PoolClass, Step, Tier, size_classes
 from tencache_fx.runtime.custody import Custody
+from tencache_fx.runtime.gradients import HomeGradient, Lease
+from tencache_fx.runtime.homes import Homes
 from tencache_fx.runtime.pool import Buffer, Pool, Use
 from tencache_fx.runtime.slots import Layout, Slot, Stage, new_token, raw_bytes
 from tencache_fx.runtime.stats import Stats
@@ -51,6 +53,7 @@ class Engine:
         self.streams = open_streams(self.device) if streams is None else streams
         self.pool = Pool(self.streams, host_budget_bytes)
         self.stats = Stats(self._gauges)
+        self.homes = Homes(self.pool, self.streams)
         self._custody = Custody(self.pool, self.streams, self.stats)
         self._lock = self._custody.lock
         self._slots = self._custody.slots
@@ -90,6 +93,11 @@ class Engine:
         self._custody.reserve(staging, Use.STAGING)
         if disk_bytes:
             self._custody.need_store().reserve(disk_bytes)
+
+    def reserve_gradients(self, sizes: Sequence[int]) -> None:
+        """Hold a buffer for each gradient of these sizes in bytes; raises `BudgetError` when that cannot be."""
+        self._enter()
+        self.pool.reserve(size_classes([(Step(0), Step(1), nbytes) for nbytes in sizes]), Use.GRADIENT)
 
     def offload(self, src: Tensor, tier: Tier, label: str = "") -> Tensor:
         """Issue the copy of `src` to `tier`; return the handle. `src` must stay as it is until `release`.
@@ -188,10 +196,76 @@ class Engine:
         self.stats.add_stall(watch, "stall_in_ns", wanted_bytes=slot.layout.nbytes)
         return dst
 
-    def close(self) -> None:
+    def fetch(self, parameter: Tensor, label: str = "") -> Tensor:
+        """Allocate a parameter's bytes and issue their copy in from its home; return the ticket.
+
+        Behind an update of it that is under way. One that is on the device is copied there.
+        """
+        self._enter()
+        label = label or "a parameter"
+        with self._lock, _named("fetch", label):
+            self._check_open()
+            home = self.homes.find(parameter)
+            layout = Layout.of(parameter, label)
+            dst = layout.empty()
+            allocated = self.streams.record_compute()
+            slot = Slot(self._slots.next_key(), label, Tier.HOST, layout, allocated, None, None, Stage.COMING)
+            if home is not None and not home.on_device:
+                self._custody.bring_home(slot, home, dst, allocated)
+            else:
+                if home is not None:
+                    home.settle()
+                slot.dst = dst.copy_(parameter.detach())
+                slot.copied_in = self.streams.record_compute()
+            ticket = self._slots.ticket(slot)
+        self.stats.add(prefetches=1, h2d_bytes=layout.nbytes)
+        return ticket
+
+    def settle(self, parameter: Tensor) -> Tensor:
+        """See that a parameter that stays on the device is there, behind its last update; return a token."""
+        self._enter()
+        if (home := self.homes.find(parameter)) is not None:
+            home.bring()
+            if home.left is not None:
+                self.streams.wait_compute(home.left)
+        return new_token()
+
+    def sink(self, src: Tensor, label: str = "") -> Tensor:
+        """Issue the copy of a gradient out; return the handle, for `release` and `homed`. Raises `BudgetError`."""
+        self._enter()
+        label = label or "a gradient"
+        layout = Layout.of(src, label)
+        with _named("sink", label), contextlib.ExitStack() as undo:
+            buffer = self.homes.lend_gradient(layout.nbytes)
+            undo.callback(self.pool.give_back, buffer)
+            norm = torch.linalg.vector_norm(src.detach(), dtype=torch.float32) if src.is_floating_point() else None
+            with self._lock:
+                self._check_open()
+                after = (self.streams.record_compute(), *buffer.after)
+                source = raw_bytes(src)
+                copied_out = self.streams.copy(Lane.OUT, buffer.memory[: layout.nbytes], source, after)
+                buffer.after = (copied_out,)
+                slot = Slot(self._slots.next_key(), label, Tier.HOST, layout, copied_out, source, buffer, norm=norm)
+                undo.pop_all()
+                handle = self._slots.add(slot)
+        self.stats.add(offloads=1, d2h_bytes=layout.nbytes)
+        return handle
+
+    def homed(self, handle: Tensor) -> Tensor:
+        """Return the gradient that has left by this handle, which is over; raises `UsageError` the second time."""
+        self._enter()
+        with self._lock:
+            slot = self._slots.find(handle, "hand out")
+            if slot.stage is not Stage.AWAY or slot.buffer is None:
+                raise UsageError(_once(slot))
+            buffer, slot.buffer, slot.stage = slot.buffer, None, Stage.BACK
+        return HomeGradient(Lease(self.homes, buffer, slot.layout, slot.copied_out, slot.norm))
+
+    def close(self, *, at_exit: bool = False) -> None:
         """Finish the copies under way, join all threads, give all memory, files and disk back. Idempotent.
 
-        Later use raises `TencacheError`; tensors returned by `wait` stay valid. Does nothing in a forked child.
+        Later use raises `TencacheError`; tensors returned by `wait` stay valid. Parameters with a home come back to the
+        device, but for `at_exit`. Does nothing in a forked child.
         """
         if self.inherited:
             return
@@ -204,9 +278,17 @@ class Engine:
                 steps.callback(self.store.close)
             steps.callback(self.pool.close)
             steps.callback(self._custody.forget)
+            steps.callback(self.homes.forget_all)
             steps.callback(self.streams.close)
+            if not at_exit:
+                steps.callback(self._bring_all)
             steps.callback(self._custody.stop)
+            steps.callback(self.homes.stop)
             steps.callback(self.pool.stop)
+
+    def _bring_all(self) -> None:
+        for home in self.homes:
+            home.bring()
 
     def _enter(self) -> None:
         self._check_open()

@@ -28,5 +28,33 @@ def _wait(
     return engine_by_id(engine).wait(ticket)
 
 
-for _name, _kernel in (("offload", _offload), ("release", _release), ("prefetch", _prefetch), ("wait", _wait)):
+def _fetch(home: Tensor, engine: int, label: str) -> Tensor:
+    return engine_by_id(engine).fetch(home, label)
+
+
+def _settle(home: Tensor, engine: int, label: str) -> Tensor:
+    return engine_by_id(engine).settle(home)
+
+
+def _sink(src: Tensor, engine: int, label: str) -> Tensor:
+    return engine_by_id(engine).sink(src, label)
+
+
+def _homed(
+    handle: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, engine: int
+) -> Tensor:
+    return engine_by_id(engine).homed(handle)
+
+
+_KERNELS = (
+    ("offload", _offload),
+    ("release", _release),
+    ("prefetch", _prefetch),
+    ("wait", _wait),
+    ("fetch", _fetch),
+    ("settle", _settle),
+    ("sink", _sink),
+    ("homed", _homed),
+)
+for _name, _kernel in _KERNELS:
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")

@@ -7,6 +7,8 @@ which can fall behind, cannot starve trips to host memory, whose number the plan
     Use.TRIP      holds a value while it is away in host memory
     Use.STAGING   holds a value only on its way to or from disk; whoever asks may have to wait for one
     Use.ROUND     holds a piece of what an optimizer works on, during its step
+    Use.HOME      holds a parameter
+    Use.GRADIENT  holds a gradient, from backward until nobody has it any more
 
 A buffer that is given back while copies still touch it carries their events; whoever takes it next must wait for them.
 
@@ -45,6 +47,8 @@ class Use(StrEnum):
     TRIP = "host trips"
     STAGING = "staging"
     ROUND = "optimizer steps"
+    HOME = "parameters at home"
+    GRADIENT = "gradients at home"
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +104,11 @@ class Pool:
     def budget_bytes(self) -> int:
         """Return the most bytes that buffers may take together."""
         return self._budget_bytes
+
+    def lent_for(self, use: Use) -> int:
+        """Return the bytes of the buffers lent for `use`."""
+        with self._cond:
+            return sum(buffer.nbytes for buffer in self._buffers if buffer.use is use and buffer.holds)
 
     def resize_budget(self, budget_bytes: int) -> None:
         """Set the budget; gives idle buffers back to the system if need be.

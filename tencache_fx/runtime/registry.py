@@ -12,6 +12,8 @@ import torch
 
 from tencache_fx.errors import InvariantError, OptionError, TencacheError
 from tencache_fx.runtime.engine import Engine, resolve_device
+from tencache_fx.runtime.homes import Home
+from tencache_fx.runtime.pool import Use
 from tencache_fx.runtime.store import Store
 
 
@@ -49,9 +51,9 @@ class Registry:
             self._engines[engine.id] = engine
 
     def close_all(self) -> None:
-        """Close every engine of this process."""
+        """Close every engine of this process, which ends."""
         for engine in self.open_engines():
-            engine.close()
+            engine.close(at_exit=True)
 
     def settle_in_child(self) -> None:
         """Make a forked child's copy safe: its lock is free, and the parent's engines are never taken apart.
@@ -113,12 +115,26 @@ def find_engine(device: torch.device) -> Engine | None:
     return next((engine for engine in engines() if engine.device == device), None)
 
 
+def find_homes(values: Sequence[object], device: torch.device) -> dict[int, Home]:
+    """Return the homes of the parameters among `values`, by position."""
+    engine = find_engine(device) if device.type in ("cpu", "cuda") else None
+    if engine is None or not engine.homes:
+        return {}
+    tensors = ((index, value) for index, value in enumerate(values) if isinstance(value, torch.Tensor))
+    found = ((index, engine.homes.find(tensor)) for index, tensor in tensors if tensor.device == engine.device)
+    return {index: home for index, home in found if home is not None}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a device's runtime has taken from the system, and how much of that is lent to values that are away."""
+    """What a device's runtime has taken from the system, and how much of that is lent to values that are away.
+
+    Parameters and gradients at home are among these.
+    """
 
     host_bytes: int = 0
     host_lent_bytes: int = 0
+    gradient_lent_bytes: int = 0
     disk_bytes: int = 0
     disk_lent_bytes: int = 0
 
@@ -132,6 +148,7 @@ def usage(device: torch.device) -> Usage:
     return Usage(
         host_bytes=pool.allocated_bytes,
         host_lent_bytes=pool.lent_bytes,
+        gradient_lent_bytes=pool.lent_for(Use.GRADIENT),
         disk_bytes=0 if store is None else store.file_bytes,
         disk_lent_bytes=0 if store is None else store.lent_bytes,
     )

@@ -88,6 +88,7 @@ class Slot:
     read: "Future[None] | None" = None
     dst: Tensor | None = None
     copied_in: Event | None = None
+    norm: Tensor | None = None  # of a gradient
     owners: dict[str, int] = field(default_factory=dict)  # "handle", "ticket": the address of its key
 
 
@@ -118,7 +119,8 @@ class SlotTable:
         return self._issue(slot, "handle")
 
     def ticket(self, slot: Slot) -> Tensor:
-        """Return the slot's ticket."""
+        """Return the slot's ticket; the slot is entered, if it is not yet."""
+        self._slots[slot.key] = slot
         return self._issue(slot, "ticket")
 
     def find(self, tensor: Tensor, deed: str) -> Slot:

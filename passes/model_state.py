@@ -1,0 +1,126 @@
+"""Parameters whose home is in host memory: where each graph wants them, and where their gradients leave.
+
+Before, a parameter `w` that both graphs read:
+
+    forward:  (w, x); y = mm(x, w);                                     return y, x, w
+    backward: (x, w, dy); dx = mm(dy, t(w)); dw = mm(t(x), dy);         return dw, dx
+
+After, for the planner: each graph has the parameter's bytes from `arrive` to its last reader, and the gradient's until
+`depart`, which stands behind its last reader and in its place among the graph's outputs:
+
+    forward:  (w, x); a = arrive(w); y = mm(x, a);                      return y, x, w
+    backward: (x, w, dy); b = arrive(w); dx = mm(dy, t(b)); dw = mm(t(x), dy); h = depart(dw); return h, dx
+
+`write_moves` decides nothing; when the copies run is the plan's affair, and `transfers` writes it down.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from tencache_fx.capture import Capture, output_args, placeholders, tensors_of
+from tencache_fx.ops import ARRIVE, DEPART, key_tensor
+from tencache_fx.passes.fusion import is_view, readers_of
+
+
+def write_moves(capture: Capture, homes: Mapping[int, str]) -> frozenset[str]:
+    """Write `arrive` and `depart` for the parameters in `homes`, which gives names by position among the inputs.
+
+    Returns the names of those that have to be on the device as they are: that this region writes to, hands out, or
+    saves a part of for its backward. O(nodes).
+    """
+    inputs = placeholders(capture.forward)
+    staying = frozenset(name for index, name in homes.items() if not _may_leave(inputs[index], capture))
+    for index, home in homes.items():
+        if home in staying:
+            continue
+        for graph in capture.graphs:
+            twin = next((node for node in placeholders(graph) if node.name == inputs[index].name), None)
+            if twin is not None:
+                _write_arrival(twin, home)
+    if capture.backward is not None:
+        _write_departures(capture.backward, inputs, homes)
+    return staying
+
+
+def is_away(node: fx.Node) -> bool:
+    """Say whether a placeholder stands for a parameter of which the graph takes only the name."""
+    return node.op == "placeholder" and "tencache_home" in node.meta
+
+
+def _may_leave(parameter: fx.Node, capture: Capture) -> bool:
+    """Say whether only ordinary readers read a parameter's bytes, and none of them hands a view of it on."""
+    for view in _views(parameter):
+        for user in view.users:
+            if user.op == "output" and view is not parameter:
+                return False
+            schema = getattr(user.target, "_schema", None)
+            if schema is not None and schema.is_mutable and any(view is each for each in _written(user)):
+                return False
+    value = parameter.meta["val"]
+    handed_out = output_args(capture.forward)[: capture.num_outputs]
+    return parameter not in handed_out and bool(torch.ops.aten.is_non_overlapping_and_dense(value))
+
+
+def _views(node: fx.Node) -> list[fx.Node]:
+    found = [node]
+    for view in found:
+        found += [user for user in view.users if is_view(user)]
+    return found
+
+
+def _written(user: fx.Node) -> list[object]:
+    assert isinstance(user.target, torch._ops.OpOverload)
+    pairs = zip(user.target._schema.arguments, user.args, strict=False)
+    return [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
+
+
+def _write_arrival(parameter: fx.Node, home: str) -> None:
+    """Let every reader read what arrives; what the graph returns of it for the backward is the name still."""
+    graph, value = parameter.graph, parameter.meta["val"]
+    parameter.meta["tencache_home"] = home
+    readers = [node for node in graph.nodes if node in parameter.users and node.op != "output"]
+    if not readers:
+        return
+    with graph.inserting_before(readers[0]):
+        arrival = graph.call_function(ARRIVE, (parameter,), name=f"arrive_{parameter.name}")
+    arrival.meta["tencache_home"] = home
+    with value.fake_mode:
+        arrival.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    for reader in readers:
+        reader.replace_input_with(parameter, arrival)
+
+
+def _write_departures(backward: fx.Graph, inputs: tuple[fx.Node, ...], homes: Mapping[int, str]) -> None:
+    """Let the gradients of `homes` leave, but for those that are not the graph's own, or lie there twice."""
+    (output,) = backward.find_nodes(op="output")
+    values = list(output_args(backward))
+    order = {node: index for index, node in enumerate(backward.nodes)}
+    storages = [_storage(value) for value in values]
+    given = {_storage(node) for node in placeholders(backward)}
+    for index, home in homes.items():
+        gradient = values[index] if index < len(values) else None
+        if not isinstance(gradient, fx.Node) or storages.count(storages[index]) > 1 or storages[index] in given:
+            continue
+        value, parameter = gradient.meta["val"], inputs[index].meta["val"]
+        dense = bool(torch.ops.aten.is_non_overlapping_and_dense(value)) and value.storage_offset() == 0
+        # Autograd would copy one that is laid out in another way, on the device.
+        if not dense or value.stride() != parameter.stride() or value.dtype != parameter.dtype:
+            continue
+        base = gradient
+        while is_view(base):
+            base = base.all_input_nodes[0]
+        last = max((base, gradient, *(r for r in readers_of(base) if r.op != "output")), key=lambda node: order[node])
+        with backward.inserting_after(last):
+            departure = backward.call_function(DEPART, (gradient,), name=f"depart_{inputs[index].name}")
+        departure.meta["tencache_home"] = home
+        with value.fake_mode:
+            departure.meta["val"] = key_tensor()
+        values[index] = departure
+    output.args = (tuple(values),)
+
+
+def _storage(value: object) -> int | None:
+    tensors = tensors_of(value) if isinstance(value, fx.Node) else ()
+    return tensors[0].untyped_storage()._cdata if len(tensors) == 1 else None

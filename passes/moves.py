@@ -1,0 +1,160 @@
+"""When parameters come from home and gradients leave for it, and which parameters stay on the device.
+
+These trips are not a matter of choice, only their times are: a copy in is issued as late as is safe, by packing the
+link backwards, and then up to `lead` copy times earlier where memory allows it; the bytes of a gradient are free when
+its copy has landed, or earlier, with a wait, where they are wanted. What is chosen is what need not travel: of a cyclic
+order no set of parameters is better to keep than another of the same size (Belady's rule gains nothing when everything
+is read once per round), so those that are read first stay, whose copies nothing could hide.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tencache_fx.passes.schedule import Fences, Profile, copy_times, time_returns
+from tencache_fx.plan import Kind, Links, Problem, Spill, Step, Storage, Tier, Way, bare_spills, live_bytes
+
+_NO_LIMIT = 1 << 62
+_LEAST_SHARE = 0.25  # of a link that is left to other trips, however much parameters and gradients take
+
+
+def has_moves(problem: Problem) -> bool:
+    """Say whether parameters or gradients of the region have a home elsewhere."""
+    return any(storage.kind in (Kind.FETCHED, Kind.SUNK) for storage in problem.storages)
+
+
+def time_moves(problem: Problem, lead: float) -> tuple[Spill, ...]:
+    """Return the trips of all parameters and gradients that have to travel.
+
+    Memory stays within the device budget beside the least that all others can hold, if it can. O(n x steps).
+    """
+    limit = problem.budgets.device_bytes
+    limit = _NO_LIMIT if limit is None else limit
+    memory = live_bytes(problem, bare_spills(problem))
+    durations = [op.duration_ns for op in problem.ops]
+    starts_ns = np.concatenate([[0.0], np.cumsum(durations)]).tolist()
+    fences = Fences(problem)
+    arrivals = [storage for storage in problem.storages if storage.kind is Kind.FETCHED]
+    tight = [_arrival(problem, fences, storage) for storage in arrivals]
+    for spill in tight:
+        memory[spill.fetch : spill.back] += spill.nbytes
+    departures = _departures(problem, fences, memory, limit, starts_ns)
+    timed = time_returns(problem, fences, tight, memory, limit, starts_ns, lead)
+    return (*(replace(spill, offload=spill.back, gone=spill.back) for spill in timed), *departures)
+
+
+def settle_moves(problem: Problem, moves: Collection[Spill]) -> Problem:
+    """Return `problem` with the lives that `moves` give, and what they leave of the links, to plan the rest for."""
+    by_name = {spill.name: spill for spill in moves}
+    storages = tuple(_with_move(storage, by_name.get(storage.name)) for storage in problem.storages)
+    total_ns = max(1, sum(op.duration_ns for op in problem.ops))
+    out_bytes = sum(spill.nbytes for spill in moves if spill.way is Way.OUT)
+    in_bytes = sum(spill.nbytes for spill in moves if spill.way is Way.IN)
+    links = _derated(problem.links, out_bytes * 1e9 / total_ns, in_bytes * 1e9 / total_ns)
+    return replace(problem, storages=storages, links=links)
+
+
+def keep_resident(problem: Problem, homes: Collection[str]) -> Problem:
+    """Return `problem` with these parameters on the device all the time."""
+    if not homes:
+        return problem
+    others = [s for s in problem.storages if s.kind is not Kind.FETCHED or s.home not in homes]
+    lives: dict[str, list[Storage]] = {}
+    for storage in problem.storages:
+        if storage.kind is Kind.FETCHED and storage.home in homes:
+            lives.setdefault(storage.home, []).append(storage)
+    kept = [
+        replace(
+            parts[0],
+            kind=Kind.PARAMETER,
+            birth=Step(0),
+            ready=Step(0),
+            death=Step(len(problem.ops)),
+            uses=tuple(sorted({use for part in parts for use in part.uses})),
+        )
+        for parts in lives.values()
+    ]
+    return replace(problem, storages=(*kept, *others))
+
+
+def first_homes(problem: Problem, share: float) -> tuple[str, ...]:
+    """Return the parameters that are read first, up to `share` of the bytes of all that have a home elsewhere."""
+    sizes: dict[str, int] = {}
+    for storage in sorted(problem.storages, key=lambda s: (s.birth, s.name)):
+        if storage.kind is Kind.FETCHED:
+            sizes.setdefault(storage.home, storage.nbytes)
+    left_bytes = int(sum(sizes.values()) * share)
+    chosen: list[str] = []
+    for home, nbytes in sizes.items():
+        if nbytes <= left_bytes:
+            left_bytes -= nbytes
+            chosen.append(home)
+    return tuple(chosen)
+
+
+def _arrival(problem: Problem, fences: Fences, storage: Storage) -> Spill:
+    """Return the trip that begins as late as can be; `gone` is the first step at which it could."""
+    first = Step(0) if storage.birth < problem.boundary else problem.boundary
+    return Spill(
+        name=storage.name,
+        nbytes=storage.nbytes,
+        tier=Tier.HOST,
+        offload=storage.birth,
+        gone=first,
+        fetch=max(first, fences.fetch_by(storage.birth)),
+        back=storage.birth,
+        way=Way.IN,
+    )
+
+
+def _departures(
+    problem: Problem, fences: Fences, memory: Profile, limit: int, starts_ns: Sequence[float]
+) -> list[Spill]:
+    """Time the gradients in the order in which they are done; `memory` is kept up to date."""
+    spills, link_free = [], 0.0
+    done = sorted((s for s in problem.storages if s.kind is Kind.SUNK), key=lambda s: (s.death, s.name))
+    for storage in done:
+        times = copy_times(problem.links, storage.nbytes, Tier.HOST)
+        link_free = max(starts_ns[storage.death], link_free) + times.out
+        end = problem.boundary if storage.death <= problem.boundary else len(problem.ops)
+        earliest = gone = min(fences.gone_from(storage.death), Step(end))
+        memory[storage.death : earliest] += storage.nbytes
+        while gone < end and starts_ns[gone] < link_free:
+            following = min(fences.gone_from(gone + 1), Step(end))
+            if (memory[gone:following] + storage.nbytes > limit).any():
+                break
+            memory[gone:following] += storage.nbytes
+            gone = following
+        spills.append(
+            Spill(
+                name=storage.name,
+                nbytes=storage.nbytes,
+                tier=Tier.HOST,
+                offload=max(storage.uses),
+                gone=gone,
+                fetch=storage.death,
+                back=storage.death,
+                way=Way.OUT,
+            )
+        )
+    return spills
+
+
+def _with_move(storage: Storage, move: Spill | None) -> Storage:
+    if move is None:
+        return storage
+    return replace(storage, birth=move.fetch) if move.way is Way.IN else replace(storage, death=move.gone)
+
+
+def _derated(links: Links, out_bytes_per_s: float, in_bytes_per_s: float) -> Links:
+    def left(rate: int, taken: float) -> int:
+        return int(max(rate - taken, rate * _LEAST_SHARE))
+
+    return replace(
+        links,
+        d2h_bytes_per_s=left(links.d2h_bytes_per_s, out_bytes_per_s),
+        h2d_bytes_per_s=left(links.h2d_bytes_per_s, in_bytes_per_s),
+        d2h_duplex_bytes_per_s=left(links.d2h_duplex_bytes_per_s, out_bytes_per_s),
+        h2d_duplex_bytes_per_s=left(links.h2d_duplex_bytes_per_s, in_bytes_per_s),
+    )

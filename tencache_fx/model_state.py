@@ -1,0 +1,173 @@
+"""Models larger than the device: `offload(model)` gives parameters a home in host memory.
+
+    model = tencache_fx.offload(model, device="cuda")
+    optimizer = tencache_fx.optim.AdamW(model.parameters())
+    model = torch.compile(model, backend="tencache", options={"device_budget": "12GiB"})
+
+Parameters keep their names, shapes, dtypes and device, but their storage on the device is empty; compiled regions fetch
+what they read, ahead of time. Where no compiled region runs (evaluation without `torch.compile`, loading weights), a
+module's own parameters come to the device before its forward, by hooks; `summon` brings them for anything else.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tencache_fx.errors import OptionError, UsageError
+from tencache_fx.options import Options
+from tencache_fx.runtime.engine import Engine, resolve_device
+from tencache_fx.runtime.homes import Home
+from tencache_fx.runtime.registry import find_engine, open_engine
+
+LEAST_BYTES = 64 << 10
+"""Smaller parameters stay on the device: their copies would cost more in time than they save in memory."""
+
+
+def offload(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+    """Give every large parameter of `model` a home in host memory, and move all else to `device`; return the model.
+
+    `device` is that of the first parameter by default. Parameters are moved one at a time, from wherever they are:
+    from a device, from the CPU, or from "meta", where each module's `reset_parameters` makes them first.
+    `model.state_dict()` then has the parameters as tensors of the CPU that share memory with their homes, and
+    `load_state_dict` works as ever. Idempotent. Raises `OptionError` for a module on "meta" that cannot make its
+    parameters, or a parameter whose elements share memory; `BudgetError` when host_budget is too low.
+    """
+    first = next((p for p in model.parameters() if p.device.type != "meta"), None)
+    if device is None and first is None:
+        raise OptionError("the model has no parameters on any device; say which device to train on: device='cuda'.")
+    assert device is not None or first is not None
+    target = resolve_device(torch.device(device) if device is not None else first.device)  # type: ignore[union-attr]
+    engine = engine_of(target)
+    for name, module in model.named_modules():
+        if any(parameter.device.type == "meta" for parameter in module.parameters(recurse=False)):
+            _materialize(module, name, target)
+        own = list(module.named_parameters(prefix=name, recurse=False))
+        for full_name, parameter in own:
+            _move(engine, parameter, full_name, target)
+        for key, buffer in module.named_buffers(recurse=False):
+            module._buffers[key] = buffer.to(target)
+        if any(engine.homes.find(parameter) for _, parameter in own):
+            _watch(module)
+    return model
+
+
+@contextlib.contextmanager
+def summon(model: nn.Module, *, write: bool = True) -> Iterator[nn.Module]:
+    """Have all parameters of `model` on the device meanwhile, to read and to change; all at once, so budget or not.
+
+    With `write=False` changes are dropped. Raises `UsageError` when none has a home.
+    """
+    homes = [home for parameter in model.parameters() if (home := find_home(parameter)) is not None]
+    if not homes:
+        raise UsageError("no parameter of this model has a home; call tencache_fx.offload(model) first.")
+    try:
+        for home in homes:
+            home.bring()
+        yield model
+    finally:
+        for home in homes:
+            if write:
+                home.take()
+            home.put_away()
+
+
+def find_home(parameter: Tensor) -> Home | None:
+    """Return a parameter's home; None if it has none."""
+    if parameter.device.type not in ("cpu", "cuda"):
+        return None
+    engine = find_engine(parameter.device)
+    return None if engine is None else engine.homes.find(parameter)
+
+
+def engine_of(device: torch.device) -> Engine:
+    """Return the device's engine; where no compiled region has opened it, with the host budget set for the process."""
+    if (engine := find_engine(device)) is not None:
+        return engine
+    return open_engine(device, host_budget_bytes=Options.resolve(None, device=device).host_budget)
+
+
+def _materialize(module: nn.Module, name: str, device: torch.device) -> None:
+    """Make the parameters of a module on "meta", by itself, on the device."""
+    reset = getattr(module, "reset_parameters", None)
+    if not callable(reset):
+        raise OptionError(
+            f"module {name or 'the model'} ({type(module).__name__}) is on the meta device and has no "
+            "reset_parameters() to make its parameters with; build it on the CPU."
+        )
+    module.to_empty(device=device, recurse=False)
+    reset()
+
+
+def _move(engine: Engine, parameter: nn.Parameter, name: str, device: torch.device) -> None:
+    if engine.homes.find(parameter) is not None:
+        return
+    if parameter.numel() * parameter.element_size() < LEAST_BYTES:
+        parameter.data = parameter.data.to(device)
+        return
+    if not torch.ops.aten.is_non_overlapping_and_dense(parameter.detach()):
+        raise OptionError(
+            f"{name} of size {tuple(parameter.shape)} has strides {parameter.stride()}, with gaps between its elements "
+            "or the same memory for several; make it contiguous."
+        )
+    engine.homes.settle_in(parameter, name, device)
+
+
+def _watch(module: nn.Module) -> None:
+    """Let a module's own parameters come to the device whenever it runs outside of a compiled region."""
+    if getattr(module, "_tencache_watched", False):
+        return
+    module._tencache_watched = True  # type: ignore[assignment]
+    module.register_forward_pre_hook(_before_forward)
+    module.register_forward_hook(_after_forward, always_call=True)
+    module.register_state_dict_post_hook(_into_state_dict)
+    module.register_load_state_dict_pre_hook(_before_load)
+    module.register_load_state_dict_post_hook(_after_load)
+
+
+def _own_homes(module: nn.Module) -> dict[str, Home]:
+    found = ((name, find_home(parameter)) for name, parameter in module.named_parameters(recurse=False))
+    return {name: home for name, home in found if home is not None}
+
+
+def _before_forward(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():  # the compiled region fetches what it reads
+        return
+    for home in _own_homes(module).values():
+        home.bring()
+
+
+def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():  # a backward may follow: until the optimizer's step
+        return
+    for home in _own_homes(module).values():
+        home.put_away()
+
+
+def _into_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name, home in _own_homes(module).items():
+        home.settle()
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = home.host
+
+
+def _before_load(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    *_: Any,
+) -> None:
+    homes = _own_homes(module)
+    if homes and local_metadata.get("assign_to_params_buffers"):
+        raise UsageError("parameters with a home cannot be replaced; load with assign=False.")
+    for home in homes.values():
+        home.bring()
+
+
+def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
+    for home in _own_homes(module).values():
+        home.take()
+        home.put_away()

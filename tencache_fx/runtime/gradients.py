@@ -1,0 +1,205 @@
+"""A gradient in host memory that autograd, and any training loop, takes for one on the device.
+
+`HomeGradient` is what a compiled backward returns for a parameter with a home: a tensor of the parameter's device whose
+bytes are in a pinned buffer. Autograd's own bookkeeping (accumulation, hooks, `zero_grad`) works on it as on any other,
+and so do the norms and factors of gradient clipping and loss scaling, without a byte coming back: a gradient's norm is
+taken on the device before it leaves, and factors wait for whoever reads the gradient next. All other operations are
+carried out on a copy on the device.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from tencache_fx.runtime.homes import Homes
+from tencache_fx.runtime.pool import Buffer
+from tencache_fx.runtime.slots import Layout
+from tencache_fx.runtime.streams import Event
+
+_aten = torch.ops.aten
+
+
+class Lease:
+    """The buffer that a gradient is in, for as long as anybody has the gradient.
+
+    `norm` is its Euclidean norm, fp32 on the device, while that is known; `factor` is still to be multiplied with.
+    """
+
+    def __init__(self, homes: Homes, buffer: Buffer, layout: Layout, landed: Event, norm: Tensor | None) -> None:
+        self.layout = layout
+        self.norm = norm
+        self.factor: Tensor | None = None
+        self.reading: Future[None] | None = None  # somebody reads `_host` until this is done
+        self._landed = landed
+        self._host = torch.empty(0, dtype=layout.dtype).set_(
+            buffer.memory.untyped_storage(), 0, layout.size, layout.stride
+        )
+        weakref.finalize(self, homes.give_back_later, buffer).atexit = False
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply by a number, a tensor of one element, later."""
+        factor = factor.detach().float().reshape(())
+        self.factor = factor if self.factor is None else self.factor * factor.to(self.factor.device)
+        if self.norm is not None:
+            self.norm = self.norm * factor.abs().to(self.norm.device)
+
+    def landed(self) -> Tensor:
+        """Return the gradient in host memory, but for its factor, to read only. Blocks the host."""
+        self._landed.synchronize()
+        return self._host
+
+    def host(self) -> Tensor:
+        """Return the gradient in host memory, to read or to write. Blocks the host."""
+        if self.reading is not None:
+            self.reading.exception()
+            self.reading = None
+        value = self.landed()
+        if self.factor is not None:
+            value.mul_(self.factor.item())
+            self.factor = None
+        return value
+
+
+class HomeGradient(Tensor):
+    """A gradient of the device that is in host memory."""
+
+    lease: Lease
+
+    @staticmethod
+    def __new__(cls, lease: Lease) -> "HomeGradient":
+        """Return a gradient that lives in `lease`."""
+        layout = lease.layout
+        made: HomeGradient = torch.Tensor._make_wrapper_subclass(
+            cls, layout.size, strides=layout.stride, dtype=layout.dtype, device=layout.device
+        )
+        made.lease = lease
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Return what it is, not what is in it."""
+        return f"HomeGradient(size={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, in host memory)"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as it is switched off
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Carry out an operation in host memory, where there is a way, else on a copy on the device."""
+        own = _OWN.get(func)
+        if own is not None and (result := own(*args, **(kwargs or {}))) is not NotImplemented:
+            return result
+        return _on_device(func, args, kwargs or {})
+
+
+def _on_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry out `func` on copies on the device; what it writes to is copied back."""
+    copies: dict[Lease, Tensor] = {}
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, HomeGradient):
+            return value
+        if value.lease not in copies:
+            copies[value.lease] = value.lease.host().to(value.device)
+        return copies[value.lease]
+
+    result = func(*tree_map(copy, args), **tree_map(copy, kwargs))
+    if not func._schema.is_mutable:
+        return result
+    originals = {id(copied): lease for lease, copied in copies.items()}
+    for lease, copied in copies.items():
+        lease.host().copy_(copied)
+        lease.norm = None
+    wrapped = {id(copied): HomeGradient(originals[id(copied)]) for copied in copies.values()}
+    return tree_map(lambda value: wrapped.get(id(value), value), result)
+
+
+def _alias(gradient: Any, *_: Any) -> Any:
+    return HomeGradient(gradient.lease)
+
+
+def _add(gradient: Any, other: Any, *, alpha: float = 1) -> Any:
+    """Accumulate in host memory, as autograd does for the second backward without `zero_grad`."""
+    if not isinstance(gradient, HomeGradient) or not isinstance(other, Tensor) or other.shape != gradient.shape:
+        return NotImplemented
+    more = other.lease.host() if isinstance(other, HomeGradient) else other.cpu()
+    gradient.lease.host().add_(more, alpha=alpha)
+    gradient.lease.norm = None
+    return gradient
+
+
+def _is_euclidean(order: Any) -> bool:
+    return isinstance(order, (int, float)) and order == 2
+
+
+def _norm_of(gradient: HomeGradient) -> Tensor:
+    lease = gradient.lease
+    if lease.norm is None:
+        lease.norm = torch.linalg.vector_norm(lease.host(), dtype=torch.float32).to(gradient.device)
+    return lease.norm
+
+
+def _norm(gradient: Any, order: Any = 2, dim: Any = None, keepdim: Any = None, *, dtype: Any = None) -> Any:
+    if not _is_euclidean(order) or dim is not None or keepdim:
+        return NotImplemented
+    return _norm_of(gradient).clone() if dtype is None else _norm_of(gradient).to(dtype)
+
+
+def _norms(gradients: Sequence[Any], order: Any = 2, dtype: Any = None) -> Any:
+    """Return the norms of gradients, some of them ordinary ones; in fp32, whatever the gradients are in."""
+    if not _is_euclidean(order):
+        return NotImplemented
+    plain = torch.float32 if dtype is None else dtype
+    return [
+        _norm(each, dtype=plain) if isinstance(each, HomeGradient) else torch.linalg.vector_norm(each, dtype=plain)
+        for each in gradients
+    ]
+
+
+def _scale(gradient: Any, factor: Any) -> Any:
+    if not isinstance(gradient, HomeGradient) or isinstance(factor, HomeGradient):
+        return NotImplemented
+    number = factor if isinstance(factor, Tensor) else torch.tensor(float(factor), device=gradient.device)
+    if number.numel() != 1:
+        return NotImplemented
+    gradient.lease.scale(number)
+    return gradient
+
+
+def _scales(gradients: Sequence[Any], factor: Any) -> Any:
+    """Multiply gradients, some of them ordinary ones, by one number."""
+    if isinstance(factor, (list, tuple)):
+        return NotImplemented
+    for each in gradients:
+        if not isinstance(each, HomeGradient):
+            each.mul_(factor)
+        elif _scale(each, factor) is NotImplemented:
+            return NotImplemented
+    return None
+
+
+def _unscale(gradients: Sequence[Any], found_inf: Tensor, inverse: Tensor) -> None:
+    """As `GradScaler` has it; a gradient whose norm is no finite number has an element that is none."""
+    for each in gradients:
+        if isinstance(each, HomeGradient):
+            found_inf.copy_(torch.maximum(found_inf, (~_norm_of(each).isfinite()).to(found_inf)))
+            each.lease.scale(inverse)
+        else:
+            _aten._amp_foreach_non_finite_check_and_unscale_([each], found_inf, inverse)
+
+
+_OWN: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: _alias,
+    _aten.alias.default: _alias,
+    _aten.add_.Tensor: _add,
+    _aten.linalg_vector_norm.default: _norm,
+    _aten._foreach_norm.Scalar: _norms,
+    _aten.mul_.Tensor: _scale,
+    _aten.mul_.Scalar: _scale,
+    _aten._foreach_mul_.Tensor: _scales,
+    _aten._foreach_mul_.Scalar: _scales,
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}

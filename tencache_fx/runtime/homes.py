@@ -1,0 +1,235 @@
+"""Parameters whose bytes are at home in host memory, and on the device only while somebody reads them.
+
+Such a parameter keeps its shape, dtype and device, but its storage there is empty. A home is found by that storage,
+which every alias of the parameter shares. What is at home is always right, but for an update under way: whoever reads
+waits for that one update, and whoever writes waits for the last copy that reads.
+"""
+
+import heapq
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from tencache_fx.runtime.pool import Buffer, Pool, Use
+from tencache_fx.runtime.slots import Layout, raw_bytes
+from tencache_fx.runtime.streams import Event, Lane, Streams
+
+
+class Home:
+    """Where one parameter is at home: `host` has its bytes, in its shape and strides.
+
+    `resident` says that it stays on the device, as the region that ran last has planned it. `version` grows when
+    somebody other than its optimizer has written to it.
+    """
+
+    def __init__(self, parameter: Tensor, name: str, buffer: Buffer, streams: Streams) -> None:
+        self.name = name
+        self.layout = Layout.of(parameter, name)
+        self.buffer = buffer
+        self.host = torch.empty(0, dtype=parameter.dtype).set_(
+            buffer.memory.untyped_storage(), 0, parameter.size(), parameter.stride()
+        )
+        self.resident = False
+        self.version = 0
+        self.left: Event | None = None  # the last copy that reads `host`
+        self._parameter = weakref.ref(parameter)
+        self._streams = streams
+        self._update: Future[None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the parameter."""
+        return self.layout.nbytes
+
+    @property
+    def parameter(self) -> Tensor:
+        """Return the parameter itself."""
+        parameter = self._parameter()
+        assert parameter is not None, "a home goes with its parameter"
+        return parameter
+
+    @property
+    def on_device(self) -> bool:
+        """Say whether the parameter's bytes are on the device, too."""
+        return is_on_device(self.parameter)
+
+    @property
+    def updating(self) -> bool:
+        """Say whether an update is under way."""
+        return self._update is not None and not self._update.done()
+
+    def begin_update(self, update: "Future[None]") -> None:
+        """Have readers wait for `update` from now on."""
+        self.settle()
+        self._update = update
+
+    def settle(self) -> None:
+        """Block the host until what is at home is right; raises what an update raised."""
+        if (update := self._update) is not None:
+            update.result()
+            self._update = None
+
+    def write_after(self) -> None:
+        """Block the host until nobody reads what is at home any more: then it may be written to."""
+        if self.left is not None:
+            self._streams.settle((self.left,))
+
+    def copy_in(self, dst: Tensor, after: tuple[Event, ...]) -> Event:
+        """Issue the copy of what is at home to `dst`, device bytes that are there behind `after`."""
+        self.left = self._streams.copy(Lane.IN, raw_bytes(dst), self.buffer.memory[: self.nbytes], after)
+        return self.left
+
+    def bring(self) -> None:
+        """Have the parameter's bytes on the device, in order with the caller's compute stream."""
+        self.settle()
+        parameter = self.parameter
+        if not is_on_device(parameter):
+            parameter.untyped_storage().resize_(self.nbytes)
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Copy what is at home over what is on the device."""
+        after = self._streams.record_compute()
+        self._streams.wait_compute(self.copy_in(self.parameter.detach(), (after,)))
+
+    def renew(self, after: Event) -> None:
+        """Copy what is at home over what is on the device, if it is there, behind `after`: from any thread."""
+        if self.on_device:
+            self.copy_in(self.parameter.detach(), (after,))
+
+    def take(self) -> None:
+        """Copy what is on the device home: somebody has changed it. Blocks the host."""
+        self.settle()
+        self.write_after()
+        after = (self._streams.record_compute(),)
+        memory = self.buffer.memory[: self.nbytes]
+        self._streams.copy(Lane.OUT, memory, raw_bytes(self.parameter.detach()), after).synchronize()
+        self.version += 1
+
+    def put_away(self) -> None:
+        """Free the device bytes, unless a plan counts on them; what runs on the compute stream still reads them."""
+        if not self.resident and self.on_device:
+            if self.left is not None:
+                self._streams.wait_compute(self.left)  # the allocator hands them out in the order of that stream
+            self.parameter.untyped_storage().resize_(0)
+
+
+def is_on_device(parameter: Tensor) -> bool:
+    """Say whether there are bytes behind a parameter."""
+    return parameter.untyped_storage().nbytes() > 0 or parameter.numel() == 0
+
+
+class Homes:
+    """All homes of one device, and the thread that works on them. Thread-safe."""
+
+    def __init__(self, pool: Pool, streams: Streams) -> None:
+        self._arranged_for: int | None = None  # the region whose plan says who is resident
+        self._pool = pool
+        self._streams = streams
+        self._by_storage: dict[int, Home] = {}
+        self._gone: deque[Buffer] = deque()
+        self._urgent: list[tuple[int, int, Callable[[], None], Future[None]]] = []
+        self._count = itertools.count()
+        self._lock = threading.Lock()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tencache-update")
+
+    def __iter__(self) -> Iterator[Home]:
+        return iter(tuple(self._by_storage.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_storage)
+
+    def find(self, tensor: Tensor) -> Home | None:
+        """Return the home of a parameter, or of an alias of it; None if it has none here."""
+        return self._by_storage.get(tensor.untyped_storage()._cdata) if self._by_storage else None
+
+    def settle_in(self, parameter: Tensor, name: str, device: torch.device) -> Home:
+        """Give a parameter, of any device, a home; afterwards it is one of `device`, with nothing there.
+
+        Raises `BudgetError` when the host budget has no room for it.
+        """
+        self.drain()
+        value = parameter.detach()
+        buffer = self._pool.lend(value.numel() * value.itemsize, Use.HOME)
+        empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+        home = Home(empty, name, buffer, self._streams)
+        home.host.copy_(value)  # in order with what computed it: a synchronous copy
+        parameter.data = empty
+        home._parameter = weakref.ref(parameter)
+        storage = parameter.untyped_storage()
+        storage.resize_(0)
+        self._by_storage[storage._cdata] = home
+        weakref.finalize(parameter, self._forget, storage._cdata, buffer).atexit = False
+        return home
+
+    def arrange(self, region: int, homes: Iterable[Home], resident: Collection[str]) -> None:
+        """Have on the device what the plan of `region` counts on there, and nothing else of `homes`."""
+        if self._arranged_for == region:
+            return
+        for home in homes:
+            home.resident = home.name in resident
+            home.put_away()
+        for home in homes:
+            if home.resident:
+                home.bring()
+        self._arranged_for = region
+
+    def disarrange(self) -> None:
+        """Forget whose plan says who is resident: it is about to change."""
+        self._arranged_for = None
+
+    def submit(self, work: Callable[[], None], urgency: int) -> "Future[None]":
+        """Have `work` done in the worker, before all that is less urgent (a higher number) and has not begun."""
+        future: Future[None] = Future()
+        with self._lock:
+            heapq.heappush(self._urgent, (urgency, next(self._count), work, future))
+        self._worker.submit(self._work)
+        return future
+
+    def lend_gradient(self, nbytes: int) -> Buffer:
+        """Lend a buffer for a gradient; raises `BudgetError`."""
+        self.drain()
+        return self._pool.lend(nbytes, Use.GRADIENT)
+
+    def give_back_later(self, buffer: Buffer) -> None:
+        """Have a buffer given back by the next call of ours: safe to call from a finalizer."""
+        self._gone.append(buffer)
+
+    def drain(self) -> None:
+        """Give back the buffers of what has died."""
+        while self._gone:
+            self._pool.give_back(self._gone.popleft())
+
+    def settle_all(self) -> None:
+        """Block the host until no update is under way; raises what one raised."""
+        for home in self:
+            home.settle()
+
+    def stop(self) -> None:
+        """Finish the work under way, and join the thread."""
+        self._worker.shutdown(wait=True)
+
+    def forget_all(self) -> None:
+        """Let go of all homes; parameters that are not on the device are lost."""
+        self._by_storage.clear()
+        self._gone.clear()
+
+    def _work(self) -> None:
+        with self._lock:
+            _, _, work, future = heapq.heappop(self._urgent)
+        try:
+            work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    def _forget(self, key: int, buffer: Buffer) -> None:
+        self._by_storage.pop(key, None)
+        self._gone.append(buffer)
