@@ -24,23 +24,12 @@ from torch import fx
 
 from tencache_fx.capture import Capture, output_args, placeholders
 from tencache_fx.errors import InvariantError
-from tencache_fx.ops import (
-    ARRIVE,
-    DEPART,
-    FETCH,
-    HOMED,
-    OFFLOAD,
-    PREFETCH,
-    RELEASE,
-    SETTLE,
-    SINK,
-    WAIT,
-    key_tensor,
-)
+from tencache_fx.ops import OFFLOAD, PREFETCH, RELEASE, WAIT, key_tensor
 from tencache_fx.passes.fusion import is_view
+from tencache_fx.passes.gaps import Gaps
+from tencache_fx.passes.home_transfers import Move, find_moves, write_fetch, write_settled, write_sink
 from tencache_fx.passes.lifetimes import StorageNodes, find_carrier
 from tencache_fx.passes.symbols import SymbolSource, symbol_source
-from tencache_fx.passes.views import mend_views
 from tencache_fx.plan import Plan, Spill, Step, Way
 
 
@@ -53,14 +42,6 @@ class _Trip:
     source: fx.Graph
     target: fx.Graph
     carrier: fx.Node
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Move:
-    """A one-way trip of a parameter or a gradient, and the node that stands for it so far."""
-
-    spill: Spill
-    node: fx.Node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,27 +70,24 @@ def insert_transfers(
     by_name = {item.storage.name: item for item in storages}
     steps = capture.nodes
     trips = [_find_trip(capture, by_name[s.name], s, steps) for s in plan.spills if s.way is Way.ROUND]
-    moves = _find_moves(plan, steps)
-    gaps = _Gaps(capture)
+    moves = find_moves(plan, steps)
+    gaps = Gaps(capture)
     handles: dict[str, fx.Node] = {}
     for trip in sorted(trips, key=lambda t: (t.spill.offload, t.spill.gone, t.spill.name)):
         handles[trip.spill.name] = _write_offload(gaps, trip, engine)
     for leaving in sorted(_leaving(trips, moves), key=lambda t: (t.spill.gone, t.spill.name)):
-        if isinstance(leaving, _Move):
-            _write_sink(gaps, leaving, engine)
+        if isinstance(leaving, Move):
+            write_sink(gaps, leaving, engine)
         else:
             _write_release(gaps, leaving, handles[leaving.spill.name], engine)
     handles |= _hand_over(capture, [trip for trip in trips if trip.source is not trip.target], handles)
     tickets: dict[str, fx.Node] = {}
     for coming in sorted(_coming(trips, moves), key=lambda t: (t.spill.fetch, t.spill.back, t.spill.name)):
-        if isinstance(coming, _Move):
-            _write_fetch(gaps, coming, engine)
+        if isinstance(coming, Move):
+            write_fetch(gaps, coming, engine)
         else:
             tickets[coming.spill.name] = _write_prefetch(gaps, coming, handles[coming.spill.name], engine)
-    for node in steps:
-        if node.target is ARRIVE:
-            _settle(node, engine)
-    mend_views(capture)
+    write_settled(capture, steps, engine)
     symbols = {graph: symbol_source(capture, graph) for graph in capture.graphs}
     returns: dict[fx.Node, _Return] = {}
     for trip in sorted(trips, key=lambda t: (t.spill.back, t.spill.name)):
@@ -124,94 +102,12 @@ def insert_transfers(
     return registers
 
 
-def _find_moves(plan: Plan, steps: Sequence[fx.Node]) -> list[_Move]:
-    """Return the one-way trips: a parameter's node is its first step, a gradient's its last."""
-    return [
-        _Move(spill=spill, node=steps[spill.back if spill.way is Way.IN else spill.offload])
-        for spill in plan.spills
-        if spill.way is not Way.ROUND
-    ]
-
-
-def _leaving(trips: Sequence[_Trip], moves: Sequence[_Move]) -> list[_Trip | _Move]:
+def _leaving(trips: Sequence[_Trip], moves: Sequence[Move]) -> list[_Trip | Move]:
     return [*trips, *(move for move in moves if move.spill.way is Way.OUT)]
 
 
-def _coming(trips: Sequence[_Trip], moves: Sequence[_Move]) -> list[_Trip | _Move]:
+def _coming(trips: Sequence[_Trip], moves: Sequence[Move]) -> list[_Trip | Move]:
     return [*trips, *(move for move in moves if move.spill.way is Way.IN)]
-
-
-def _write_fetch(gaps: "_Gaps", move: _Move, engine: int) -> None:
-    """Let the copy in be issued where the plan says; what stood for the arrival is the wait for it."""
-    node, spill = move.node, move.spill
-    if node.target is not ARRIVE:
-        raise InvariantError(f"{spill.name}: {node.name} is no arrival of a parameter.")
-    home, value = node.args[0], node.meta["val"]
-
-    def make() -> fx.Node:
-        return node.graph.call_function(FETCH, (home, engine, spill.name), name=_move_name("fetch", spill))
-
-    ticket = gaps.write(node.graph, spill.fetch, make)
-    with value.fake_mode:
-        ticket.meta["val"] = key_tensor()
-    node.target = WAIT
-    node.args = (ticket, list(value.shape), list(value.stride()), value.dtype, value.device, engine)
-
-
-def _write_sink(gaps: "_Gaps", move: _Move, engine: int) -> None:
-    """Let a gradient leave where its node stands, be released where the plan says, and be handed out at the end."""
-    node, spill, graph = move.node, move.spill, move.node.graph
-    if node.target is not DEPART:
-        raise InvariantError(f"{spill.name}: {node.name} is no departure of a gradient.")
-    (gradient,) = node.all_input_nodes
-    value = gradient.meta["val"]
-    node.target, node.args = SINK, (gradient, engine, spill.name)
-    (output,) = graph.find_nodes(op="output")
-
-    def make() -> fx.Node:
-        return graph.call_function(RELEASE, (node, gradient, engine), name=_move_name("release", spill))
-
-    token = gaps.write(graph, spill.gone, make)
-    with graph.inserting_before(output):
-        layout = list(value.shape), list(value.stride()), value.dtype, value.device
-        homed = graph.call_function(HOMED, (node, *layout, engine), name=_move_name("homed", spill))
-    with value.fake_mode:
-        token.meta["val"] = key_tensor()
-        homed.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    output.replace_input_with(node, homed)
-
-
-def _settle(node: fx.Node, engine: int) -> None:
-    """Let a parameter that stays be read as it is, once its last update is done."""
-    home = node.args[0]
-    assert isinstance(home, fx.Node)
-    node.replace_all_uses_with(home)
-    with node.meta["val"].fake_mode:
-        node.meta["val"] = key_tensor()
-    node.target, node.args = SETTLE, (home, engine, node.meta["tencache_home"])
-    home.meta.pop("tencache_home", None)
-
-
-def _move_name(role: str, spill: Spill) -> str:
-    return f"{role}_{spill.name.replace('#', '_again')}"
-
-
-class _Gaps:
-    """Where to write: the ops of one gap stand before the step that follows it, or before the graph's output."""
-
-    def __init__(self, capture: Capture) -> None:
-        self._steps = capture.nodes
-        self._outputs = {graph: graph.find_nodes(op="output")[0] for graph in capture.graphs}
-
-    def anchor(self, graph: fx.Graph, step: Step) -> fx.Node:
-        """Return the node that follows the gap before `step`."""
-        follows = self._steps[step] if step < len(self._steps) else None
-        return follows if follows is not None and follows.graph is graph else self._outputs[graph]
-
-    def write(self, graph: fx.Graph, step: Step, make: Callable[[], fx.Node]) -> fx.Node:
-        """Insert a node into `graph` in the gap before `step`, behind what was written there earlier."""
-        with graph.inserting_before(self.anchor(graph, step)):
-            return make()
 
 
 def _find_trip(capture: Capture, nodes: StorageNodes, spill: Spill, steps: Sequence[fx.Node]) -> _Trip:
@@ -233,7 +129,7 @@ def _find_trip(capture: Capture, nodes: StorageNodes, spill: Spill, steps: Seque
     )
 
 
-def _write_offload(gaps: _Gaps, trip: _Trip, engine: int) -> fx.Node:
+def _write_offload(gaps: Gaps, trip: _Trip, engine: int) -> fx.Node:
     spill, graph = trip.spill, trip.source
 
     def make() -> fx.Node:
@@ -244,7 +140,7 @@ def _write_offload(gaps: _Gaps, trip: _Trip, engine: int) -> fx.Node:
     return _key(gaps.write(graph, Step(spill.offload + 1), make), trip)
 
 
-def _write_release(gaps: _Gaps, trip: _Trip, handle: fx.Node, engine: int) -> None:
+def _write_release(gaps: Gaps, trip: _Trip, handle: fx.Node, engine: int) -> None:
     graph = trip.source
 
     def make() -> fx.Node:
@@ -253,7 +149,7 @@ def _write_release(gaps: _Gaps, trip: _Trip, handle: fx.Node, engine: int) -> No
     _key(gaps.write(graph, trip.spill.gone, make), trip)
 
 
-def _write_prefetch(gaps: _Gaps, trip: _Trip, handle: fx.Node, engine: int) -> fx.Node:
+def _write_prefetch(gaps: Gaps, trip: _Trip, handle: fx.Node, engine: int) -> fx.Node:
     graph = trip.target
 
     def make() -> fx.Node:
@@ -263,7 +159,7 @@ def _write_prefetch(gaps: _Gaps, trip: _Trip, handle: fx.Node, engine: int) -> f
 
 
 def _write_wait(
-    gaps: _Gaps, trip: _Trip, ticket: fx.Node, symbols: SymbolSource, engine: int
+    gaps: Gaps, trip: _Trip, ticket: fx.Node, symbols: SymbolSource, engine: int
 ) -> tuple[fx.Node, Callable[[fx.Node], fx.Node]]:
     """Bring the carrier back and let every late reader read it, or a view rebuilt from it, instead.
 
@@ -302,7 +198,7 @@ def _write_wait(
     return anchor, returned
 
 
-def _late_readers(gaps: _Gaps, trip: _Trip) -> tuple[fx.Node, ...]:
+def _late_readers(gaps: Gaps, trip: _Trip) -> tuple[fx.Node, ...]:
     """Return what reads the storage after its wait, in order: copies of register values made so far among it."""
     nodes = list(trip.target.nodes)
     first_late = nodes.index(gaps.anchor(trip.target, trip.spill.back))
@@ -357,7 +253,7 @@ def _needed(reader: fx.Node, stale: set[fx.Node]) -> list[fx.Node]:
     return found
 
 
-def _rebuild(gaps: _Gaps, trip: _Trip, member: fx.Node, whole: fx.Node, symbols: SymbolSource) -> fx.Node:
+def _rebuild(gaps: Gaps, trip: _Trip, member: fx.Node, whole: fx.Node, symbols: SymbolSource) -> fx.Node:
     """Return `member` as a view of the carrier that came back: itself, if it is the carrier."""
     value = member.meta["val"]
     base = whole.meta["val"]

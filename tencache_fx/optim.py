@@ -14,6 +14,7 @@ at once, and each parameter's next reader waits for its own update only. With `s
 during backward, as gradients land.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from torch.optim.optimizer import ParamsT
 from tencache_fx import compat
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.model_state import engine_of, find_home
+from tencache_fx.optim_kernels import ADAMW, adamw_at_home, adamw_numbers
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.gradients import HomeGradient
 from tencache_fx.runtime.homes import Home
@@ -37,7 +39,7 @@ _MISSING = {"master": float("nan"), "exp_avg": 0.0, "exp_avg_sq": 0.0}
 _STATE = tuple(_MISSING)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _RECOMPILE_LIMIT = 64  # the update is compiled for each dtype, for lengths of 1, for each number of threads, ...
-_EXAMPLE_LENGTH = 1024
+_EXAMPLE_LENGTH = 1 << 20  # so many elements that it is compiled for all threads
 _UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
 
 
@@ -58,8 +60,8 @@ class AdamW(torch.optim.Optimizer):
     is then. `state_dict` is `torch.optim.AdamW`'s with the master weights beside the moments; either loads the
     other's.
 
-    `step_in_backward` updates a parameter with a home as soon as its gradient is there, once for each backward, with the
-    learning rate of that moment, and leaves its `.grad` None: nothing that looks at all gradients first, such as
+    `step_in_backward` updates a parameter with a home as soon as its gradient is there, once for each backward, with
+    the learning rate of that moment, and leaves its `.grad` None: nothing that looks at all gradients first, such as
     clipping by their norm, or that adds up those of several backwards, can be had with it.
 
     Raises `OptionError` for options it cannot use.
@@ -193,7 +195,7 @@ class AdamW(torch.optim.Optimizer):
         self._versions[parameter] = home.version
         state = self._ready(parameter)
         after = engine.streams.record_compute()  # behind all that reads the weight on the device
-        numbers = _numbers(group, int(state["step"]) + 1)
+        numbers = adamw_numbers(group, int(state["step"]) + 1)
         lease, kernel = gradient.lease, self._kernel(parameter.dtype)
 
         def update() -> None:
@@ -203,20 +205,23 @@ class AdamW(torch.optim.Optimizer):
             if fresh:
                 moments[0].copy_(torch.where(_same(moments[0], weight), moments[0], weight))
             home.write_after()
+            begin_ns = time.perf_counter_ns()
             kernel(change, weight, *moments, torch.cat([numbers[:1] * factor, numbers[1:]]))
             self._count(parameter)
             home.renew(after)
+            engine.stats.add(updates=1, update_ns=time.perf_counter_ns() - begin_ns)
 
-        lease.reading = engine.homes.submit(torch.no_grad()(update), self._urgency[parameter])
-        home.begin_update(lease.reading)
+        begun = engine.homes.updates.submit(torch.no_grad()(update), self._urgency[parameter], lambda: lease.has_landed)
+        lease.reading = begun
+        home.begin_update(begun)
 
     def _kernel(self, dtype: torch.dtype) -> Callable[..., None]:
         """Return the update for weights and gradients of `dtype`, compiled for the CPU at its first use."""
         if dtype not in self._kernels:
             dtypes = (dtype, dtype, *[torch.float32] * len(_STATE))
             tensors = [torch.zeros(_EXAMPLE_LENGTH, dtype=each) for each in dtypes]
-            numbers = torch.ones(len(_numbers(self.defaults, 1)))
-            self._kernels[dtype] = compat.compile_for_threads(_adamw_at_home, [*tensors, numbers])
+            numbers = torch.ones(len(adamw_numbers(self.defaults, 1)))
+            self._kernels[dtype] = compat.compile_for_threads(adamw_at_home, [*tensors, numbers])
         return self._kernels[dtype]
 
     def _pieces(self, todo: Iterable[tuple[dict[str, Any], Tensor]]) -> Iterator[Piece[_Update]]:
@@ -227,7 +232,7 @@ class AdamW(torch.optim.Optimizer):
             gradient = _flat(_dense_like(parameter, parameter.grad.to(parameter.dtype)))
             weight = _flat(parameter.data)  # whose version is its own: pieces arrive whenever they do
             homes = tuple(map(_flat, (self._written[parameter], *(state[name] for name in _STATE))))
-            numbers, most = _numbers(group, int(state["step"]) + 1), _most(parameter)
+            numbers, most = adamw_numbers(group, int(state["step"]) + 1), _most(parameter)
             if not weight.numel():
                 self._count(parameter)
             for start in range(0, weight.numel(), most):
@@ -282,65 +287,8 @@ def _read_state(parameter: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _numbers(group: Mapping[str, Any], step: int) -> Tensor:
-    """Return what the kernel multiplies with, fp32."""
-    beta_1, beta_2 = group["betas"]
-    lr = float(group["lr"])
-    return torch.tensor(
-        [
-            -1.0 if group["maximize"] else 1.0,
-            1 - lr * group["weight_decay"],
-            1 - beta_1,
-            beta_2,
-            1 - beta_2,
-            lr / (1 - beta_1**step),
-            (1 - beta_2**step) ** 0.5,
-            group["eps"],
-        ],
-        dtype=torch.float64,
-        device="cpu",
-    ).float()
-
-
-def _adamw(
-    gradient: Tensor, weight: Tensor, written: Tensor, master: Tensor, mean: Tensor, square: Tensor, numbers: Tensor
-) -> None:
-    """Update the fp32 state by a gradient, and leave the new weight in its place; all [n], `numbers` as `_numbers`.
-
-    Where the weight is what was written last, its master has more digits, which are worth keeping; else somebody has
-    set it since.
-    """
-    sign, decay, keep_1, beta_2, keep_2, rate, root, eps = numbers.unbind()
-    known = torch.where(written == weight, master, weight.float())
-    change = gradient.float() * sign
-    mean.add_((change - mean) * keep_1)
-    square.mul_(beta_2).add_(change * change * keep_2)
-    master.copy_(known * decay - rate * (mean / (square.sqrt() / root + eps)))
-    gradient.copy_(master)
-    written.copy_(master)
-
-
-def _adamw_at_home(
-    gradient: Tensor, weight: Tensor, master: Tensor, mean: Tensor, square: Tensor, numbers: Tensor
-) -> None:
-    """Update the fp32 state by a gradient, and write the new weight; all [n], `numbers` as `_numbers`."""
-    sign, decay, keep_1, beta_2, keep_2, rate, root, eps = numbers.unbind()
-    change = gradient.float() * sign
-    mean.add_((change - mean) * keep_1)
-    square.mul_(beta_2).add_(change * change * keep_2)
-    master.copy_(master * decay - rate * (mean / (square.sqrt() / root + eps)))
-    weight.copy_(master)
-
-
-_KERNEL: Callable[..., None] = torch.compile(_adamw_at_home, dynamic=True, options={"cpp_wrapper": True})
-"""The update in one pass over memory; called from C++, which lets other threads run meanwhile."""
-
-_KERNEL: Callable[..., None] = torch.compile(_adamw, dynamic=True)
-"""The update in one pass over memory, compiled for the CPU at its first call, for any length."""
-
-
 def _run(update: _Update, copies: tuple[Tensor, ...]) -> None:
-    _KERNEL(*copies, *update.state, update.numbers)
+    ADAMW(*copies, *update.state, update.numbers)
     if update.done is not None:
         update.done()
 

@@ -225,9 +225,13 @@ class Engine:
         """See that a parameter that stays on the device is there, behind its last update; return a token."""
         self._enter()
         if (home := self.homes.find(parameter)) is not None:
+            watch = self.streams.watch() if home.updating else None
             home.bring()
             if home.left is not None:
                 self.streams.wait_compute(home.left)
+            if watch is not None:
+                watch.stop()
+                self.stats.add_stall(watch, "stall_in_ns")
         return new_token()
 
     def sink(self, src: Tensor, label: str = "") -> Tensor:
@@ -283,7 +287,7 @@ class Engine:
             if not at_exit:
                 steps.callback(self._bring_all)
             steps.callback(self._custody.stop)
-            steps.callback(self.homes.stop)
+            steps.callback(self.homes.updates.stop)
             steps.callback(self.pool.stop)
 
     def _bring_all(self) -> None:

@@ -48,6 +48,11 @@ class Lease:
         if self.norm is not None:
             self.norm = self.norm * factor.abs().to(self.norm.device)
 
+    @property
+    def has_landed(self) -> bool:
+        """Say whether the gradient is in host memory, or never will be."""
+        return self._landed.query()
+
     def landed(self) -> Tensor:
         """Return the gradient in host memory, but for its factor, to read only. Blocks the host."""
         self._landed.synchronize()

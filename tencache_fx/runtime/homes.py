@@ -5,13 +5,10 @@ which every alias of the parameter shares. What is at home is always right, but 
 waits for that one update, and whoever writes waits for the last copy that reads.
 """
 
-import heapq
-import itertools
-import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -19,6 +16,7 @@ from torch import Tensor
 from tencache_fx.runtime.pool import Buffer, Pool, Use
 from tencache_fx.runtime.slots import Layout, raw_bytes
 from tencache_fx.runtime.streams import Event, Lane, Streams
+from tencache_fx.runtime.updates import Updates
 
 
 class Home:
@@ -126,18 +124,15 @@ def is_on_device(parameter: Tensor) -> bool:
 
 
 class Homes:
-    """All homes of one device, and the thread that works on them. Thread-safe."""
+    """All homes of one device, and the thread that works on them (`updates`)."""
 
     def __init__(self, pool: Pool, streams: Streams) -> None:
+        self.updates = Updates()
         self._arranged_for: int | None = None  # the region whose plan says who is resident
         self._pool = pool
         self._streams = streams
         self._by_storage: dict[int, Home] = {}
         self._gone: deque[Buffer] = deque()
-        self._urgent: list[tuple[int, int, Callable[[], None], Future[None]]] = []
-        self._count = itertools.count()
-        self._lock = threading.Lock()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tencache-update")
 
     def __iter__(self) -> Iterator[Home]:
         return iter(tuple(self._by_storage.values()))
@@ -184,14 +179,6 @@ class Homes:
         """Forget whose plan says who is resident: it is about to change."""
         self._arranged_for = None
 
-    def submit(self, work: Callable[[], None], urgency: int) -> "Future[None]":
-        """Have `work` done in the worker, before all that is less urgent (a higher number) and has not begun."""
-        future: Future[None] = Future()
-        with self._lock:
-            heapq.heappush(self._urgent, (urgency, next(self._count), work, future))
-        self._worker.submit(self._work)
-        return future
-
     def lend_gradient(self, nbytes: int) -> Buffer:
         """Lend a buffer for a gradient; raises `BudgetError`."""
         self.drain()
@@ -206,29 +193,10 @@ class Homes:
         while self._gone:
             self._pool.give_back(self._gone.popleft())
 
-    def settle_all(self) -> None:
-        """Block the host until no update is under way; raises what one raised."""
-        for home in self:
-            home.settle()
-
-    def stop(self) -> None:
-        """Finish the work under way, and join the thread."""
-        self._worker.shutdown(wait=True)
-
     def forget_all(self) -> None:
         """Let go of all homes; parameters that are not on the device are lost."""
         self._by_storage.clear()
         self._gone.clear()
-
-    def _work(self) -> None:
-        with self._lock:
-            _, _, work, future = heapq.heappop(self._urgent)
-        try:
-            work()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
 
     def _forget(self, key: int, buffer: Buffer) -> None:
         self._by_storage.pop(key, None)

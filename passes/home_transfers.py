@@ -1,0 +1,102 @@
+"""Write the trips of parameters and gradients, which go one way, into the graphs.
+
+`arrive` becomes `wait`, with a `fetch` where its copy is to begin; `depart` becomes `sink`, with a `release` where the
+plan counts the bytes as free, and `homed` at the end, which hands out the gradient. See `model_state`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from tencache_fx.capture import Capture
+from tencache_fx.errors import InvariantError
+from tencache_fx.ops import ARRIVE, DEPART, FETCH, HOMED, RELEASE, SETTLE, SINK, WAIT, key_tensor
+from tencache_fx.passes.gaps import Gaps
+from tencache_fx.passes.views import mend_views
+from tencache_fx.plan import Plan, Spill, Way
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """A one-way trip of a parameter or a gradient, and the node that stands for it so far."""
+
+    spill: Spill
+    node: fx.Node
+
+
+def find_moves(plan: Plan, steps: Sequence[fx.Node]) -> list[Move]:
+    """Return the one-way trips: a parameter's node is its first step, a gradient's its last."""
+    return [
+        Move(spill=spill, node=steps[spill.back if spill.way is Way.IN else spill.offload])
+        for spill in plan.spills
+        if spill.way is not Way.ROUND
+    ]
+
+
+def write_fetch(gaps: Gaps, move: Move, engine: int) -> None:
+    """Let the copy in be issued where the plan says; what stood for the arrival is the wait for it."""
+    node, spill = move.node, move.spill
+    if node.target is not ARRIVE:
+        raise InvariantError(f"{spill.name}: {node.name} is no arrival of a parameter.")
+    home, value = node.args[0], node.meta["val"]
+
+    def make() -> fx.Node:
+        return node.graph.call_function(FETCH, (home, engine, spill.name), name=_move_name("fetch", spill))
+
+    ticket = gaps.write(node.graph, spill.fetch, make)
+    with value.fake_mode:
+        ticket.meta["val"] = key_tensor()
+    node.target = WAIT
+    node.args = (ticket, list(value.shape), list(value.stride()), value.dtype, value.device, engine)
+
+
+def write_sink(gaps: Gaps, move: Move, engine: int) -> None:
+    """Let a gradient leave where its node stands, be released where the plan says, and be handed out at the end."""
+    node, spill, graph = move.node, move.spill, move.node.graph
+    if node.target is not DEPART:
+        raise InvariantError(f"{spill.name}: {node.name} is no departure of a gradient.")
+    (gradient,) = node.all_input_nodes
+    value = gradient.meta["val"]
+    node.target, node.args = SINK, (gradient, engine, spill.name)
+    (output,) = graph.find_nodes(op="output")
+
+    def make() -> fx.Node:
+        return graph.call_function(RELEASE, (node, gradient, engine), name=_move_name("release", spill))
+
+    token = gaps.write(graph, spill.gone, make)
+    with graph.inserting_before(output):
+        layout = list(value.shape), list(value.stride()), value.dtype, value.device
+        homed = graph.call_function(HOMED, (node, *layout, engine), name=_move_name("homed", spill))
+    with value.fake_mode:
+        token.meta["val"] = key_tensor()
+        homed.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    output.replace_input_with(node, homed)
+
+
+def write_settled(capture: Capture, steps: Sequence[fx.Node], engine: int) -> None:
+    """Write what is left of the arrivals: those of parameters that stay on the device."""
+    homes = {node.meta["tencache_home"] for node in steps if node.target is ARRIVE}
+    for node in steps:
+        if node.target is ARRIVE:
+            _settle(node, engine)
+    for graph in capture.graphs:
+        for node in graph.find_nodes(op="placeholder"):
+            if node.meta.get("tencache_home") in homes:
+                del node.meta["tencache_home"]
+    mend_views(capture)
+
+
+def _settle(node: fx.Node, engine: int) -> None:
+    """Let a parameter that stays be read as it is, once its last update is done."""
+    home = node.args[0]
+    assert isinstance(home, fx.Node)
+    node.replace_all_uses_with(home)
+    with node.meta["val"].fake_mode:
+        node.meta["val"] = key_tensor()
+    node.target, node.args = SETTLE, (home, engine, node.meta["tencache_home"])
+
+
+def _move_name(role: str, spill: Spill) -> str:
+    return f"{role}_{spill.name.replace('#', '_again')}"
