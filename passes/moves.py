@@ -13,9 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from tencache_fx.passes.schedule import Fences, Profile, copy_times, time_returns
-from tencache_fx.plan import Kind, Links, Problem, Spill, Step, Storage, Tier, Way, bare_spills, live_bytes
+from tencache_fx.plan import Forecast, Kind, Links, Problem, Spill, Step, Storage, Tier, Way, bare_spills, live_bytes
 
 _NO_LIMIT = 1 << 62
+_UPDATE_BYTES = 14  # of host memory read and written for each byte of a bf16 gradient: 2 + 24 of fp32 state + 2
 _LEAST_SHARE = 0.25  # of a link that is left to other trips, however much parameters and gradients take
 
 
@@ -53,6 +54,20 @@ def settle_moves(problem: Problem, moves: Collection[Spill]) -> Problem:
     in_bytes = sum(spill.nbytes for spill in moves if spill.way is Way.IN)
     links = _derated(problem.links, out_bytes * 1e9 / total_ns, in_bytes * 1e9 / total_ns)
     return replace(problem, storages=storages, links=links)
+
+
+def step_ns(problem: Problem, forecast: Forecast) -> int:
+    """Return how long a whole training step takes: as long as the device does, or as the host's memory.
+
+    With gradients at home, their optimizer's state is there, too, and to update it takes the host's memory most of the
+    step; copies over the links are then not free, however well they hide behind kernels.
+    """
+    rate = problem.links.host_bytes_per_s
+    sunk_bytes = sum(storage.nbytes for storage in problem.storages if storage.kind is Kind.SUNK)
+    if not rate or not sunk_bytes:
+        return forecast.makespan_ns
+    host_bytes = sunk_bytes * _UPDATE_BYTES + forecast.d2h_bytes + forecast.h2d_bytes
+    return max(forecast.makespan_ns, host_bytes * 1_000_000_000 // rate)
 
 
 def keep_resident(problem: Problem, homes: Collection[str]) -> Problem:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from tencache_fx.errors import BudgetError, OptionError
-from tencache_fx.passes.moves import first_homes, has_moves, keep_resident, settle_moves, time_moves
+from tencache_fx.passes.moves import first_homes, has_moves, keep_resident, settle_moves, step_ns, time_moves
 from tencache_fx.passes.policy_10cache import choose_10cache
 from tencache_fx.passes.policy_teraio import choose_teraio
 from tencache_fx.plan import (
@@ -79,21 +79,22 @@ def make_plan(
         raise OptionError(f"policy is {policy!r}, which is unknown.{hint} Choose one of {', '.join(POLICIES)}.")
     if not has_moves(problem):
         return _plan_trips(problem, policy)
-    plans: list[Plan] = []
+    plans: list[tuple[int, Plan]] = []
     refusal: BudgetError | None = None
     for share in resident_shares:
         resident = first_homes(problem, share)
         staying = keep_resident(problem, resident)
         for lead in leads:
             try:
-                plans.append(replace(_plan_moves(staying, policy, lead), resident=resident))
+                plan = replace(_plan_moves(staying, policy, lead), resident=resident)
+                plans.append((step_ns(staying, plan.forecast), plan))
             except BudgetError as error:
                 refusal = refusal or error  # of those with the least on the device
     if not plans:
         assert refusal is not None
         raise refusal
-    enough_ns = min(plan.forecast.makespan_ns for plan in plans) * 1005 // 1000
-    fast = [plan for plan in plans if plan.forecast.makespan_ns <= enough_ns]
+    enough_ns = min(needed_ns for needed_ns, _ in plans) * 1005 // 1000
+    fast = [plan for needed_ns, plan in plans if needed_ns <= enough_ns]
     return min(fast, key=lambda plan: (plan.forecast.d2h_bytes + plan.forecast.h2d_bytes, plan.forecast.makespan_ns))
 
 

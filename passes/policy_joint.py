@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from tencache_fx.bounds import joint_lower_bound_ns
 from tencache_fx.errors import BudgetError
+from tencache_fx.passes.moves import step_ns
 from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.passes.segments import kept_between_segments
 from tencache_fx.plan import Plan, Problem, Recipe, live_bytes
@@ -53,7 +54,7 @@ class _Score:
     """How good a choice is, lower is better: first it has to fit."""
 
     over_bytes: int
-    makespan_ns: int
+    needed_ns: int
 
 
 class _Search:
@@ -94,10 +95,10 @@ class _Search:
             self.left -= _LOOKS
             problem = recompute(self.problem, names)
             try:
-                self.seen[names] = _Score(0, _plan(problem).forecast.makespan_ns)
+                self.seen[names] = _Score(0, step_ns(problem, _plan(problem).forecast))
             except BudgetError:  # host memory or disk is short: more trips than they hold
                 over_bytes = int(live_bytes(problem).max()) - self.limit
-                self.seen[names] = _Score(over_bytes, bound.makespan_ns)
+                self.seen[names] = _Score(over_bytes, bound.needed_ns)
         return self.seen[names]
 
     def consider(self, names: frozenset[str]) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tencache_fx.errors import BudgetError
-from tencache_fx.passes.moves import keep_resident
+from tencache_fx.passes.moves import keep_resident, step_ns
 from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.passes.policy_joint import choose_recomputed
 from tencache_fx.plan import Plan, Problem, live_bytes
@@ -29,7 +29,7 @@ def plan_region(captured: Problem, policy: str) -> tuple[Problem, Plan]:
             refusals.append((floor_bytes(problem), refusal))
     if not planned:
         raise min(refusals, key=lambda pair: pair[0])[1]
-    return min(planned, key=lambda pair: pair[1].forecast.makespan_ns)
+    return min(planned, key=lambda pair: step_ns(pair[0], pair[1].forecast))
 
 
 def policy_floor_bytes(captured: Problem, policy: str) -> int:

@@ -8,6 +8,7 @@ Region.lower      one graph -> Inductor (or eager), its order pinned and checked
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,17 +16,15 @@ import torch
 from torch import fx
 
 from tencache_fx import compat
-from tencache_fx.cache import cached
 from tencache_fx.capture import Capture, main_device
 from tencache_fx.drafts import ATTEMPTS, Draft, Drafts, Halves
-from tencache_fx.dump import Listing, RegionRecord, write_measured, write_region
-from tencache_fx.errors import BudgetError, StoreError, TencacheError
-from tencache_fx.feedback import Learned, PhaseTimes, Rival, Scales, correct, reconsider
+from tencache_fx.dump import Listing, RegionRecord, write_region
+from tencache_fx.errors import BudgetError
+from tencache_fx.feedback import Scales
+from tencache_fx.live import LiveRegion
 from tencache_fx.memory import (
     avoid_fragmentation,
-    held_bytes,
     open_workspaces,
-    peak_held_bytes,
 )
 from tencache_fx.ops import RUNTIME_OPS
 from tencache_fx.options import Options
@@ -36,15 +35,14 @@ from tencache_fx.passes.transfers import insert_transfers
 from tencache_fx.passes.verify_code import planned_calls, verify_code
 from tencache_fx.passes.verify_graph import verify_graphs
 from tencache_fx.passes.verify_plan import verify_plan
-from tencache_fx.phases import CallTimes, PhaseClock
-from tencache_fx.plan import Plan, Problem, Way
+from tencache_fx.phases import PhaseClock
+from tencache_fx.plan import Plan, Way
 from tencache_fx.register import REGIONS
 from tencache_fx.runtime import kernels as _kernels  # noqa: F401  (registers the ops' kernels)
-from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.homes import Home
-from tencache_fx.runtime.registry import find_homes, open_engine, usage
-from tencache_fx.sizes import Footprint, SizeFormulas, Sizes, at_hints
-from tencache_fx.tables import format_ns, show_summary
+from tencache_fx.runtime.registry import find_homes, usage
+from tencache_fx.sizes import Footprint, Sizes, at_hints
+from tencache_fx.tables import show_summary
 
 log = logging.getLogger("tencache_fx")
 
@@ -75,7 +73,7 @@ def tencache(
     return region
 
 
-class Region:
+class Region(LiveRegion):
     """One captured region: what it was compiled from, its plan, and the compiled function (it is callable)."""
 
     def __init__(
@@ -86,177 +84,11 @@ class Region:
         settings: Mapping[str, Any],
         homes: Mapping[int, Home],
     ) -> None:
-        self.index = REGIONS.next_index()
-        self.options = options
-        self.device = device
-        self.record: RegionRecord | None = None
-        self._source = gm
+        super().__init__(gm, options, device, REGIONS.next_index(), homes)
         self._settings = settings
         self._name = str(torch._guards.CompileContext.current_compile_id() or "")
-        self._context = torch._guards.TracingContext.try_get()
-        self._compiled: Compiled | None = None
-        self._calls = CallTimes()
         self._draft: Draft | None = None  # while it is compiled
-        self._learned: tuple[dict[str, str], Learned] = {}, Learned()  # where it is kept, and what it is
-        self._rival: Rival | None = None  # the plan before this one, until this one is timed
-        self._footprint: Footprint | None = None
-        self._captured: Problem | None = None
-        self._clock: PhaseClock | None = None
-        self._may_learn = options.calibrate
         self._code: list[tuple[Interface, str | None]] = []
-        self._homes = homes  # of parameters, by their position among the inputs
-        self._staying: tuple[Home, ...] = ()  # those that are read where they are
-
-    def __call__(self, *args: Any) -> Any:
-        """Run the region; first plan it anew if its inputs, or what others hold, are larger than its plan allows.
-
-        Once it has been timed at the sizes it is planned for, it is planned anew if that pays.
-        Raises `BudgetError`, before anything runs, if there is no plan for these inputs.
-        """
-        self._calls.note()
-        if (homes := find_homes(args, self.device)).keys() != self._homes.keys():
-            self._homes = homes
-            self._plan_anew(args)
-        self._arrange()
-        if self._footprint is not None:
-            formulas = self._footprint.formulas
-            sizes = formulas.read(args)
-            if sizes != formulas.planned:
-                self._clock = self._rival = None  # it would take other sizes for a wrong forecast
-            elif self._clock is not None and (measured := self._clock.times()) is not None:
-                self._learn(formulas, sizes, measured)
-            if not self._fits(self._footprint, sizes):
-                self._rival = None
-                self._plan_again(formulas, sizes, "its plan, or what is held beside it, is over the budget")
-        assert self._compiled is not None
-        return self._compiled(*args)
-
-    def _fits(self, footprint: Footprint, sizes: Sizes) -> bool:
-        """Say whether the plan holds at these sizes and beside what others hold now; see that its buffers are there."""
-        need = footprint.at(sizes)
-        more_beside = held_bytes(self.device) - footprint.held_bytes - (need.input_bytes - footprint.input_bytes)
-        assert self.options.device_budget is not None
-        if need.peak_bytes + more_beside > self.options.device_budget:
-            return False
-        if not footprint.is_reserved(sizes):
-            try:
-                self._reserve(footprint.plan_for(sizes))
-            except (BudgetError, StoreError):
-                return False
-            footprint.note_reserved(sizes)
-        return True
-
-    def _plan_again(self, formulas: SizeFormulas, sizes: Sizes, why: str) -> None:
-        """Compile anew for these sizes, and for the largest planned so far if there is a plan for both."""
-        at = f" at {formulas.name(sizes)}" if sizes else ""
-        log.info("region %d: %s%s; planning again", self.index, why, at)
-        largest = tuple(map(max, sizes, formulas.planned))
-        for planned in dict.fromkeys((largest, sizes)):
-            try:
-                with torch._guards.tracing(self._context):
-                    # The first batch itself is not kept alive for this.
-                    self.compile(self._fakes(), (sizes, planned))
-                return
-            except BudgetError as error:
-                if planned == sizes:
-                    raise BudgetError(f"region {self.index}{at}: {error}") from error
-
-    def _arrange(self) -> None:
-        """Have the parameters on the device that the plan counts on there."""
-        if self._homes and self.record is not None:
-            homes = open_engine(self.device, host_budget_bytes=self.options.host_budget).homes
-            homes.arrange(self.index, self._homes.values(), self.record.plan.resident)
-            for home in self._staying:
-                home.bring()
-
-    def _plan_anew(self, args: Sequence[Any]) -> None:
-        """Compile anew, because other parameters than before have a home elsewhere."""
-        log.info("region %d: %d of its parameters have a home; planning again", self.index, len(self._homes))
-        formulas = None if self._footprint is None else self._footprint.formulas
-        with torch._guards.tracing(self._context):
-            self.compile(self._fakes(), None if formulas is None else (formulas.read(args), formulas.planned))
-
-    def _learn(self, formulas: SizeFormulas, sizes: Sizes, measured: PhaseTimes) -> None:
-        """Compile once more, if the first steps took so much longer or shorter than forecast that another plan pays.
-
-        Where none does, only the forecast is corrected. The new plan is timed in its turn; if it is slower, or fails to
-        compile, the one before goes on. The next process starts from what was learned.
-        """
-        self._clock, self._may_learn = None, False
-        assert self.record is not None
-        try:
-            if self._rival is not None:
-                self._settle(self._rival, measured)
-                return
-            found = reconsider(self.record.captured, self.record.problem, self.record.plan, measured)
-            if found is None:
-                return
-            key, earlier = self._learned
-            learned = Learned(planning=found.scales.after(earlier.planning))
-            cached(key, Learned, lambda: learned, renew=True)
-            why = f"it takes {found.scales.forward:.2f} (forward) and {found.scales.backward:.2f} times its forecast"
-            if found.pays:
-                self._rival = Rival(state=self._state(), measured=measured, scales=found.scales)
-                self._plan_again(formulas, sizes, why)
-            else:
-                log.info("region %d: %s; no other plan is faster", self.index, why)
-                self._correct(found.scales)
-        except (TencacheError, *compat.COMPILER_ERRORS) as error:  # a bug there is no reason to stop what runs
-            level = logging.INFO if isinstance(error, (BudgetError, StoreError)) else logging.WARNING
-            log.log(level, "region %d stays as it was: %s: %s", self.index, type(error).__name__, error)
-            if self._rival is not None:
-                self._go_back(self._rival)
-
-    def _settle(self, rival: Rival, measured: PhaseTimes) -> None:
-        """Let the faster of two plans stay: the one that runs, and is `measured` now, or the one before."""
-        self._rival = None
-        was_ns, now_ns = rival.measured.total_ns, measured.total_ns
-        log.info("region %d took %s, and takes %s with its new plan.", self.index, format_ns(was_ns), format_ns(now_ns))
-        if now_ns > was_ns:
-            self._go_back(rival)
-
-    def _go_back(self, rival: Rival) -> None:
-        """Run the plan before again; also in the next process, with the right forecast."""
-        self._rival = None
-        self._compiled, self._learned, self._footprint, self.record, self._captured, self._clock = rival.state
-        key, earlier = self._learned
-        cached(key, Learned, lambda: dataclasses.replace(earlier, forecast=rival.scales), renew=True)
-        self._correct(rival.scales)
-
-    def _correct(self, scales: Scales) -> None:
-        """Forecast the plan that runs with its durations scaled."""
-        assert self.record is not None
-        parts = correct(self.record.captured, self.record.problem, self.record.plan, scales)
-        self.record = dataclasses.replace(self.record, **parts)
-
-    def _state(self) -> tuple[Any, ...]:
-        """Return all that a compilation sets."""
-        return self._compiled, self._learned, self._footprint, self.record, self._captured, self._clock
-
-    def _fakes(self) -> list[Any]:
-        """Return the inputs' fakes, with the sizes torch traced the region with."""
-        return [node.meta["example_value"] for node in self._source.graph.find_nodes(op="placeholder")]
-
-    def _reserve(self, plan: Plan) -> Engine:
-        """Return the device's engine, holding the buffers and the disk that `plan` needs."""
-        engine = open_engine(
-            self.device,
-            host_budget_bytes=self.options.host_budget,
-            spill_dirs=self.options.spill_dir,
-            spill_budget_bytes=self.options.spill_budget,
-            checksum=self.options.checksum,
-        )
-        engine.reserve(pool=plan.pool, staging=plan.staging, disk_bytes=plan.forecast.disk_bytes)
-        return engine
-
-    def measured(self) -> dict[str, int | None]:
-        """Return the median time from call to call, user code included, and on CUDA the peak since its last reset."""
-        return {**self._calls.measured(), "device_peak_bytes": peak_held_bytes(self.device)}
-
-    def dump_measured(self) -> None:
-        """Write what was measured beside the region's record, if it is dumped."""
-        if self.options.dump_dir is not None and self.record is not None:
-            write_measured(self.options.dump_dir, self.index, self.measured())
 
     def compile(self, inputs: Sequence[Any], sizes: tuple[Sizes, Sizes] | None = None) -> None:
         """Capture, plan, rewrite and lower the region; if that fails, the region stays as it was.
@@ -267,6 +99,7 @@ class Region:
         """
         open_workspaces(self.device)
         before = self._state()
+        self._home_names = _told_apart(self._homes)
         unforeseen_bytes = 0
         try:
             for _ in range(ATTEMPTS):
@@ -277,7 +110,7 @@ class Region:
                     self._fakes(),
                     sizes,
                     unforeseen_bytes,
-                    tuple(self._homes.values()),
+                    {self._home_names[index]: home for index, home in self._homes.items()},
                 )
                 self._code = []
                 compiled = self._lower_source(compat.copy_module(self._source), inputs)
@@ -296,13 +129,11 @@ class Region:
                     "or shrink the batch."
                 )
         except BaseException:
-            self._compiled, self._learned, self._footprint, self.record, self._captured, self._clock = before
+            self._restore(before)
             raise
         finally:
             self._draft, self._code = None, []  # graphs are not kept alive
         self._compiled = compiled
-        if self._homes:
-            open_engine(self.device, host_budget_bytes=self.options.host_budget).homes.disarrange()
         if (record := self.record) is not None:
             summary = show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes)
             log.info(f"region {self.index} on {self.device}:\n{summary}")
@@ -371,7 +202,7 @@ class Region:
             num_outputs=kwargs["num_fwd_outputs"],
             static_inputs=frozenset(kwargs.get("static_lifetime_input_indices") or ()),
             device=self.device,
-            homes=self._home_names(),
+            homes=self._home_names,
         )
         return (forward, backward), self._drafts.draft(capture, **more)
 
@@ -395,13 +226,10 @@ class Region:
             engine.reserve_gradients([s.nbytes for s in plan.spills if s.way is Way.OUT])
             in_registers = insert_transfers(capture, known.storages, plan, known.registers, engine=engine.id)
             verify_graphs(*at_hints(draft.formulas, problem, plan), capture, in_registers, known.in_place)
-        self._staying = tuple(home for home in self._homes.values() if home.name in draft.staying)
+        self._resident, self._staying = frozenset(plan.resident), draft.staying
         self._keep(draft, plan, tuple(list_graph(graph, phase) for graph, phase in capture.phases))
         if draft.learned.forecast != Scales():
             self._correct(draft.learned.forecast)
-
-    def _home_names(self) -> dict[int, str]:
-        return {index: home.name for index, home in self._homes.items()}
 
     def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
         """Lower one graph with `compile_graph`; graphs of ours are pinned in order first, and checked afterwards."""
@@ -412,7 +240,7 @@ class Region:
                 num_outputs=1 << 30,
                 static_inputs=frozenset(),
                 device=self.device,
-                homes=self._home_names(),
+                homes=self._home_names,
             )
             if (draft := self._drafts.draft(capture)) is not None:
                 self._captured = draft.captured
@@ -454,3 +282,9 @@ class Region:
             plan=plan,
             listings=listings,
         )
+
+
+def _told_apart(homes: Mapping[int, Home]) -> dict[int, str]:
+    """Return the names of homes, with their positions where two models have the same names."""
+    counts = Counter(home.name for home in homes.values())
+    return {i: home.name if counts[home.name] == 1 else f"{home.name}#{i}" for i, home in homes.items()}

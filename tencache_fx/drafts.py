@@ -19,7 +19,7 @@ from tencache_fx.options import Options
 from tencache_fx.passes.code_interface import Interface
 from tencache_fx.passes.lifetimes import StorageNodes
 from tencache_fx.passes.model_state import write_moves
-from tencache_fx.passes.moves import keep_resident
+from tencache_fx.passes.moves import keep_resident, step_ns
 from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.passes.policy_joint import choose_recomputed
 from tencache_fx.passes.products import runs_heavy
@@ -105,7 +105,7 @@ class Draft:
         """Return how good it is, lower is better: whether it fits, then how fast it is, or what it would need."""
         if isinstance(self.plan, BudgetError):
             return 1, floor_bytes(self.problem)
-        return 0, self.plan.forecast.makespan_ns
+        return 0, step_ns(self.problem, self.plan.forecast)
 
 
 SplitAgain = Callable[[frozenset[str], tuple[str, ...]], tuple[Halves, Draft | None]]
@@ -132,7 +132,7 @@ class Drafts:
     `settings` are Inductor's; `inputs` the region's, as torch traced them; `sizes` those at hand and those to plan for,
     if these differ. `unforeseen_bytes` are kept free: code generated earlier held so much more than the graphs show.
     What an earlier compilation of the same region had to keep free in the end is kept free from the start. `homes` are
-    those of the region's parameters.
+    those of the region's parameters, by the names that its plan has for them.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Drafts:
         inputs: Sequence[object],
         sizes: tuple[Sizes, Sizes] | None,
         unforeseen_bytes: int,
-        homes: Sequence[Home] = (),
+        homes: Mapping[str, Home],
     ) -> None:
         self._options, self._device, self._inputs, self._sizes = options, device, inputs, sizes
         asked = (options.device_budget, options.policy, options.recompute, options.compiler, sorted(settings.items()))
@@ -153,7 +153,7 @@ class Drafts:
         self._roofline = machine.roofline(device, calibrate=options.calibrate)
         self._links = machine.links(device, options.spill_dir, calibrate=options.calibrate)
         self._homes = homes
-        on_device_bytes = sum(home.nbytes for home in homes if home.on_device)
+        on_device_bytes = sum(home.nbytes for home in homes.values() if home.on_device)
         self._held_bytes = max(0, held_bytes(device) - on_device_bytes)
 
     def draft(self, capture: Capture, beside: Draft | None = None, recomputed: tuple[str, ...] = ()) -> Draft | None:
@@ -165,7 +165,7 @@ class Drafts:
         if options.device_budget is None and not capture.homes and unbacked_symbols(capture):
             return None
         staying = write_moves(capture, capture.homes)
-        staying_bytes = sum(home.nbytes for home in self._homes if home.name in staying)
+        staying_bytes = sum(self._homes[name].nbytes for name in staying)
         known = study(capture, options, self._roofline)
         if beside is None:
             key = {**machine.device_key("scales", self._device), **self._asked, "region": known.fingerprint}

@@ -29,6 +29,8 @@ log = logging.getLogger("tencache_fx")
 
 _MiB = 1 << 20
 _LINK_BYTES = 64 * _MiB
+_HOST_COPIES = 5
+_HOST_BYTES = 512 * _MiB  # more than any cache holds
 _SMALL_BYTES = _MiB  # a copy so small shows what it costs beyond its bytes
 _ATTAINABLE = (9, 10)  # of the rate of one large kernel or copy, what a graph of many gets
 
@@ -148,14 +150,27 @@ def _measure_links(device: torch.device) -> Links:
         d2h_duplex_bytes_per_s=min(d2h, d2h_duplex),
         h2d_duplex_bytes_per_s=min(h2d, h2d_duplex),
         copy_latency_ns=max(FIXED_LINKS.copy_latency_ns, *latencies_ns),  # the runtime's own share is not in a copy
+        host_bytes_per_s=_host_rate() if device.type == "cuda" else 0,  # a CPU "device" computes in the same memory
     )
     log.info(
-        "measured links of %s: out %s (%s while both are busy), in %s (%s), latency %d ns",
+        "measured links of %s: out %s (%s while both are busy), in %s (%s), latency %d ns; host memory %s",
         device,
         *map(format_rate, (d2h, found.d2h_duplex_bytes_per_s, h2d, found.h2d_duplex_bytes_per_s)),
         found.copy_latency_ns,
+        format_rate(found.host_bytes_per_s),
     )
     return found
+
+
+def _host_rate() -> int:
+    """Return the bytes per second that the host's memory reads and writes, together: the best of a few copies."""
+    source, target = (torch.zeros(_HOST_BYTES, dtype=torch.uint8) for _ in range(2))
+    times_ns = []
+    for _ in range(_HOST_COPIES):
+        start_ns = time.perf_counter_ns()
+        target.copy_(source)
+        times_ns.append(time.perf_counter_ns() - start_ns)
+    return 2 * _HOST_BYTES * 1_000_000_000 // max(1, min(times_ns))
 
 
 def copy_rates(

@@ -201,12 +201,14 @@ class AdamW(torch.optim.Optimizer):
         def update() -> None:
             moments = tuple(_flat(state[name]) for name in _STATE)
             change, weight = _flat(lease.landed()), _flat(home.host)
-            factor = 1.0 if lease.factor is None else lease.factor.item()
+            scaled = numbers
+            if lease.factor is not None:
+                scaled = torch.cat([numbers[:1] * lease.factor.item(), numbers[1:]])
             if fresh:
                 moments[0].copy_(torch.where(_same(moments[0], weight), moments[0], weight))
             home.write_after()
             begin_ns = time.perf_counter_ns()
-            kernel(change, weight, *moments, torch.cat([numbers[:1] * factor, numbers[1:]]))
+            kernel(change, weight, *moments, scaled)
             self._count(parameter)
             home.renew(after)
             engine.stats.add(updates=1, update_ns=time.perf_counter_ns() - begin_ns)

@@ -88,7 +88,10 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Measured rates in bytes per second; `duplex` ones hold while both directions are busy. 0 means no such link."""
+    """Measured rates in bytes per second; `duplex` ones hold while both directions are busy. 0 means no such link.
+
+    `host_bytes_per_s` is what the host's memory reads and writes in all; 0 where that is not known.
+    """
 
     d2h_bytes_per_s: int
     h2d_bytes_per_s: int
@@ -98,6 +101,7 @@ class Links:
     disk_read_bytes_per_s: int = 0
     copy_latency_ns: int = 10_000
     disk_latency_ns: int = 200_000
+    host_bytes_per_s: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,13 +233,7 @@ class Plan:
 
 
 def inactive_intervals(storage: Storage) -> tuple[tuple[Step, Step], ...]:
-    """Return `(last use, next use)` pairs with at least one whole step between them, from which it may leave.
-
-    >>> s = Storage(name="x", nbytes=1, kind=Kind.ACTIVATION, birth=Step(0), death=Step(8),
-    ...             uses=(Step(0), Step(1), Step(7)), spillable=True)
-    >>> inactive_intervals(s)
-    ((1, 7),)
-    """
+    """Return `(last use, next use)` pairs with at least one whole step between them, from which it may leave."""
     return tuple((u, v) for u, v in pairwise(storage.uses) if v - u > 1 and u >= storage.ready)
 
 
@@ -339,11 +337,7 @@ def held_at(problem: Problem, spills: Iterable[Spill], step: Step) -> tuple[Stor
 
 
 def round_up(nbytes: int, unit: int) -> int:
-    """Return the least multiple of `unit` that holds `nbytes`.
-
-    >>> round_up(5000, 4096)
-    8192
-    """
+    """Return the least multiple of `unit` that holds `nbytes`."""
     return -(-nbytes // unit) * unit
 
 
@@ -366,11 +360,7 @@ def size_classes(lent: Sequence[tuple[Step, Step, int]], *, page_bytes: int = 40
 
 
 def total_bytes(classes: Iterable[PoolClass]) -> int:
-    """Return the bytes of all buffers of `classes`.
-
-    >>> total_bytes([PoolClass(nbytes=4096, count=3)])
-    12288
-    """
+    """Return the bytes of all buffers of `classes`."""
     return sum(pool.nbytes * pool.count for pool in classes)
 
 

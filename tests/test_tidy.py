@@ -11,7 +11,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # These bring passes and runtime together.
-TOP = {"backend", "drafts", "study", "feedback", "phases", "cli", "doctor", "session", "sizes", "optim"}
+TOP = {
+    "backend",
+    "drafts",
+    "study",
+    "feedback",
+    "phases",
+    "cli",
+    "doctor",
+    "session",
+    "sizes",
+    "optim",
+    "live",
+    "model_state",
+}
 TORCH_FREE = (
     "plan",
     "errors",

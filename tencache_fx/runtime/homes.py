@@ -7,7 +7,7 @@ waits for that one update, and whoever writes waits for the last copy that reads
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 import torch
@@ -91,6 +91,18 @@ class Home:
             parameter.untyped_storage().resize_(self.nbytes)
             self.refresh()
 
+    def stay(self) -> None:
+        """Have the parameter stay on the device."""
+        if not self.resident:
+            self.resident = True
+            self.bring()
+
+    def leave(self) -> None:
+        """Have a parameter that stayed on the device away again."""
+        if self.resident:
+            self.resident = False
+            self.put_away()
+
     def refresh(self) -> None:
         """Copy what is at home over what is on the device."""
         after = self._streams.record_compute()
@@ -128,7 +140,6 @@ class Homes:
 
     def __init__(self, pool: Pool, streams: Streams) -> None:
         self.updates = Updates()
-        self._arranged_for: int | None = None  # the region whose plan says who is resident
         self._pool = pool
         self._streams = streams
         self._by_storage: dict[int, Home] = {}
@@ -162,22 +173,6 @@ class Homes:
         self._by_storage[storage._cdata] = home
         weakref.finalize(parameter, self._forget, storage._cdata, buffer).atexit = False
         return home
-
-    def arrange(self, region: int, homes: Iterable[Home], resident: Collection[str]) -> None:
-        """Have on the device what the plan of `region` counts on there, and nothing else of `homes`."""
-        if self._arranged_for == region:
-            return
-        for home in homes:
-            home.resident = home.name in resident
-            home.put_away()
-        for home in homes:
-            if home.resident:
-                home.bring()
-        self._arranged_for = region
-
-    def disarrange(self) -> None:
-        """Forget whose plan says who is resident: it is about to change."""
-        self._arranged_for = None
 
     def lend_gradient(self, nbytes: int) -> Buffer:
         """Lend a buffer for a gradient; raises `BudgetError`."""

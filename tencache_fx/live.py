@@ -1,0 +1,231 @@
+"""What a compiled region does from call to call: see that its plan holds, time it, and have it planned anew."""
+
+import dataclasses
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from tencache_fx import compat
+from tencache_fx.cache import cached
+from tencache_fx.dump import RegionRecord, write_measured
+from tencache_fx.errors import BudgetError, StoreError, TencacheError
+from tencache_fx.feedback import Learned, PhaseTimes, Rival, Scales, correct, reconsider
+from tencache_fx.memory import held_bytes, peak_held_bytes
+from tencache_fx.options import Options
+from tencache_fx.phases import CallTimes, PhaseClock
+from tencache_fx.plan import Plan, Problem
+from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.homes import Home
+from tencache_fx.runtime.registry import find_homes, open_engine
+from tencache_fx.sizes import Footprint, SizeFormulas, Sizes
+from tencache_fx.tables import format_ns
+
+log = logging.getLogger("tencache_fx")
+
+Compiled = Callable[..., Any]
+
+_SET_BY_COMPILING = (
+    "_compiled",
+    "_learned",
+    "_footprint",
+    "record",
+    "_captured",
+    "_clock",
+    "_home_names",
+    "_resident",
+    "_staying",
+)
+
+
+class LiveRegion(ABC):
+    """One captured region from its first compilation on; `compile` sets the plan and what runs."""
+
+    def __init__(
+        self, gm: fx.GraphModule, options: Options, device: torch.device, index: int, homes: Mapping[int, Home]
+    ) -> None:
+        self.index = index
+        self.options = options
+        self.device = device
+        self.record: RegionRecord | None = None
+        self._source = gm
+        self._context = torch._guards.TracingContext.try_get()
+        self._compiled: Compiled | None = None
+        self._calls = CallTimes()
+        self._learned: tuple[dict[str, str], Learned] = {}, Learned()  # where it is kept, and what it is
+        self._rival: Rival | None = None  # the plan before this one, until this one is timed
+        self._footprint: Footprint | None = None
+        self._captured: Problem | None = None
+        self._clock: PhaseClock | None = None
+        self._may_learn = options.calibrate
+        self._homes = homes  # of parameters, by their position among the inputs; another module may have others
+        self._home_names: Mapping[int, str] = {}  # as the plan has them
+        self._resident: frozenset[str] = frozenset()  # those of them that stay on the device
+        self._staying: frozenset[str] = frozenset()  # those that have to, and are read where they are
+
+    @abstractmethod
+    def compile(self, inputs: Sequence[Any], sizes: tuple[Sizes, Sizes] | None = None) -> None:
+        """Plan and compile for `sizes`: those at hand, and those to plan for."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the region; first plan it anew if its inputs, or what others hold, are larger than its plan allows.
+
+        Once it has been timed at the sizes it is planned for, it is planned anew if that pays.
+        Raises `BudgetError`, before anything runs, if there is no plan for these inputs.
+        """
+        self._calls.note()
+        before, self._homes = self._homes, find_homes(args, self.device)
+        if self._homes.keys() != before.keys():
+            self._plan_anew(args)
+        self._arrange()
+        if self._footprint is not None:
+            formulas = self._footprint.formulas
+            sizes = formulas.read(args)
+            if sizes != formulas.planned:
+                self._clock = self._rival = None  # it would take other sizes for a wrong forecast
+            elif self._clock is not None and (measured := self._clock.times()) is not None:
+                self._learn(formulas, sizes, measured)
+            if not self._fits(self._footprint, sizes):
+                self._rival = None
+                self._plan_again(formulas, sizes, "its plan, or what is held beside it, is over the budget")
+        assert self._compiled is not None
+        return self._compiled(*args)
+
+    def _fits(self, footprint: Footprint, sizes: Sizes) -> bool:
+        """Say whether the plan holds at these sizes and beside what others hold now; see that its buffers are there."""
+        need = footprint.at(sizes)
+        more_beside = held_bytes(self.device) - footprint.held_bytes - (need.input_bytes - footprint.input_bytes)
+        assert self.options.device_budget is not None
+        if need.peak_bytes + more_beside > self.options.device_budget:
+            return False
+        if not footprint.is_reserved(sizes):
+            try:
+                self._reserve(footprint.plan_for(sizes))
+            except (BudgetError, StoreError):
+                return False
+            footprint.note_reserved(sizes)
+        return True
+
+    def _plan_again(self, formulas: SizeFormulas, sizes: Sizes, why: str) -> None:
+        """Compile anew for these sizes, and for the largest planned so far if there is a plan for both."""
+        at = f" at {formulas.name(sizes)}" if sizes else ""
+        log.info("region %d: %s%s; planning again", self.index, why, at)
+        largest = tuple(map(max, sizes, formulas.planned))
+        for planned in dict.fromkeys((largest, sizes)):
+            try:
+                with torch._guards.tracing(self._context):
+                    # The first batch itself is not kept alive for this.
+                    self.compile(self._fakes(), (sizes, planned))
+                return
+            except BudgetError as error:
+                if planned == sizes:
+                    raise BudgetError(f"region {self.index}{at}: {error}") from error
+
+    def _arrange(self) -> None:
+        """Have those parameters on the device that the plan counts on there, and no others of them."""
+        for index, home in self._homes.items():
+            if self._home_names[index] not in self._resident:
+                home.leave()
+        for index, home in self._homes.items():
+            name = self._home_names[index]
+            if name in self._resident:
+                home.stay()
+            if name in self._staying:  # nothing in the graph sees to it
+                home.bring()
+
+    def _plan_anew(self, args: Sequence[Any]) -> None:
+        """Compile anew, because other parameters than before have a home elsewhere."""
+        log.info("region %d: %d of its parameters have a home; planning again", self.index, len(self._homes))
+        formulas = None if self._footprint is None else self._footprint.formulas
+        with torch._guards.tracing(self._context):
+            self.compile(self._fakes(), None if formulas is None else (formulas.read(args), formulas.planned))
+
+    def _learn(self, formulas: SizeFormulas, sizes: Sizes, measured: PhaseTimes) -> None:
+        """Compile once more, if the first steps took so much longer or shorter than forecast that another plan pays.
+
+        Where none does, only the forecast is corrected. The new plan is timed in its turn; if it is slower, or fails to
+        compile, the one before goes on. The next process starts from what was learned.
+        """
+        self._clock, self._may_learn = None, False
+        assert self.record is not None
+        try:
+            if self._rival is not None:
+                self._settle(self._rival, measured)
+                return
+            found = reconsider(self.record.captured, self.record.problem, self.record.plan, measured)
+            if found is None:
+                return
+            key, earlier = self._learned
+            learned = Learned(planning=found.scales.after(earlier.planning))
+            cached(key, Learned, lambda: learned, renew=True)
+            why = f"it takes {found.scales.forward:.2f} (forward) and {found.scales.backward:.2f} times its forecast"
+            if found.pays:
+                self._rival = Rival(state=self._state(), measured=measured, scales=found.scales)
+                self._plan_again(formulas, sizes, why)
+            else:
+                log.info("region %d: %s; no other plan is faster", self.index, why)
+                self._correct(found.scales)
+        except (TencacheError, *compat.COMPILER_ERRORS) as error:  # a bug there is no reason to stop what runs
+            level = logging.INFO if isinstance(error, (BudgetError, StoreError)) else logging.WARNING
+            log.log(level, "region %d stays as it was: %s: %s", self.index, type(error).__name__, error)
+            if self._rival is not None:
+                self._go_back(self._rival)
+
+    def _settle(self, rival: Rival, measured: PhaseTimes) -> None:
+        """Let the faster of two plans stay: the one that runs, and is `measured` now, or the one before."""
+        self._rival = None
+        was_ns, now_ns = rival.measured.total_ns, measured.total_ns
+        log.info("region %d took %s, and takes %s with its new plan.", self.index, format_ns(was_ns), format_ns(now_ns))
+        if now_ns > was_ns:
+            self._go_back(rival)
+
+    def _go_back(self, rival: Rival) -> None:
+        """Run the plan before again; also in the next process, with the right forecast."""
+        self._rival = None
+        self._restore(rival.state)
+        key, earlier = self._learned
+        cached(key, Learned, lambda: dataclasses.replace(earlier, forecast=rival.scales), renew=True)
+        self._correct(rival.scales)
+
+    def _correct(self, scales: Scales) -> None:
+        """Forecast the plan that runs with its durations scaled."""
+        assert self.record is not None
+        parts = correct(self.record.captured, self.record.problem, self.record.plan, scales)
+        self.record = dataclasses.replace(self.record, **parts)
+
+    def _state(self) -> tuple[Any, ...]:
+        """Return all that a compilation sets."""
+        return tuple(getattr(self, name) for name in _SET_BY_COMPILING)
+
+    def _restore(self, state: tuple[Any, ...]) -> None:
+        """Take a state back."""
+        for name, value in zip(_SET_BY_COMPILING, state, strict=True):
+            setattr(self, name, value)
+
+    def _fakes(self) -> list[Any]:
+        """Return the inputs' fakes, with the sizes torch traced the region with."""
+        return [node.meta["example_value"] for node in self._source.graph.find_nodes(op="placeholder")]
+
+    def _reserve(self, plan: Plan) -> Engine:
+        """Return the device's engine, holding the buffers and the disk that `plan` needs."""
+        engine = open_engine(
+            self.device,
+            host_budget_bytes=self.options.host_budget,
+            spill_dirs=self.options.spill_dir,
+            spill_budget_bytes=self.options.spill_budget,
+            checksum=self.options.checksum,
+        )
+        engine.reserve(pool=plan.pool, staging=plan.staging, disk_bytes=plan.forecast.disk_bytes)
+        return engine
+
+    def measured(self) -> dict[str, int | None]:
+        """Return the median time from call to call, user code included, and on CUDA the peak since its last reset."""
+        return {**self._calls.measured(), "device_peak_bytes": peak_held_bytes(self.device)}
+
+    def dump_measured(self) -> None:
+        """Write what was measured beside the region's record, if it is dumped."""
+        if self.options.dump_dir is not None and self.record is not None:
+            write_measured(self.options.dump_dir, self.index, self.measured())
