@@ -31,6 +31,8 @@ def write_moves(capture: Capture, homes: Mapping[int, str]) -> frozenset[str]:
     saves a part of for its backward. O(nodes).
     """
     inputs = placeholders(capture.forward)
+    for index in homes:
+        _save_names_only(capture, inputs[index])
     staying = frozenset(name for index, name in homes.items() if not _may_leave(inputs[index], capture))
     for index, home in homes.items():
         if home in staying:
@@ -47,6 +49,58 @@ def write_moves(capture: Capture, homes: Mapping[int, str]) -> frozenset[str]:
 def is_away(node: fx.Node) -> bool:
     """Say whether a placeholder stands for a parameter of which the graph takes only the name."""
     return node.op == "placeholder" and "tencache_home" in node.meta
+
+
+def _save_names_only(capture: Capture, parameter: fx.Node) -> None:
+    """Let the backward make the views of a parameter that it is handed: by themselves they would keep its bytes."""
+    forward, backward = capture.forward, capture.backward
+    values = list(output_args(forward))
+    views = [view for view in _views(parameter)[1:] if view in values[capture.num_outputs :]]
+    if backward is None or any(_base_chain(view, parameter) is None for view in views):
+        return
+    taken = {node.name: node for node in placeholders(backward)}
+    dropped: set[int] = set()
+    for view in views:
+        if view.name not in taken:
+            continue
+        given = taken[view.name]
+        if parameter.name not in taken:
+            with backward.inserting_before(given):
+                name = backward.create_node("placeholder", parameter.name, name=parameter.name)
+            name.meta.update(parameter.meta)
+            taken[parameter.name] = name
+            values[values.index(view, capture.num_outputs)] = parameter
+            _keep_flag(view, parameter)
+        else:
+            dropped.add(values.index(view, capture.num_outputs))
+        made = {parameter: taken[parameter.name]}
+        first = next((node for node in backward.nodes if node in given.users), given)
+        with backward.inserting_before(first):
+            for link in _base_chain(view, parameter) or ():
+                made[link] = backward.node_copy(link, lambda node, made=made: made[node])
+        given.replace_all_uses_with(made[view])
+        backward.erase_node(given)
+    (output,) = forward.find_nodes(op="output")
+    output.args = (tuple(value for index, value in enumerate(values) if index not in dropped),)
+    if "desc" in output.meta:
+        output.meta["desc"] = [d for index, d in enumerate(output.meta["desc"]) if index not in dropped]
+
+
+def _base_chain(view: fx.Node, parameter: fx.Node) -> list[fx.Node] | None:
+    """Return the views from `parameter` to `view`, in order; None where they read something else, too."""
+    chain: list[fx.Node] = []
+    while view is not parameter:
+        if len(view.all_input_nodes) != 1:
+            return None
+        chain.insert(0, view)
+        view = view.all_input_nodes[0]
+    return chain
+
+
+def _keep_flag(saved: fx.Node, instead: fx.Node) -> None:
+    """AOTAutograd counts the saved values that carry this flag, in what the forward returns."""
+    if "saved_tensor_with_no_vc_check" in saved.meta:
+        instead.meta["saved_tensor_with_no_vc_check"] = saved.meta["saved_tensor_with_no_vc_check"]
 
 
 def _may_leave(parameter: fx.Node, capture: Capture) -> bool:

@@ -173,7 +173,7 @@ def floor_bytes(problem: Problem) -> int:
     can be reached.
     """
     if has_moves(problem):
-        problem = settle_moves(problem, time_moves(problem, 0.0))
+        problem = settle_moves(problem, time_moves(problem.within(device_bytes=0), 0.0))
     return int(live_bytes(problem, bare_spills(problem)).max(initial=problem.outside_bytes))
 
 

@@ -101,7 +101,7 @@ class AdamW(torch.optim.Optimizer):
             raise
         for parameter in self.param_groups[-1]["params"]:
             self._urgency[parameter] = len(self._urgency)
-            if self._in_backward:
+            if self._in_backward and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._step_now)
 
     @overload
@@ -129,7 +129,9 @@ class AdamW(torch.optim.Optimizer):
         at_home = [(group, p, home) for group, p in todo if (home := find_home(p)) is not None]
         for group, parameter, home in at_home:
             self._begin(group, parameter, home)
-            home.put_away()  # brought by a module that ran by itself, whose backward is over
+        for parameter in self._urgency:  # brought by modules that ran by themselves, whose backward is over
+            if (home_of := find_home(parameter)) is not None:
+                home_of.put_away()
         todo = [(group, p) for group, p in todo if find_home(p) is None]
         before = {parameter: self._steps(parameter) for _, parameter in todo}
         try:

@@ -10,6 +10,7 @@ Lanes wait only for copies issued earlier, so they never deadlock. `custody.py` 
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -292,11 +293,16 @@ class Engine:
 
     def _bring_all(self) -> None:
         for home in self.homes:
+            try:
+                home.settle()
+            except InvariantError as error:
+                warnings.warn(str(error), stacklevel=2)
             home.bring()
 
     def _enter(self) -> None:
         self._check_open()
         self._custody.drain()
+        self.homes.drain()
 
     def _lend(self, nbytes: int, tier: Tier, label: str) -> Buffer:
         if tier is Tier.HOST:
@@ -319,6 +325,7 @@ class Engine:
     def _gauges(self) -> dict[str, int]:
         if not self._closed and not self.inherited:
             self._custody.drain()
+            self.homes.drain()
         pool, store = self.pool, self.store
         return {
             "host_lent_bytes": pool.lent_bytes,

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
+from tencache_fx.errors import InvariantError
 from tencache_fx.runtime.pool import Buffer, Pool, Use
 from tencache_fx.runtime.slots import Layout, raw_bytes
 from tencache_fx.runtime.streams import Event, Lane, Streams
@@ -68,10 +69,13 @@ class Home:
         self._update = update
 
     def settle(self) -> None:
-        """Block the host until what is at home is right; raises what an update raised."""
-        if (update := self._update) is not None:
-            update.result()
-            self._update = None
+        """Block the host until what is at home is right; raises what an update raised, once."""
+        update, self._update = self._update, None
+        if update is not None and (error := update.exception()) is not None:
+            raise InvariantError(
+                f"{self.name} could not be updated: {error!r}; its weight and state may be those of before, or in part "
+                "those of after: go back to a checkpoint."
+            ) from error
 
     def write_after(self) -> None:
         """Block the host until nobody reads what is at home any more: then it may be written to."""

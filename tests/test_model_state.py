@@ -1,0 +1,446 @@
+"""Models with parameters at home: the same training as without, whatever copies and updates do meanwhile."""
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from faulty_streams import FaultyCpuStreams
+from torch import Tensor, nn
+
+import tencache_fx
+from tencache_fx.errors import BudgetError, InvariantError, OptionError, UsageError
+from tencache_fx.model_state import find_home
+from tencache_fx.optim import AdamW
+from tencache_fx.passes.moves import first_homes, keep_resident
+from tencache_fx.passes.planner import floor_bytes, make_plan
+from tencache_fx.passes.verify_plan import verify_plan
+from tencache_fx.plan import Kind, Plan, Step, Way, live_bytes
+from tencache_fx.recompute import recompute
+from tencache_fx.runtime.gradients import HomeGradient
+from tencache_fx.runtime.registry import engines, install_engine
+from tencache_fx.session import regions
+
+HIDDEN = 192
+TIGHT, TIGHT_BF16, ROOMY = "700kB", "450kB", "8MB"
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+    tencache_fx.close()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.into, self.out = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(torch.nn.functional.gelu(self.into(self.norm(x))))
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Embedding, blocks, one of them frozen, and a head that is tied to the embedding."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(128, HIDDEN), *(Block() for _ in range(3)), nn.Linear(HIDDEN, 128, bias=False))
+    model[-1].weight = model[0].weight
+    model[2].requires_grad_(requires_grad=False)
+    return model.to(dtype)
+
+
+def batch(step: int, rows: int = 64) -> Tensor:
+    return torch.randint(0, 128, (rows,), generator=torch.Generator().manual_seed(step))
+
+
+def compiled(model: nn.Module, budget: str | None = TIGHT, **options: object) -> Callable[[Tensor], Tensor]:
+    chosen = {"compiler": "eager", "calibrate": False, "recompute": "none", **options}
+    return torch.compile(model, backend="tencache", options={"device_budget": budget, **chosen})
+
+
+def train(
+    model: nn.Module,
+    run: Callable[[Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    *,
+    parts: int = 1,
+    clip: float | None = None,
+) -> list[float]:
+    losses = []
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 / (1 + step % 7)
+        for part in range(parts):
+            tokens = batch(step * parts + part)
+            loss = torch.nn.functional.cross_entropy(run(tokens).float(), (tokens * 7 + 3) % 128)
+            loss.backward()
+            losses.append(loss.item())
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def trained(
+    *, home: bool, dtype: torch.dtype, budget: str | None = TIGHT, steps: int = 12, now: bool = False, **how: object
+) -> tuple[list[float], dict[str, Tensor]]:
+    model = network(dtype)
+    if home:
+        assert tencache_fx.offload(model) is model
+    run = compiled(model, budget if home else None)
+    optimizer = AdamW(model.parameters(), weight_decay=0.1, step_in_backward=now)
+    losses = train(model, run, optimizer, range(steps), **how)
+    found = losses, weights(model)
+    torch.compiler.reset()
+    tencache_fx.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "budget"),
+    [
+        (torch.float32, TIGHT),
+        (torch.bfloat16, TIGHT_BF16),
+        pytest.param(torch.float32, ROOMY, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, None, marks=pytest.mark.slow),
+    ],
+)
+def test_fifty_steps_are_those_of_a_model_on_the_device(dtype: torch.dtype, budget: str | None) -> None:
+    losses, after = trained(home=False, dtype=dtype, steps=50)
+    at_home, after_home = trained(home=True, dtype=dtype, steps=50, budget=budget)
+    assert at_home == losses
+    assert all(torch.equal(after_home[name], value) for name, value in after.items())
+
+
+def test_clipping_and_accumulation_are_those_of_torch() -> None:
+    """Clipping by gradients in fp32 is exact but for the order of sums."""
+    losses, after = trained(home=False, dtype=torch.float32, parts=4, clip=0.5, steps=3)
+    at_home, after_home = trained(home=True, dtype=torch.float32, parts=4, clip=0.5, steps=3)
+    torch.testing.assert_close(at_home, losses)
+    torch.testing.assert_close(after_home, after, rtol=1e-4, atol=1e-5)
+    unclipped, _ = trained(home=True, dtype=torch.float32, parts=4, steps=3)
+    assert unclipped[-1] != pytest.approx(losses[-1], rel=1e-7)
+
+
+def test_updates_during_backward_are_those_of_a_step() -> None:
+    assert trained(home=True, dtype=torch.float32, now=True)[0] == trained(home=False, dtype=torch.float32)[0]
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_late_copies_and_dirty_buffers_change_nothing(new_engine: Callable[..., object], now: bool) -> None:  # noqa: FBT001
+    losses, after = trained(home=False, dtype=torch.float32, steps=5)
+    install_engine(new_engine(streams=FaultyCpuStreams(delay_s=0.004)))
+    at_home, after_home = trained(home=True, dtype=torch.float32, steps=5, now=now)
+    assert at_home == losses
+    assert all(torch.equal(after_home[name], value) for name, value in after.items())
+
+
+def test_inductor_trains_it_the_same() -> None:
+    found = []
+    for home in (False, True):
+        model = network()
+        if home:
+            tencache_fx.offload(model)
+        run = compiled(model, TIGHT if home else None, compiler="inductor")
+        found.append(train(model, run, AdamW(model.parameters()), range(4)))
+        if home:
+            record = regions()[-1]
+            assert {spill.way for spill in record.plan.spills} >= {Way.IN, Way.OUT}
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_nothing_of_it_is_on_the_device_between_steps() -> None:
+    model = tencache_fx.offload(network())
+    homes = [home for p in model.parameters() if (home := find_home(p)) is not None]
+    assert len(homes) == 1 + 3 * 2
+    assert not any(home.on_device for home in homes)
+    optimizer = AdamW(model.parameters())
+    train(model, compiled(model), optimizer, range(2))
+    record = regions()[-1]
+    away = [home for home in homes if home.name not in record.plan.resident]
+    assert len(away) >= 4
+    assert not any(home.on_device for home in away)
+    assert record.plan.forecast.peak_bytes <= 7e5
+    kinds = {storage.kind for storage in record.problem.storages}
+    assert kinds >= {Kind.FETCHED, Kind.SUNK}
+    (engine,) = engines()
+    optimizer.state_dict()
+    parameter_bytes = sum(home.buffer.nbytes for home in homes)
+    assert engine.stats.take()["host_lent_bytes"] == parameter_bytes
+
+
+def test_with_room_parameters_stay_and_are_not_copied_in() -> None:
+    model = tencache_fx.offload(network())
+    train(model, compiled(model, ROOMY), AdamW(model.parameters()), range(2))
+    (engine,) = engines()
+    assert all(home.on_device for home in engine.homes)
+    assert engine.stats.take()["h2d_bytes"] == 0
+    with torch.no_grad():  # a region that has no room takes them away again, for as long as it runs
+        small = compiled(model, "400kB")
+        torch.testing.assert_close(small(batch(0)), compiled(model, None)(batch(0)))
+
+
+@pytest.mark.parametrize("to_plain", [False, True])
+def test_a_run_goes_on_elsewhere_as_if_it_had_not_stopped(to_plain: bool) -> None:  # noqa: FBT001
+    losses, _ = trained(home=True, dtype=torch.float32)
+    model = tencache_fx.offload(network())
+    optimizer = AdamW(model.parameters(), weight_decay=0.1)
+    first = train(model, compiled(model), optimizer, range(6))
+    saved = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), saved)
+    del model, optimizer
+    torch.compiler.reset()
+    tencache_fx.close()
+    saved.seek(0)
+    of_model, of_optimizer = torch.load(saved)
+    again = network()
+    if not to_plain:
+        tencache_fx.offload(again)
+    again.load_state_dict(of_model)
+    other = AdamW(again.parameters(), weight_decay=0.1)
+    other.load_state_dict(of_optimizer)
+    assert first + train(again, compiled(again, TIGHT if not to_plain else None), other, range(6, 12)) == losses
+
+
+def test_loaded_weights_replace_masters_while_an_update_is_under_way() -> None:
+    model = tencache_fx.offload(network())
+    fresh = weights(model)
+    run, optimizer = compiled(model), AdamW(model.parameters(), lr=0.5)
+    train(model, run, optimizer, range(2))
+    tokens = batch(0)
+    torch.nn.functional.cross_entropy(run(tokens), tokens).backward()
+    optimizer.step()
+    model.load_state_dict(fresh)
+    assert all(torch.equal(value, fresh[name]) for name, value in weights(model).items())
+    optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-6
+    torch.nn.functional.cross_entropy(run(tokens), tokens).backward()
+    optimizer.step()
+    torch.testing.assert_close(weights(model), fresh, rtol=0, atol=1e-3)  # not where the masters had been
+
+
+def test_summoned_parameters_can_be_read_and_changed() -> None:
+    model = tencache_fx.offload(network())
+    parameter = model[1].into.weight
+    before = weights(model)["1.into.weight"]
+    with tencache_fx.summon(model):
+        assert torch.equal(parameter, before)
+        with torch.no_grad():
+            parameter.mul_(2)
+    assert torch.equal(weights(model)["1.into.weight"], before * 2)
+    with tencache_fx.summon(model, write=False), torch.no_grad():
+        parameter.zero_()
+    assert torch.equal(weights(model)["1.into.weight"], before * 2)
+    assert parameter.untyped_storage().nbytes() == 0
+    with pytest.raises(UsageError, match="no parameter of this model has a home"), tencache_fx.summon(network()):
+        pass
+
+
+def test_it_runs_and_trains_without_being_compiled() -> None:
+    plain, model = network(), tencache_fx.offload(network())
+    with torch.no_grad():
+        assert torch.equal(model(batch(0)), plain(batch(0)))
+    assert not any(home.on_device for home in engines()[0].homes)
+    expected = train(plain, plain, AdamW(plain.parameters()), range(3))
+    assert train(model, model, AdamW(model.parameters()), range(3)) == expected
+    assert not any(home.on_device for home in engines()[0].homes)
+
+
+def test_inference_streams_parameters() -> None:
+    model, plain = tencache_fx.offload(network()), compiled(network(), None)
+    run = compiled(model, "450kB")
+    with torch.no_grad():
+        for step in range(3):
+            assert torch.equal(run(batch(step)), plain(batch(step)))
+    record = regions()[-1]
+    assert any(spill.way is Way.IN for spill in record.plan.spills)
+    assert not any(spill.way is Way.OUT for spill in record.plan.spills)
+
+
+def test_a_graph_that_serves_several_modules_fetches_each_ones_own() -> None:
+    model, plain = tencache_fx.offload(network()), network()
+    for block in model[1:4]:
+        block.compile(backend="tencache", options={"device_budget": "700kB", "compiler": "eager", "calibrate": False})
+    expected = train(plain, plain, AdamW(plain.parameters()), range(3))
+    torch.testing.assert_close(train(model, model, AdamW(model.parameters()), range(3)), expected)
+
+
+def test_a_model_that_gets_homes_after_it_has_run_is_planned_anew() -> None:
+    losses, _ = trained(home=False, dtype=torch.float32, steps=4)
+    model = network()
+    run, optimizer = compiled(model, ROOMY), AdamW(model.parameters(), weight_decay=0.1)
+    first = train(model, run, optimizer, range(2))
+    tencache_fx.offload(model)
+    assert first + train(model, run, optimizer, range(2, 4)) == losses
+
+
+def test_a_model_on_meta_is_made_module_by_module() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN))
+    torch.manual_seed(3)
+    tencache_fx.offload(model, "cpu")
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN))
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
+    with torch.device("meta"):
+        bare = nn.Module()
+        bare.register_parameter("weight", nn.Parameter(torch.empty(200, 200)))
+    with pytest.raises(OptionError, match="reset_parameters"):
+        tencache_fx.offload(bare, "cpu")
+    with pytest.raises(OptionError, match="say which device"):
+        tencache_fx.offload(bare)
+
+
+def test_host_memory_too_small_for_it_is_refused() -> None:
+    tencache_fx.configure(host_budget="200kB")
+    try:
+        with pytest.raises(BudgetError, match="parameters at home"):
+            tencache_fx.offload(network())
+    finally:
+        tencache_fx.configure(reset=True)
+
+
+def test_a_device_below_the_floor_is_refused() -> None:
+    model = tencache_fx.offload(network())
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="BudgetError(.|\\n)*floor of this region"):
+        compiled(model, "150kB")(batch(0))
+
+
+def home_gradient() -> tuple[nn.Parameter, Tensor]:
+    """A gradient at home, and the same one on the device."""
+    torch.manual_seed(1)
+    model = nn.Linear(HIDDEN, HIDDEN)
+    plain = nn.Linear(HIDDEN, HIDDEN)
+    plain.load_state_dict(model.state_dict())
+    tencache_fx.offload(model)
+    x = torch.randn(32, HIDDEN)
+    compiled(model)(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    return model.weight, plain.weight.grad
+
+
+def test_a_gradient_at_home_is_like_any_other() -> None:
+    parameter, expected = home_gradient()
+    gradient = parameter.grad
+    assert isinstance(gradient, HomeGradient)
+    assert "in host memory" in repr(gradient)
+    assert (gradient.shape, gradient.dtype, gradient.device) == (expected.shape, expected.dtype, expected.device)
+    torch.testing.assert_close(gradient.norm(), expected.norm())
+    torch.testing.assert_close(gradient * 2 + 1, expected * 2 + 1)
+    gradient.mul_(0.5)
+    gradient.add_(expected)
+    torch.testing.assert_close(gradient.clone(), expected * 1.5)
+    torch.testing.assert_close(gradient.norm(), (expected * 1.5).norm())
+    gradient[0] = 0
+    assert gradient.abs().sum(dim=1)[0] == 0
+    gradient.zero_()
+    assert gradient.norm() == 0
+    (engine,) = engines()
+    lent = engine.stats.take()["host_lent_bytes"]
+    del gradient
+    parameter.grad = None
+    assert engine.stats.take()["host_lent_bytes"] == lent - parameter.numel() * 4
+
+
+def test_a_scaler_skips_a_step_whose_gradients_are_no_numbers() -> None:
+    model = tencache_fx.offload(network())
+    run, optimizer = compiled(model), AdamW(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = weights(model)
+    for factor, changes in ((float("nan"), False), (1.0, True)):
+        tokens = batch(0)
+        loss = torch.nn.functional.cross_entropy(run(tokens), tokens) * factor
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        if changes:
+            assert nn.utils.clip_grad_norm_(model.parameters(), 1e9).isfinite()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(weights(model)["1.into.weight"], before["1.into.weight"]) == (not changes)
+
+
+def test_a_failing_update_is_raised_where_the_parameter_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tencache_fx.offload(network())
+    run, optimizer = compiled(model), AdamW(model.parameters(), lr=0.1)
+    train(model, run, optimizer, range(1))
+    before = weights(model)
+
+    def failing(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(optimizer, "_kernel", lambda dtype: failing)
+    tokens = batch(0)
+    torch.nn.functional.cross_entropy(run(tokens), tokens).backward()
+    optimizer.step()
+    with pytest.raises(InvariantError, match="injected.*go back to a checkpoint"):
+        run(tokens)
+    assert int(optimizer.state[model[1].into.weight]["step"]) == 1
+    for home in engines()[0].homes:
+        assert torch.equal(home.host, before[home.name])
+    with pytest.warns(UserWarning, match="could not be updated"):
+        tencache_fx.close()
+
+
+def small_plan() -> tuple[object, Plan]:
+    model = tencache_fx.offload(network())
+    train(model, compiled(model), AdamW(model.parameters()), range(1))
+    record = regions()[-1]
+    return record.problem, record.plan
+
+
+@pytest.mark.parametrize(
+    ("way", "change", "rule"),
+    [
+        (Way.IN, {"fetch": Step(0), "back": Step(1)}, "move-in"),
+        (Way.IN, {"nbytes": 1}, "same-bytes"),
+        (Way.IN, {"way": Way.OUT}, "one-way"),
+        (Way.OUT, {"gone": Step(0)}, "move-out"),
+        (Way.OUT, {"back": Step(0)}, "move-out"),
+        (Way.IN, None, "every-move"),
+        (Way.OUT, None, "every-move"),
+    ],
+)
+def test_each_rule_of_one_way_trips_is_checked(way: Way, change: dict[str, object] | None, rule: str) -> None:
+    problem, plan = small_plan()
+    verify_plan(problem, plan)
+    victim = [spill for spill in plan.spills if spill.way is way][-1]
+    others = [spill for spill in plan.spills if spill is not victim]
+    broken = others if change is None else [*others, replace(victim, **change)]
+    with pytest.raises(InvariantError, match=rule):
+        verify_plan(problem, replace(plan, spills=tuple(broken)))
+
+
+def test_what_stays_and_what_is_recomputed_change_the_lives_of_parameters() -> None:
+    model = tencache_fx.offload(network())
+    run = compiled(model, TIGHT, recompute="auto", policy="teraio")
+    train(model, run, AdamW(model.parameters()), range(1))
+    problem = regions()[-1].captured
+    everything = recompute(problem, [recipe.name for recipe in problem.recipes])
+    for each in (problem, everything):
+        lives = [s for s in each.storages if s.kind is Kind.FETCHED]
+        assert all(s.death <= each.boundary for s in lives if s.birth < each.boundary)  # each graph has its own
+        late = [s.home for s in lives if s.birth >= each.boundary]
+        assert len(late) == len(set(late))
+        assert all(s.birth == s.uses[0] for s in lives)
+    homes = first_homes(problem, 1.0)
+    kept = keep_resident(problem, homes)
+    assert not any(s.kind is Kind.FETCHED for s in kept.storages)
+    total = sum({s.home: s.nbytes for s in problem.storages if s.kind is Kind.FETCHED}.values())
+    assert live_bytes(kept)[0] - live_bytes(problem)[0] >= total - max(live_bytes(problem))
+    assert len(first_homes(problem, 0.5)) < len(homes)
+    floor = floor_bytes(problem)
+    least = partial(make_plan, policy="joint", resident_shares=(0.0,))
+    assert least(problem.within(device_bytes=floor)).forecast.peak_bytes <= floor
+    with pytest.raises(BudgetError):
+        least(problem.within(device_bytes=floor - 1))
