@@ -77,7 +77,7 @@ def _save_names_only(capture: Capture, parameter: fx.Node) -> None:
         first = next((node for node in backward.nodes if node in given.users), given)
         with backward.inserting_before(first):
             for link in _base_chain(view, parameter) or ():
-                made[link] = backward.node_copy(link, lambda node, made=made: made[node])
+                made[link] = backward.node_copy(link, made.__getitem__)
         given.replace_all_uses_with(made[view])
         backward.erase_node(given)
     (output,) = forward.find_nodes(op="output")

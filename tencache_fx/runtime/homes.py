@@ -85,6 +85,7 @@ class Home:
     def copy_in(self, dst: Tensor, after: tuple[Event, ...]) -> Event:
         """Issue the copy of what is at home to `dst`, device bytes that are there behind `after`."""
         self.left = self._streams.copy(Lane.IN, raw_bytes(dst), self.buffer.memory[: self.nbytes], after)
+        self.buffer.after = (self.left,)  # for who gets it when the parameter is dropped
         return self.left
 
     def bring(self) -> None:
