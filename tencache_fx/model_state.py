@@ -41,9 +41,16 @@ def offload(model: nn.Module, device: torch.device | str | None = None) -> nn.Mo
     assert device is not None or first is not None
     target = resolve_device(torch.device(device) if device is not None else first.device)  # type: ignore[union-attr]
     engine = engine_of(target)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    storages: dict[int, nn.Parameter] = {}
     for name, module in model.named_modules():
-        if any(parameter.device.type == "meta" for parameter in module.parameters(recurse=False)):
-            _materialize(module, name, target)
+        _materialize(module, name, target, made)
+        for parameter in module.parameters(recurse=False):
+            if storages.setdefault(parameter.untyped_storage()._cdata, parameter) is not parameter:
+                raise OptionError(
+                    f"a parameter of {name or 'the model'} shares memory with another one; tie them by using one "
+                    "Parameter in both places."
+                )
         own = list(module.named_parameters(prefix=name, recurse=False))
         for full_name, parameter in own:
             _move(engine, parameter, full_name, target)
@@ -63,15 +70,20 @@ def summon(model: nn.Module, *, write: bool = True) -> Iterator[nn.Module]:
     homes = [home for parameter in model.parameters() if (home := find_home(parameter)) is not None]
     if not homes:
         raise UsageError("no parameter of this model has a home; call tencache_fx.offload(model) first.")
+    brought = [home for home in homes if home.bring()]
+    for home in homes:
+        home.summoned = True
     try:
-        for home in homes:
-            home.bring()
         yield model
     finally:
         for home in homes:
+            home.summoned = False
             if write:
                 home.take()
-            home.put_away()
+            if home in brought:
+                home.put_away()
+            if not write and home.on_device:
+                home.refresh()
 
 
 def find_home(parameter: Tensor) -> Home | None:
@@ -89,16 +101,23 @@ def engine_of(device: torch.device) -> Engine:
     return open_engine(device, host_budget_bytes=Options.resolve(None, device=device).host_budget)
 
 
-def _materialize(module: nn.Module, name: str, device: torch.device) -> None:
-    """Make the parameters of a module on "meta", by itself, on the device."""
+def _materialize(module: nn.Module, name: str, device: torch.device, made: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Make the parameters of a module on "meta", by itself, on the device; tied ones, in `made`, only once."""
+    on_meta = {key: p for key, p in module.named_parameters(recurse=False) if p.device.type == "meta"}
+    for key, parameter in on_meta.items():
+        if parameter in made:
+            module.register_parameter(key, made[parameter])
+    if all(parameter in made for parameter in on_meta.values()):
+        return
     reset = getattr(module, "reset_parameters", None)
-    if not callable(reset):
+    if not callable(reset) or any(parameter in made for parameter in on_meta.values()):
         raise OptionError(
             f"module {name or 'the model'} ({type(module).__name__}) is on the meta device and has no "
-            "reset_parameters() to make its parameters with; build it on the CPU."
+            "reset_parameters() to make its parameters with, or shares some of them; build it on the CPU."
         )
     module.to_empty(device=device, recurse=False)
     reset()
+    made |= {parameter: getattr(module, key) for key, parameter in on_meta.items()}
 
 
 def _move(engine: Engine, parameter: nn.Parameter, name: str, device: torch.device) -> None:
@@ -117,9 +136,9 @@ def _move(engine: Engine, parameter: nn.Parameter, name: str, device: torch.devi
 
 def _watch(module: nn.Module) -> None:
     """Let a module's own parameters come to the device whenever it runs outside of a compiled region."""
-    if getattr(module, "_tencache_watched", False):
+    if hasattr(module, "_tencache_brought"):
         return
-    module._tencache_watched = True  # type: ignore[assignment]
+    module._tencache_brought = []  # type: ignore[assignment]  # by each forward under way
     module.register_forward_pre_hook(_before_forward)
     module.register_forward_hook(_after_forward, always_call=True)
     module.register_state_dict_post_hook(_into_state_dict)
@@ -132,18 +151,18 @@ def _own_homes(module: nn.Module) -> dict[str, Home]:
     return {name: home for name, home in found if home is not None}
 
 
-def _before_forward(module: nn.Module, args: Any) -> None:
+def _before_forward(module: Any, args: Any) -> None:
     if torch.compiler.is_compiling():  # the compiled region fetches what it reads
         return
-    for home in _own_homes(module).values():
-        home.bring()
+    module._tencache_brought.append([home for home in _own_homes(module).values() if home.bring()])
 
 
-def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():  # a backward may follow: until the optimizer's step
+def _after_forward(module: Any, args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling() or not module._tencache_brought:
         return
-    for home in _own_homes(module).values():
-        home.put_away()
+    for home in module._tencache_brought.pop():
+        if not torch.is_grad_enabled():  # else a backward may follow: until the optimizer's step
+            home.put_away()
 
 
 def _into_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

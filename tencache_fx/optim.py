@@ -67,6 +67,8 @@ class AdamW(torch.optim.Optimizer):
     Raises `OptionError` for options it cannot use.
     """
 
+    updates_at_home = True
+
     def __init__(
         self,
         params: ParamsT,
@@ -129,9 +131,9 @@ class AdamW(torch.optim.Optimizer):
         at_home = [(group, p, home) for group, p in todo if (home := find_home(p)) is not None]
         for group, parameter, home in at_home:
             self._begin(group, parameter, home)
-        for parameter in self._urgency:  # brought by modules that ran by themselves, whose backward is over
-            if (home_of := find_home(parameter)) is not None:
-                home_of.put_away()
+        for parameter in (p for p in self._urgency if p.grad is None):
+            if (frozen := find_home(parameter)) is not None:
+                frozen.put_away()
         todo = [(group, p) for group, p in todo if find_home(p) is None]
         before = {parameter: self._steps(parameter) for _, parameter in todo}
         try:
@@ -192,20 +194,24 @@ class AdamW(torch.optim.Optimizer):
         assert gradient is not None
         if not isinstance(gradient, HomeGradient):  # a module that ran by itself
             gradient = _send_home(engine, _dense_like(parameter, gradient.to(parameter.dtype)))
+        lease, kernel = gradient.lease, self._kernel(parameter.dtype)
+        if lease.changes:
+            lease.host()
+        factor = None if lease.factor is None else _read_later(engine, lease.factor)
         home.settle()
+        home.put_away()  # brought by a module that ran by itself, whose backward is over
         fresh = self._versions.get(parameter) != home.version
         self._versions[parameter] = home.version
         state = self._ready(parameter)
         after = engine.streams.record_compute()  # behind all that reads the weight on the device
         numbers = adamw_numbers(group, int(state["step"]) + 1)
-        lease, kernel = gradient.lease, self._kernel(parameter.dtype)
 
         def update() -> None:
             moments = tuple(_flat(state[name]) for name in _STATE)
             change, weight = _flat(lease.landed()), _flat(home.host)
             scaled = numbers
-            if lease.factor is not None:
-                scaled = torch.cat([numbers[:1] * lease.factor.item(), numbers[1:]])
+            if factor is not None:
+                scaled = torch.cat([numbers[:1] * factor(), numbers[1:]])
             if fresh:
                 moments[0].copy_(torch.where(_same(moments[0], weight), moments[0], weight))
             home.write_after()
@@ -313,6 +319,19 @@ def _send_home(engine: Engine, gradient: Tensor) -> HomeGradient:
     homed = engine.homed(handle)
     assert isinstance(homed, HomeGradient)
     return homed
+
+
+def _read_later(engine: Engine, number: Tensor) -> Callable[[], float]:
+    """Return what gives the value that `number` has now, in any thread, without waiting for what comes later."""
+    held = torch.empty((), dtype=number.dtype, pin_memory=number.is_cuda)
+    held.copy_(number, non_blocking=True)
+    copied = engine.streams.record_compute()
+
+    def read() -> float:
+        copied.synchronize()
+        return float(held)
+
+    return read
 
 
 def _same(master: Tensor, weight: Tensor) -> Tensor:

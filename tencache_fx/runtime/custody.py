@@ -44,6 +44,7 @@ class Custody:
         self._warned = False
         self._writers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tencache-writer")
         self._readers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tencache-reader")
+        self._fetchers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tencache-fetcher")  # they wait for updates
 
     def need_store(self) -> Store:
         """Return the store; raises `OptionError` when there is none."""
@@ -76,7 +77,7 @@ class Custody:
     def bring_home(self, slot: Slot, home: Home, dst: Tensor, allocated: Event) -> None:
         """Issue the copy in of a parameter, behind an update under way. Lock held."""
         if home.updating:
-            slot.read = self._readers.submit(self._read_home, slot, home, dst, allocated)
+            slot.read = self._fetchers.submit(self._read_home, slot, home, dst, allocated)
             slot.reading = True
         else:
             home.settle()
@@ -148,6 +149,7 @@ class Custody:
         """Join the workers; what they have not begun is cancelled. The lanes must still run. Lock not held."""
         self._writers.shutdown(wait=True, cancel_futures=True)
         self._readers.shutdown(wait=True, cancel_futures=True)
+        self._fetchers.shutdown(wait=True, cancel_futures=True)
 
     def forget(self) -> None:
         """Let go of every trip. All copies must be over."""

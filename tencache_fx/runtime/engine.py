@@ -215,7 +215,7 @@ class Engine:
                 self._custody.bring_home(slot, home, dst, allocated)
             else:
                 if home is not None:
-                    home.settle()
+                    home.bring()
                 slot.dst = dst.copy_(parameter.detach())
                 slot.copied_in = self.streams.record_compute()
             ticket = self._slots.ticket(slot)
@@ -228,8 +228,6 @@ class Engine:
         if (home := self.homes.find(parameter)) is not None:
             watch = self.streams.watch() if home.updating else None
             home.bring()
-            if home.left is not None:
-                self.streams.wait_compute(home.left)
             if watch is not None:
                 watch.stop()
                 self.stats.add_stall(watch, "stall_in_ns")
@@ -297,7 +295,11 @@ class Engine:
                 home.settle()
             except InvariantError as error:
                 warnings.warn(str(error), stacklevel=2)
-            home.bring()
+            try:
+                home.bring()
+            except torch.OutOfMemoryError:
+                home.move_out()
+                warnings.warn(f"{home.name} is on the CPU now: {self.device} has no room for it.", stacklevel=2)
 
     def _enter(self) -> None:
         self._check_open()

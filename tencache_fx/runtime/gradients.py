@@ -35,6 +35,7 @@ class Lease:
         self.norm = norm
         self.factor: Tensor | None = None
         self.reading: Future[None] | None = None  # somebody reads `_host` until this is done
+        self._on_device: Tensor | None = None
         self._landed = landed
         self._host = torch.empty(0, dtype=layout.dtype).set_(
             buffer.memory.untyped_storage(), 0, layout.size, layout.stride
@@ -64,10 +65,27 @@ class Lease:
             self.reading.exception()
             self.reading = None
         value = self.landed()
+        if self._on_device is not None:  # whoever has a view of it may have changed it
+            value.copy_(self._on_device)
         if self.factor is not None:
             value.mul_(self.factor.item())
             self.factor = None
         return value
+
+    def device(self) -> Tensor:
+        """Return the gradient on the device, where it stays as well from now on: somebody writes to it, or views it."""
+        if self._on_device is None:
+            self._on_device = self.host().to(self.layout.device, copy=True)
+        elif self.factor is not None:
+            self._on_device.mul_(self.factor)
+            self.factor = None
+        self.norm = None
+        return self._on_device
+
+    @property
+    def changes(self) -> bool:
+        """Say whether what is in host memory may be out of date."""
+        return self._on_device is not None
 
 
 class HomeGradient(Tensor):
@@ -89,6 +107,14 @@ class HomeGradient(Tensor):
         """Return what it is, not what is in it."""
         return f"HomeGradient(size={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, in host memory)"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return an ordinary gradient, on the device."""
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be saved as an ordinary gradient, of the device."""
+        return self.clone().__reduce_ex__(protocol)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it as it is switched off
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -101,25 +127,21 @@ class HomeGradient(Tensor):
 
 
 def _on_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carry out `func` on copies on the device; what it writes to is copied back."""
-    copies: dict[Lease, Tensor] = {}
+    """Carry out `func` on the device: on copies, if it neither writes to them nor returns a view of one."""
+    schema = func._schema
+    stays = schema.is_mutable or any(returned.alias_info is not None for returned in schema.returns)
+    copies: dict[int, Lease] = {}
 
     def copy(value: Any) -> Any:
         if not isinstance(value, HomeGradient):
             return value
-        if value.lease not in copies:
-            copies[value.lease] = value.lease.host().to(value.device)
-        return copies[value.lease]
+        lease = value.lease
+        copied = lease.device() if stays or lease.changes else lease.host().to(value.device, copy=True)
+        copies[id(copied)] = lease
+        return copied
 
     result = func(*tree_map(copy, args), **tree_map(copy, kwargs))
-    if not func._schema.is_mutable:
-        return result
-    originals = {id(copied): lease for lease, copied in copies.items()}
-    for lease, copied in copies.items():
-        lease.host().copy_(copied)
-        lease.norm = None
-    wrapped = {id(copied): HomeGradient(originals[id(copied)]) for copied in copies.values()}
-    return tree_map(lambda value: wrapped.get(id(value), value), result)
+    return tree_map(lambda value: HomeGradient(copies[id(value)]) if id(value) in copies else value, result)
 
 
 def _alias(gradient: Any, *_: Any) -> Any:
@@ -131,6 +153,8 @@ def _add(gradient: Any, other: Any, *, alpha: float = 1) -> Any:
     if not isinstance(gradient, HomeGradient) or not isinstance(other, Tensor) or other.shape != gradient.shape:
         return NotImplemented
     more = other.lease.host() if isinstance(other, HomeGradient) else other.cpu()
+    if gradient.lease.changes:
+        return NotImplemented
     gradient.lease.host().add_(more, alpha=alpha)
     gradient.lease.norm = None
     return gradient
@@ -142,15 +166,18 @@ def _is_euclidean(order: Any) -> bool:
 
 def _norm_of(gradient: HomeGradient) -> Tensor:
     lease = gradient.lease
+    if lease.changes:
+        return torch.linalg.vector_norm(lease.device(), dtype=torch.float32)
     if lease.norm is None:
         lease.norm = torch.linalg.vector_norm(lease.host(), dtype=torch.float32).to(gradient.device)
-    return lease.norm
+    norm: Tensor = lease.norm
+    return norm
 
 
 def _norm(gradient: Any, order: Any = 2, dim: Any = None, keepdim: Any = None, *, dtype: Any = None) -> Any:
     if not _is_euclidean(order) or dim is not None or keepdim:
         return NotImplemented
-    return _norm_of(gradient).clone() if dtype is None else _norm_of(gradient).to(dtype)
+    return _norm_of(gradient).to(torch.float32 if dtype is None else dtype, copy=True)
 
 
 def _norms(gradients: Sequence[Any], order: Any = 2, dtype: Any = None) -> Any:
@@ -167,6 +194,8 @@ def _norms(gradients: Sequence[Any], order: Any = 2, dtype: Any = None) -> Any:
 def _scale(gradient: Any, factor: Any) -> Any:
     if not isinstance(gradient, HomeGradient) or isinstance(factor, HomeGradient):
         return NotImplemented
+    if gradient.lease.changes:
+        return NotImplemented
     number = factor if isinstance(factor, Tensor) else torch.tensor(float(factor), device=gradient.device)
     if number.numel() != 1:
         return NotImplemented
@@ -182,7 +211,7 @@ def _scales(gradients: Sequence[Any], factor: Any) -> Any:
         if not isinstance(each, HomeGradient):
             each.mul_(factor)
         elif _scale(each, factor) is NotImplemented:
-            return NotImplemented
+            each.lease.device().mul_(factor)
     return None
 
 
@@ -191,7 +220,8 @@ def _unscale(gradients: Sequence[Any], found_inf: Tensor, inverse: Tensor) -> No
     for each in gradients:
         if isinstance(each, HomeGradient):
             found_inf.copy_(torch.maximum(found_inf, (~_norm_of(each).isfinite()).to(found_inf)))
-            each.lease.scale(inverse)
+            if _scale(each, inverse) is NotImplemented:
+                each.lease.device().mul_(inverse)
         else:
             _aten._amp_foreach_non_finite_check_and_unscale_([each], found_inf, inverse)
 

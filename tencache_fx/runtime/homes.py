@@ -5,15 +5,18 @@ which every alias of the parameter shares. What is at home is always right, but 
 waits for that one update, and whoever writes waits for the last copy that reads.
 """
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tencache_fx.errors import InvariantError
+from tencache_fx.errors import InvariantError, UsageError
 from tencache_fx.runtime.pool import Buffer, Pool, Use
 from tencache_fx.runtime.slots import Layout, raw_bytes
 from tencache_fx.runtime.streams import Event, Lane, Streams
@@ -23,8 +26,8 @@ from tencache_fx.runtime.updates import Updates
 class Home:
     """Where one parameter is at home: `host` has its bytes, in its shape and strides.
 
-    `resident` says that it stays on the device, as the region that ran last has planned it. `version` grows when
-    somebody other than its optimizer has written to it.
+    `resident` says that it stays on the device, as the region that ran last has planned it, `summoned` that somebody
+    may change it there. `version` grows when somebody other than its optimizer has written to it.
     """
 
     def __init__(self, parameter: Tensor, name: str, buffer: Buffer, streams: Streams) -> None:
@@ -35,11 +38,13 @@ class Home:
             buffer.memory.untyped_storage(), 0, parameter.size(), parameter.stride()
         )
         self.resident = False
+        self.summoned = False
         self.version = 0
         self.left: Event | None = None  # the last copy that reads `host`
         self._parameter = weakref.ref(parameter)
         self._streams = streams
         self._update: Future[None] | None = None
+        self._lock = threading.RLock()  # the bytes on the device come and go under it
 
     @property
     def nbytes(self) -> int:
@@ -64,14 +69,19 @@ class Home:
         return self._update is not None and not self._update.done()
 
     def begin_update(self, update: "Future[None]") -> None:
-        """Have readers wait for `update` from now on."""
-        self.settle()
+        """Have readers wait for `update` from now on; nothing else may be under way."""
         self._update = update
 
     def settle(self) -> None:
-        """Block the host until what is at home is right; raises what an update raised, once."""
-        update, self._update = self._update, None
-        if update is not None and (error := update.exception()) is not None:
+        """Block the host until what is at home is right; raises what an update raised, to whoever asks first."""
+        update = self._update
+        if update is None:
+            return
+        error = update.exception()
+        with self._lock:
+            first = self._update is update
+            self._update = None if first else self._update
+        if error is not None and first:
             raise InvariantError(
                 f"{self.name} could not be updated: {error!r}; its weight and state may be those of before, or in part "
                 "those of after: go back to a checkpoint."
@@ -85,16 +95,22 @@ class Home:
     def copy_in(self, dst: Tensor, after: tuple[Event, ...]) -> Event:
         """Issue the copy of what is at home to `dst`, device bytes that are there behind `after`."""
         self.left = self._streams.copy(Lane.IN, raw_bytes(dst), self.buffer.memory[: self.nbytes], after)
-        self.buffer.after = (self.left,)  # for who gets it when the parameter is dropped
         return self.left
 
-    def bring(self) -> None:
-        """Have the parameter's bytes on the device, in order with the caller's compute stream."""
+    def bring(self) -> bool:
+        """Have the parameter's bytes on the device, behind its last update, in order with the caller's compute stream.
+
+        Returns whether they were not there.
+        """
         self.settle()
-        parameter = self.parameter
-        if not is_on_device(parameter):
-            parameter.untyped_storage().resize_(self.nbytes)
-            self.refresh()
+        with self._lock:
+            away = not self.on_device
+            if away:
+                self.parameter.untyped_storage().resize_(self.nbytes)
+                self.refresh()
+            elif self.left is not None:
+                self._streams.wait_compute(self.left)
+        return away
 
     def stay(self) -> None:
         """Have the parameter stay on the device."""
@@ -115,8 +131,9 @@ class Home:
 
     def renew(self, after: Event) -> None:
         """Copy what is at home over what is on the device, if it is there, behind `after`: from any thread."""
-        if self.on_device:
-            self.copy_in(self.parameter.detach(), (after,))
+        with self._lock:
+            if self.on_device:
+                self.copy_in(self.parameter.detach(), (after,))
 
     def take(self) -> None:
         """Copy what is on the device home: somebody has changed it. Blocks the host."""
@@ -129,10 +146,15 @@ class Home:
 
     def put_away(self) -> None:
         """Free the device bytes, unless a plan counts on them; what runs on the compute stream still reads them."""
-        if not self.resident and self.on_device:
-            if self.left is not None:
-                self._streams.wait_compute(self.left)  # the allocator hands them out in the order of that stream
-            self.parameter.untyped_storage().resize_(0)
+        with self._lock:
+            if not self.resident and self.on_device:
+                if self.left is not None:
+                    self._streams.wait_compute(self.left)  # the allocator hands them out in that stream's order
+                self.parameter.untyped_storage().resize_(0)
+
+    def move_out(self) -> None:
+        """Make the parameter an ordinary one, of the CPU: there is no room for it on the device."""
+        self.parameter.data = self.host.clone()
 
 
 def is_on_device(parameter: Tensor) -> bool:
@@ -149,6 +171,8 @@ class Homes:
         self._streams = streams
         self._by_storage: dict[int, Home] = {}
         self._gone: deque[Buffer] = deque()
+        self._left_behind: deque[Home] = deque()
+        self._guard: Any = None
 
     def __iter__(self) -> Iterator[Home]:
         return iter(tuple(self._by_storage.values()))
@@ -158,7 +182,14 @@ class Homes:
 
     def find(self, tensor: Tensor) -> Home | None:
         """Return the home of a parameter, or of an alias of it; None if it has none here."""
-        return self._by_storage.get(tensor.untyped_storage()._cdata) if self._by_storage else None
+        if not self._by_storage:
+            return None
+        key = tensor.untyped_storage()._cdata
+        home = self._by_storage.get(key)
+        if home is None or home.parameter.untyped_storage()._cdata == key:
+            return home
+        del self._by_storage[key]  # somebody has given the parameter another storage
+        return None
 
     def settle_in(self, parameter: Tensor, name: str, device: torch.device) -> Home:
         """Give a parameter, of any device, a home; afterwards it is one of `device`, with nothing there.
@@ -170,13 +201,17 @@ class Homes:
         buffer = self._pool.lend(value.numel() * value.itemsize, Use.HOME)
         empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
         home = Home(empty, name, buffer, self._streams)
+        self._streams.settle(buffer.after)
+        buffer.after = ()
         home.host.copy_(value)  # in order with what computed it: a synchronous copy
         parameter.data = empty
         home._parameter = weakref.ref(parameter)
         storage = parameter.untyped_storage()
         storage.resize_(0)
         self._by_storage[storage._cdata] = home
-        weakref.finalize(parameter, self._forget, storage._cdata, buffer).atexit = False
+        weakref.finalize(parameter, self._forget, storage._cdata, home).atexit = False
+        if self._guard is None:
+            self._guard = register_optimizer_step_pre_hook(self._refuse)
         return home
 
     def lend_gradient(self, nbytes: int) -> Buffer:
@@ -189,15 +224,41 @@ class Homes:
         self._gone.append(buffer)
 
     def drain(self) -> None:
-        """Give back the buffers of what has died."""
+        """Give back the buffers of what has died; those of homes once no copy reads them.
+
+        The memory of a home goes with the last tensor that shares it, such as one of a `state_dict`.
+        """
         while self._gone:
             self._pool.give_back(self._gone.popleft())
+        for _ in range(len(self._left_behind)):
+            home = self._left_behind.popleft()
+            if home.left is None or home.left.query():
+                self._pool.discard(home.buffer)
+            else:
+                self._left_behind.append(home)
 
     def forget_all(self) -> None:
         """Let go of all homes; parameters that are not on the device are lost."""
         self._by_storage.clear()
         self._gone.clear()
+        self._left_behind.clear()
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
 
-    def _forget(self, key: int, buffer: Buffer) -> None:
-        self._by_storage.pop(key, None)
-        self._gone.append(buffer)
+    def _forget(self, key: int, home: Home) -> None:
+        if self._by_storage.get(key) is home:
+            del self._by_storage[key]
+        self._left_behind.append(home)
+
+    def _refuse(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Stop an optimizer that would change parameters whose bytes are not where it looks for them."""
+        if getattr(optimizer, "updates_at_home", False):
+            return
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            home = self.find(parameter)
+            if home is not None and not home.summoned:
+                raise UsageError(
+                    f"{type(optimizer).__name__} would update {home.name}, whose home is in host memory; use "
+                    "tencache_fx.optim.AdamW, or call step() inside `with tencache_fx.summon(model):`."
+                )

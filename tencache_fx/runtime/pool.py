@@ -199,6 +199,18 @@ class Pool:
                 self._free[buffer.use, buffer.nbytes].append(buffer)
             self._cond.notify_all()
 
+    def discard(self, buffer: Buffer) -> None:
+        """Return a buffer that nobody shall get again: its memory goes with the tensors that share it. No copy touches it."""
+        with self._cond:
+            if self._closed:
+                return
+            buffer.holds = 0
+            self.lent_bytes -= buffer.nbytes
+            self.requested_bytes -= buffer.requested_bytes
+            self._returns += 1
+            self._unmap(buffer)
+            self._cond.notify_all()
+
     def park(self, buffer: Buffer) -> None:
         """Say that a staging buffer will not come back by itself: nobody should wait for it."""
         with self._cond:

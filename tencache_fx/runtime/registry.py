@@ -116,13 +116,13 @@ def find_engine(device: torch.device) -> Engine | None:
 
 
 def find_homes(values: Sequence[object], device: torch.device) -> dict[int, Home]:
-    """Return the homes of the parameters among `values`, by position."""
+    """Return the homes of the parameters among `values`, by position; what only shares memory with one is none."""
     engine = find_engine(device) if device.type in ("cpu", "cuda") else None
     if engine is None or not engine.homes:
         return {}
     tensors = ((index, value) for index, value in enumerate(values) if isinstance(value, torch.Tensor))
     found = ((index, engine.homes.find(tensor)) for index, tensor in tensors if tensor.device == engine.device)
-    return {index: home for index, home in found if home is not None}
+    return {index: home for index, home in found if home is not None and home.parameter is values[index]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from tencache_fx.errors import TencacheError
+
 _POLL_S = 0.0005  # CUDA events do not notify
 
 
@@ -56,8 +58,16 @@ class Updates:
 
     def _take(self) -> _Task | None:
         with self._lock:
-            ready = [task for task in self._tasks if task.can_begin()]
+            ready = [task for task in self._tasks if _can_begin(task)]
             task = min(ready, key=lambda task: task.urgency, default=None)
             if task is not None:
                 self._tasks.remove(task)
         return task
+
+
+def _can_begin(task: _Task) -> bool:
+    """Say whether a task can begin; one whose question fails does, to fail by itself."""
+    try:
+        return task.can_begin()
+    except (RuntimeError, TencacheError):
+        return True
