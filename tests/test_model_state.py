@@ -445,3 +445,114 @@ def test_what_stays_and_what_is_recomputed_change_the_lives_of_parameters() -> N
     assert least(problem.within(device_bytes=floor)).forecast.peak_bytes <= floor
     with pytest.raises(BudgetError):
         least(problem.within(device_bytes=floor - 1))
+
+
+@pytest.mark.parametrize("how", ["forward", "load", "summon"])
+def test_what_reads_a_parameter_that_stays_waits_for_its_late_copy(new_engine: Callable[..., object], how: str) -> None:
+    install_engine(new_engine(streams=FaultyCpuStreams(delay_s=0.03)))
+    model = nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(3)))
+    plain = nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(3)))
+    plain.load_state_dict(model.state_dict())
+    fresh = weights(plain)
+    tencache_fx.offload(model)
+    x = torch.randn(16, HIDDEN)
+    for each, run in ((model, compiled(model, ROOMY)), (plain, plain)):
+        optimizer = AdamW(each.parameters(), lr=0.1)
+        for _ in range(2):
+            run(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if how == "load":
+        model.load_state_dict(fresh)
+        plain.load_state_dict(fresh)
+    elif how == "summon":
+        with tencache_fx.summon(model), torch.no_grad():
+            model[0].weight.mul_(2)
+        with torch.no_grad():
+            plain[0].weight.mul_(2)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))
+    torch.testing.assert_close(weights(model), weights(plain))
+
+
+def test_an_optimizer_that_knows_no_homes_is_refused_unless_parameters_are_summoned() -> None:
+    parameter, gradient = home_gradient()
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    with pytest.raises(UsageError, match="SGD would update weight, whose home is in host memory"):
+        optimizer.step()
+    before = find_home(parameter).host.clone()
+    holder = nn.Module()
+    holder.register_parameter("weight", parameter)
+    with tencache_fx.summon(holder):
+        optimizer.step()
+    torch.testing.assert_close(find_home(parameter).host, before - 0.5 * gradient)
+
+
+def test_writes_through_views_of_a_gradient_count() -> None:
+    parameter, expected = home_gradient()
+    parameter.grad[:100] = 0
+    parameter.grad.view(-1)[-1] = 7
+    expected[:100] = 0
+    expected.view(-1)[-1] = 7
+    torch.testing.assert_close(nn.utils.clip_grad_norm_([parameter], 0.5), expected.norm())
+    expected.mul_(0.5 / (expected.norm() + 1e-6))
+    torch.testing.assert_close(parameter.grad.lease.host(), expected)
+
+
+def test_a_saved_state_outlives_its_model() -> None:
+    model = tencache_fx.offload(network())
+    best = model.state_dict()
+    kept = {name: value.clone() for name, value in best.items()}
+    del model
+    other = tencache_fx.offload(network())
+    with tencache_fx.summon(other), torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(3)
+    assert all(torch.equal(value, kept[name]) for name, value in best.items())
+
+
+def test_an_evaluation_between_forward_and_backward_takes_nothing_away() -> None:
+    plain, model = network(), tencache_fx.offload(network())
+    tokens = batch(0)
+    for each in (plain, model):
+        out = each(tokens)
+        with torch.no_grad():
+            each(tokens)
+        if each is model:
+            with tencache_fx.summon(each, write=False):
+                pass
+        out.square().mean().backward()
+    torch.testing.assert_close(model[1].into.weight.grad, plain[1].into.weight.grad)
+
+
+def test_ties_are_kept_or_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN, bias=False))
+    model[1].weight = model[0].weight
+    tencache_fx.offload(model, "cpu")
+    assert model[1].weight is model[0].weight
+    shared = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN))
+    shared[1].weight = nn.Parameter(shared[0].weight.detach())
+    with pytest.raises(OptionError, match="shares memory with another one"):
+        tencache_fx.offload(shared)
+
+
+def test_what_is_done_to_a_gradient_after_a_step_does_not_change_that_step() -> None:
+    found = []
+    for later in (False, True):
+        torch.manual_seed(0)
+        model = tencache_fx.offload(nn.Linear(HIDDEN, HIDDEN, bias=False))
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        compiled(model)(torch.randn(8, HIDDEN)).square().mean().backward()
+        blocker = torch.futures.Future() if later else None
+        (engine,) = engines()
+        if blocker is not None:
+            engine.homes.updates.submit(blocker.wait, -1, lambda: True)
+        optimizer.step()
+        if blocker is not None:
+            model.weight.grad.mul_(0)
+            blocker.set_result(None)
+        found.append(weights(model)["weight"])
+        torch.compiler.reset()
+        tencache_fx.close()
+    assert torch.equal(*found)

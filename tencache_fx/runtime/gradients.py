@@ -167,7 +167,8 @@ def _is_euclidean(order: Any) -> bool:
 def _norm_of(gradient: HomeGradient) -> Tensor:
     lease = gradient.lease
     if lease.changes:
-        return torch.linalg.vector_norm(lease.device(), dtype=torch.float32)
+        changed: Tensor = torch.linalg.vector_norm(lease.device(), dtype=torch.float32)
+        return changed
     if lease.norm is None:
         lease.norm = torch.linalg.vector_norm(lease.host(), dtype=torch.float32).to(gradient.device)
     norm: Tensor = lease.norm

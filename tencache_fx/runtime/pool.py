@@ -200,7 +200,7 @@ class Pool:
             self._cond.notify_all()
 
     def discard(self, buffer: Buffer) -> None:
-        """Return a buffer that nobody shall get again: its memory goes with the tensors that share it. No copy touches it."""
+        """Return a buffer that nobody shall get again: its memory goes with the last tensor that shares it."""
         with self._cond:
             if self._closed:
                 return
