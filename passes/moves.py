@@ -60,13 +60,15 @@ def step_ns(problem: Problem, forecast: Forecast) -> int:
     """Return how long a whole training step takes: as long as the device does, or as the host's memory.
 
     With gradients at home, their optimizer's state is there, too, and to update it takes the host's memory most of the
-    step; copies over the links are then not free, however well they hide behind kernels.
+    step; copies over the links are then not free, however well they hide behind kernels. A parameter that stays on the
+    device is copied there once, after its update.
     """
     rate = problem.links.host_bytes_per_s
     sunk_bytes = sum(storage.nbytes for storage in problem.storages if storage.kind is Kind.SUNK)
     if not rate or not sunk_bytes:
         return forecast.makespan_ns
-    host_bytes = sunk_bytes * _UPDATE_BYTES + forecast.d2h_bytes + forecast.h2d_bytes
+    renewed_bytes = sum(s.nbytes for s in problem.storages if s.kind is Kind.PARAMETER and s.home)
+    host_bytes = sunk_bytes * _UPDATE_BYTES + forecast.d2h_bytes + forecast.h2d_bytes + renewed_bytes
     return max(forecast.makespan_ns, host_bytes * 1_000_000_000 // rate)
 
 

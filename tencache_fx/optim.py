@@ -218,8 +218,8 @@ class AdamW(torch.optim.Optimizer):
             begin_ns = time.perf_counter_ns()
             kernel(change, weight, *moments, scaled)
             self._count(parameter)
-            home.renew(after)
-            engine.stats.add(updates=1, update_ns=time.perf_counter_ns() - begin_ns)
+            copied_bytes = home.renew(after)
+            engine.stats.add(updates=1, update_ns=time.perf_counter_ns() - begin_ns, h2d_bytes=copied_bytes)
 
         begun = engine.homes.updates.submit(torch.no_grad()(update), self._urgency[parameter], lambda: lease.has_landed)
         lease.reading = begun

@@ -312,10 +312,12 @@ def test_bench_says_what_is_not_as_it_must_be(bench):
 def test_whole_steps_with_the_state_at_home_and_on_the_device_lose_the_same():
     output = run_example(
         "bench/whole_step.py", "--layers", "1", "--hidden", "128", "--batch", "2", "--seq", "64", "--warm-up", "1",
-        "--steps", "5", "--device", "cpu", "--ways", "device", "home@none", "home@1MB",
+        "--steps", "5", "--device", "cpu", "--ways", "device", "home@none", "offload-now@8MB", "home@1MB",
     )  # fmt: skip
-    device, home, refused = map(json.loads, output.splitlines())
-    assert home["losses"] == pytest.approx(device["losses"], rel=0.02)
-    assert home["losses"][1] < home["losses"][0]
-    assert home["update_ns"] < home["step_ns"]
+    device, home, offloaded, refused = map(json.loads, output.splitlines())
+    for ours in (home, offloaded):
+        assert ours["losses"] == pytest.approx(device["losses"], rel=0.02)
+        assert ours["losses"][1] < ours["losses"][0]
+    assert offloaded["stats"]["updates"] > 0
+    assert offloaded["stats"]["update_ns"] < offloaded["step_ns"]
     assert refused["error"].startswith("BudgetError")

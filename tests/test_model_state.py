@@ -14,7 +14,7 @@ import tencache_fx
 from tencache_fx.errors import BudgetError, InvariantError, OptionError, UsageError
 from tencache_fx.model_state import find_home
 from tencache_fx.optim import AdamW
-from tencache_fx.passes.moves import first_homes, keep_resident
+from tencache_fx.passes.moves import first_homes, keep_resident, step_ns
 from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.passes.verify_plan import verify_plan
 from tencache_fx.plan import Kind, Plan, Step, Way, live_bytes
@@ -180,10 +180,13 @@ def test_nothing_of_it_is_on_the_device_between_steps() -> None:
 
 def test_with_room_parameters_stay_and_are_not_copied_in() -> None:
     model = tencache_fx.offload(network())
-    train(model, compiled(model, ROOMY), AdamW(model.parameters()), range(2))
+    optimizer = AdamW(model.parameters())
+    train(model, compiled(model, ROOMY), optimizer, range(2))
+    optimizer.state_dict()  # waits for updates under way
     (engine,) = engines()
     assert all(home.on_device for home in engine.homes)
-    assert engine.stats.take()["h2d_bytes"] == 0
+    updated = sum(home.nbytes for home in engine.homes if home.parameter.requires_grad)
+    assert engine.stats.take()["h2d_bytes"] == 2 * updated  # once after each update, and not for reading
     with torch.no_grad():  # a region that has no room takes them away again, for as long as it runs
         small = compiled(model, "400kB")
         torch.testing.assert_close(small(batch(0)), compiled(model, None)(batch(0)))
@@ -420,6 +423,19 @@ def test_each_rule_of_one_way_trips_is_checked(way: Way, change: dict[str, objec
     broken = others if change is None else [*others, replace(victim, **change)]
     with pytest.raises(InvariantError, match=rule):
         verify_plan(problem, replace(plan, spills=tuple(broken)))
+
+
+def test_a_step_takes_as_long_as_the_host_memory_does() -> None:
+    problem, plan = small_plan()
+    assert step_ns(problem, plan.forecast) == plan.forecast.makespan_ns  # nothing is known of the host's memory
+    slow = replace(problem, links=replace(problem.links, host_bytes_per_s=10**6))
+    sunk_bytes = sum(storage.nbytes for storage in problem.storages if storage.kind is Kind.SUNK)
+    moved_bytes = plan.forecast.d2h_bytes + plan.forecast.h2d_bytes
+    assert step_ns(slow, plan.forecast) >= (14 * sunk_bytes + moved_bytes) * 1000
+    least = make_plan(slow, "teraio")
+    assert least.forecast.d2h_bytes + least.forecast.h2d_bytes <= moved_bytes
+    fast = replace(problem, links=replace(problem.links, host_bytes_per_s=10**15))
+    assert step_ns(fast, plan.forecast) == plan.forecast.makespan_ns
 
 
 def test_what_stays_and_what_is_recomputed_change_the_lives_of_parameters() -> None:

@@ -94,8 +94,9 @@ class Home:
 
     def copy_in(self, dst: Tensor, after: tuple[Event, ...]) -> Event:
         """Issue the copy of what is at home to `dst`, device bytes that are there behind `after`."""
-        self.left = self._streams.copy(Lane.IN, raw_bytes(dst), self.buffer.memory[: self.nbytes], after)
-        return self.left
+        with self._lock:  # so that the last copy noted is the last one issued
+            self.left = self._streams.copy(Lane.IN, raw_bytes(dst), self.buffer.memory[: self.nbytes], after)
+            return self.left
 
     def bring(self) -> bool:
         """Have the parameter's bytes on the device, behind its last update, in order with the caller's compute stream.
@@ -129,11 +130,16 @@ class Home:
         after = self._streams.record_compute()
         self._streams.wait_compute(self.copy_in(self.parameter.detach(), (after,)))
 
-    def renew(self, after: Event) -> None:
-        """Copy what is at home over what is on the device, if it is there, behind `after`: from any thread."""
+    def renew(self, after: Event) -> int:
+        """Copy what is at home over what is on the device, if it is there, behind `after`: from any thread.
+
+        Returns the bytes copied.
+        """
         with self._lock:
-            if self.on_device:
-                self.copy_in(self.parameter.detach(), (after,))
+            if not self.on_device:
+                return 0
+            self.copy_in(self.parameter.detach(), (after,))
+            return self.nbytes
 
     def take(self) -> None:
         """Copy what is on the device home: somebody has changed it. Blocks the host."""
