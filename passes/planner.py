@@ -67,8 +67,8 @@ def make_plan(
     """Return `policy`'s plan for `problem`; without trips if the region fits as it is.
 
     Where parameters have a home elsewhere, the fastest of several: their copies in begin earlier or later, by `leads`,
-    and shares of them stay on the device. It is then for `keep_resident(problem, plan.resident)`. Of those within half
-    a percent of the fastest, the one that copies least: that leaves host memory to others.
+    and, for the best of these, shares of them stay on the device. Of those within half a percent of the fastest, the
+    one that copies least: that leaves host memory to others. It is for `keep_resident(problem, plan.resident)`.
 
     Raises `OptionError` for an unknown policy, and `BudgetError`, before anything has run, when the region's floor is
     over the device budget, or the trips need more host memory or disk than there is.
@@ -79,23 +79,47 @@ def make_plan(
         raise OptionError(f"policy is {policy!r}, which is unknown.{hint} Choose one of {', '.join(POLICIES)}.")
     if not has_moves(problem):
         return _plan_trips(problem, policy)
-    plans: list[tuple[int, Plan]] = []
-    refusal: BudgetError | None = None
-    for share in resident_shares:
+    for way in dict.fromkeys(("teraio" if policy == "joint" else policy, policy)):
+        first, *more = resident_shares
+        found, refusals = _try_moves(problem, way, [(first, lead) for lead in leads])
+        candidates = [_best(found)] if found else []
+        lead = candidates[0][1] if found else leads[0]
+        others, refused = _try_moves(problem, way, [(share, lead) for share in more])
+        if found := {**found, **others}:
+            candidates.append(_best(found))
+            break
+    else:
+        raise (*refusals, *refused)[0]  # of those with the least on the device
+    planned, _ = (found, ()) if way == policy else _try_moves(problem, policy, list(dict.fromkeys(candidates)))
+    return planned[_best(planned)][1]
+
+
+def _try_moves(
+    problem: Problem, policy: str, ways: Sequence[tuple[float, float]]
+) -> tuple[dict[tuple[float, float], tuple[Problem, Plan]], list[BudgetError]]:
+    """Return `policy`'s plan for each share of parameters that stays and each lead, or why there is none."""
+    plans: dict[tuple[float, float], tuple[Problem, Plan]] = {}
+    refusals: list[BudgetError] = []
+    for share, lead in ways:
         resident = first_homes(problem, share)
         staying = keep_resident(problem, resident)
-        for lead in leads:
-            try:
-                plan = replace(_plan_moves(staying, policy, lead), resident=resident)
-                plans.append((step_ns(staying, plan.forecast), plan))
-            except BudgetError as error:
-                refusal = refusal or error  # of those with the least on the device
-    if not plans:
-        assert refusal is not None
-        raise refusal
-    enough_ns = min(needed_ns for needed_ns, _ in plans) * 1005 // 1000
-    fast = [plan for needed_ns, plan in plans if needed_ns <= enough_ns]
-    return min(fast, key=lambda plan: (plan.forecast.d2h_bytes + plan.forecast.h2d_bytes, plan.forecast.makespan_ns))
+        try:
+            plans[share, lead] = staying, replace(_plan_moves(staying, policy, lead), resident=resident)
+        except BudgetError as error:
+            refusals.append(error)
+    return plans, refusals
+
+
+def _best(plans: Mapping[tuple[float, float], tuple[Problem, Plan]]) -> tuple[float, float]:
+    """Return the way that copies least, of those within half a percent of the fastest."""
+    needed_ns = {way: step_ns(problem, plan.forecast) for way, (problem, plan) in plans.items()}
+    enough_ns = min(needed_ns.values()) * 1005 // 1000
+
+    def cost(way: tuple[float, float]) -> tuple[int, int]:
+        forecast = plans[way][1].forecast
+        return forecast.d2h_bytes + forecast.h2d_bytes, forecast.makespan_ns
+
+    return min((way for way in plans if needed_ns[way] <= enough_ns), key=cost)
 
 
 def _plan_moves(problem: Problem, policy: str, lead: float) -> Plan:

@@ -26,10 +26,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
-from tencache_fx import compat
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.model_state import engine_of, find_home
-from tencache_fx.optim_kernels import ADAMW, adamw_at_home, adamw_numbers
+from tencache_fx.optim_kernels import ADAMW, adamw_at_home_kernel, adamw_numbers
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.gradients import HomeGradient
 from tencache_fx.runtime.homes import Home
@@ -39,7 +38,6 @@ _MISSING = {"master": float("nan"), "exp_avg": 0.0, "exp_avg_sq": 0.0}
 _STATE = tuple(_MISSING)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _RECOMPILE_LIMIT = 64  # the update is compiled for each dtype, for lengths of 1, for each number of threads, ...
-_EXAMPLE_LENGTH = 1 << 20  # so many elements that it is compiled for all threads
 _UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
 
 
@@ -84,13 +82,12 @@ class AdamW(torch.optim.Optimizer):
         self._versions: dict[Tensor, int] = {}  # of each home, as the last step left it
         self._urgency: dict[Tensor, int] = {}  # by the order in which the next forward will read, as far as is known
         self._in_backward = step_in_backward
-        self._kernels: dict[torch.dtype, Callable[..., None]] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._written, self._versions, self._kernels, self._in_backward = {}, {}, {}, False
+        self._written, self._versions, self._in_backward = {}, {}, False
         self._urgency = {p: index for index, p in enumerate(p for g in self.param_groups for p in g["params"])}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -194,7 +191,7 @@ class AdamW(torch.optim.Optimizer):
         assert gradient is not None
         if not isinstance(gradient, HomeGradient):  # a module that ran by itself
             gradient = _send_home(engine, _dense_like(parameter, gradient.to(parameter.dtype)))
-        lease, kernel = gradient.lease, self._kernel(parameter.dtype)
+        lease, kernel = gradient.lease, adamw_at_home_kernel(parameter.dtype)
         if lease.changes:
             lease.host()
         factor = None if lease.factor is None else _read_later(engine, lease.factor)
@@ -224,15 +221,6 @@ class AdamW(torch.optim.Optimizer):
         begun = engine.homes.updates.submit(torch.no_grad()(update), self._urgency[parameter], lambda: lease.has_landed)
         lease.reading = begun
         home.begin_update(begun)
-
-    def _kernel(self, dtype: torch.dtype) -> Callable[..., None]:
-        """Return the update for weights and gradients of `dtype`, compiled for the CPU at its first use."""
-        if dtype not in self._kernels:
-            dtypes = (dtype, dtype, *[torch.float32] * len(_STATE))
-            tensors = [torch.zeros(_EXAMPLE_LENGTH, dtype=each) for each in dtypes]
-            numbers = torch.ones(len(adamw_numbers(self.defaults, 1)))
-            self._kernels[dtype] = compat.compile_for_threads(adamw_at_home, [*tensors, numbers])
-        return self._kernels[dtype]
 
     def _pieces(self, todo: Iterable[tuple[dict[str, Any], Tensor]]) -> Iterator[Piece[_Update]]:
         """Yield what is to be updated, parameter by parameter; a step counts once a parameter's last piece is done."""

@@ -1,10 +1,15 @@
 """The arithmetic of the optimizers, in one pass over memory: functions that Inductor compiles for the CPU."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tencache_fx import compat
+
+_EXAMPLE_LENGTH = 1 << 20  # so many elements that it is compiled for all threads
 
 
 def adamw_numbers(group: Mapping[str, Any], step: int) -> Tensor:
@@ -59,3 +64,11 @@ def adamw_at_home(
 
 ADAMW: Callable[..., None] = torch.compile(_adamw, dynamic=True)
 """The update in one pass over memory, compiled for the CPU at its first call, for any length."""
+
+
+@functools.cache
+def adamw_at_home_kernel(dtype: torch.dtype) -> Callable[..., None]:
+    """Return `adamw_at_home` for weights and gradients of `dtype`, compiled for the CPU at the first call."""
+    dtypes = (dtype, dtype, *[torch.float32] * 3)
+    tensors = [torch.zeros(_EXAMPLE_LENGTH, dtype=each) for each in dtypes]
+    return compat.compile_for_threads(adamw_at_home, [*tensors, torch.ones(8)])

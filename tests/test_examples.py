@@ -180,6 +180,7 @@ def test_bench_runs_a_case_side_by_side(bench, compiler, tmp_path):
     assert bench("verdicts").report(bench("cases").CASES["tiny"], read) in output
 
 
+@pytest.mark.slow
 def test_bench_goes_on_after_a_way_that_failed(bench):
     measure = bench("measure")
     workload = measure.Workload(bench("cases").CASES["tiny"], torch.device("cpu"))

@@ -299,8 +299,8 @@ def test_inference_is_timed_too() -> None:
 @pytest.mark.parametrize(
     ("where", "error", "level"),
     [
-        ("reconsider", BudgetError("there is no other plan."), "INFO"),
-        ("verify_graphs", RuntimeError("a bug."), "WARNING"),
+        ("live.reconsider", BudgetError("there is no other plan."), "INFO"),
+        ("backend.verify_graphs", RuntimeError("a bug."), "WARNING"),
     ],
 )
 @pytest.mark.usefixtures("slow_rates")
@@ -313,7 +313,7 @@ def test_whatever_stops_planning_anew_all_stays_as_it_was(
     run = torch.compile(Loss(), backend="tencache", options={"compiler": "eager", "device_budget": "9MB"})
     x = torch.randn(1024, 128)
     run(x).backward()
-    monkeypatch.setattr(f"tencache_fx.backend.{where}", refuse)
+    monkeypatch.setattr(f"tencache_fx.{where}", refuse)
     before = tencache_fx.regions()[-1].plan
     with caplog.at_level("INFO", "tencache_fx"):
         for _ in range(13):

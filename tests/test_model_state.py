@@ -383,7 +383,7 @@ def test_a_failing_update_is_raised_where_the_parameter_is_read(monkeypatch: pyt
     def failing(*_: object) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(optimizer, "_kernel", lambda dtype: failing)
+    monkeypatch.setattr("tencache_fx.optim.adamw_at_home_kernel", lambda dtype: failing)
     tokens = batch(0)
     torch.nn.functional.cross_entropy(run(tokens), tokens).backward()
     optimizer.step()
