@@ -77,9 +77,10 @@ class LiveRegion(ABC):
         Raises `BudgetError`, before anything runs, if there is no plan for these inputs.
         """
         self._calls.note()
-        before, self._homes = self._homes, find_homes(args, self.device)
-        if self._homes.keys() != before.keys():
-            self._plan_anew(args)
+        homes = find_homes(args, self.device)
+        if homes.keys() != self._homes.keys():
+            self._plan_anew(args, homes)
+        self._homes = homes
         self._arrange()
         if self._footprint is not None:
             formulas = self._footprint.formulas
@@ -136,12 +137,17 @@ class LiveRegion(ABC):
             if name in self._staying:  # nothing in the graph sees to it
                 home.bring()
 
-    def _plan_anew(self, args: Sequence[Any]) -> None:
-        """Compile anew, because other parameters than before have a home elsewhere."""
-        log.info("region %d: %d of its parameters have a home; planning again", self.index, len(self._homes))
+    def _plan_anew(self, args: Sequence[Any], homes: Mapping[int, Home]) -> None:
+        """Compile anew, because other parameters than before have a home elsewhere; or all stays as it was."""
+        log.info("region %d: %d of its parameters have a home; planning again", self.index, len(homes))
         formulas = None if self._footprint is None else self._footprint.formulas
-        with torch._guards.tracing(self._context):
-            self.compile(self._fakes(), None if formulas is None else (formulas.read(args), formulas.planned))
+        before, self._homes = self._homes, homes
+        try:
+            with torch._guards.tracing(self._context):
+                self.compile(self._fakes(), None if formulas is None else (formulas.read(args), formulas.planned))
+        except BaseException:
+            self._homes = before
+            raise
 
     def _learn(self, formulas: SizeFormulas, sizes: Sizes, measured: PhaseTimes) -> None:
         """Compile once more, if the first steps took so much longer or shorter than forecast that another plan pays.

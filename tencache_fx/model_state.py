@@ -70,17 +70,25 @@ def summon(model: nn.Module, *, write: bool = True) -> Iterator[nn.Module]:
     homes = [home for parameter in model.parameters() if (home := find_home(parameter)) is not None]
     if not homes:
         raise UsageError("no parameter of this model has a home; call tencache_fx.offload(model) first.")
-    brought = [home for home in homes if home.bring()]
-    for home in homes:
-        home.summoned = True
-    try:
-        yield model
-    finally:
+    with contextlib.ExitStack() as undo:
         for home in homes:
-            home.summoned = False
+            undo.enter_context(_summoned(home, write=write))
+        yield model
+
+
+@contextlib.contextmanager
+def _summoned(home: Home, *, write: bool) -> Iterator[None]:
+    """Have one parameter on the device meanwhile."""
+    brought, home.summoned = home.bring(), True
+    try:
+        yield
+    finally:
+        home.summoned = False
+        try:
             if write:
                 home.take()
-            if home in brought:
+        finally:
+            if brought:
                 home.put_away()
             if not write and home.on_device:
                 home.refresh()

@@ -192,10 +192,10 @@ def test_with_room_parameters_stay_and_are_not_copied_in() -> None:
         torch.testing.assert_close(small(batch(0)), compiled(model, None)(batch(0)))
 
 
-@pytest.mark.parametrize("to_plain", [False, True])
-def test_a_run_goes_on_elsewhere_as_if_it_had_not_stopped(to_plain: bool) -> None:  # noqa: FBT001
-    losses, _ = trained(home=True, dtype=torch.float32)
-    model = tencache_fx.offload(network())
+@pytest.mark.parametrize(("dtype", "to_plain"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_a_run_goes_on_elsewhere_as_if_it_had_not_stopped(dtype: torch.dtype, to_plain: bool) -> None:  # noqa: FBT001
+    losses, _ = trained(home=True, dtype=dtype)
+    model = tencache_fx.offload(network(dtype))
     optimizer = AdamW(model.parameters(), weight_decay=0.1)
     first = train(model, compiled(model), optimizer, range(6))
     saved = io.BytesIO()
@@ -205,7 +205,7 @@ def test_a_run_goes_on_elsewhere_as_if_it_had_not_stopped(to_plain: bool) -> Non
     tencache_fx.close()
     saved.seek(0)
     of_model, of_optimizer = torch.load(saved)
-    again = network()
+    again = network(dtype)
     if not to_plain:
         tencache_fx.offload(again)
     again.load_state_dict(of_model)
@@ -286,6 +286,20 @@ def test_a_model_that_gets_homes_after_it_has_run_is_planned_anew() -> None:
     first = train(model, run, optimizer, range(2))
     tencache_fx.offload(model)
     assert first + train(model, run, optimizer, range(2, 4)) == losses
+
+
+def test_homes_that_leave_no_plan_are_refused_at_each_call() -> None:
+    model = network()
+    run = compiled(model, ROOMY, host_budget="1MiB")  # the homes fit, and gradients beside them do not
+    run(batch(0)).sum().backward()
+    tencache_fx.configure(host_budget="1MiB")
+    try:
+        tencache_fx.offload(model)
+    finally:
+        tencache_fx.configure(reset=True)
+    for _ in range(2):  # what was compiled before would read parameters that are not there
+        with pytest.raises(BudgetError, match="gradients at home"):
+            run(batch(0))
 
 
 def test_a_model_on_meta_is_made_module_by_module() -> None:

@@ -119,12 +119,8 @@ class Engine:
             buffer = self._lend(layout.nbytes, tier, label)
             undo.callback(self.pool.give_back, buffer)
             with self._lock:
-                self._check_open()
-                after = (self.streams.record_compute(), *buffer.after)
-                source = raw_bytes(src)
-                copied_out = self.streams.copy(Lane.OUT, buffer.memory[: layout.nbytes], source, after)
-                buffer.after = (copied_out,)
-                slot = Slot(self._slots.next_key(), label, tier, layout, copied_out, source, buffer, extent=extent)
+                slot = self._leave(src, layout, label, tier, buffer)
+                slot.extent = extent
                 if extent is not None:
                     self._custody.start_write(slot, buffer, extent)
                 undo.pop_all()
@@ -243,12 +239,8 @@ class Engine:
             undo.callback(self.pool.give_back, buffer)
             norm = torch.linalg.vector_norm(src.detach(), dtype=torch.float32) if src.is_floating_point() else None
             with self._lock:
-                self._check_open()
-                after = (self.streams.record_compute(), *buffer.after)
-                source = raw_bytes(src)
-                copied_out = self.streams.copy(Lane.OUT, buffer.memory[: layout.nbytes], source, after)
-                buffer.after = (copied_out,)
-                slot = Slot(self._slots.next_key(), label, Tier.HOST, layout, copied_out, source, buffer, norm=norm)
+                slot = self._leave(src, layout, label, Tier.HOST, buffer)
+                slot.norm = norm
                 undo.pop_all()
                 handle = self._slots.add(slot)
         self.stats.add(offloads=1, d2h_bytes=layout.nbytes)
@@ -305,6 +297,15 @@ class Engine:
         self._check_open()
         self._custody.drain()
         self.homes.drain()
+
+    def _leave(self, src: Tensor, layout: Layout, label: str, tier: Tier, buffer: Buffer) -> Slot:
+        """Issue the copy of `src` to its buffer; return the trip that begins so. Lock held."""
+        self._check_open()
+        after = (self.streams.record_compute(), *buffer.after)
+        source = raw_bytes(src)
+        copied_out = self.streams.copy(Lane.OUT, buffer.memory[: layout.nbytes], source, after)
+        buffer.after = (copied_out,)
+        return Slot(self._slots.next_key(), label, tier, layout, copied_out, source, buffer)
 
     def _lend(self, nbytes: int, tier: Tier, label: str) -> Buffer:
         if tier is Tier.HOST:
