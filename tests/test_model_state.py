@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from faulty_streams import FaultyCpuStreams
+from harness import Block
 from torch import Tensor, nn
 
 import tencache_fx
@@ -34,19 +35,12 @@ def nothing_left() -> Iterator[None]:
     tencache_fx.close()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.into, self.out = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(torch.nn.functional.gelu(self.into(self.norm(x))))
-
-
 def network(dtype: torch.dtype = torch.float32) -> nn.Module:
     """Embedding, blocks, one of them frozen, and a head that is tied to the embedding."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(128, HIDDEN), *(Block() for _ in range(3)), nn.Linear(HIDDEN, 128, bias=False))
+    model = nn.Sequential(
+        nn.Embedding(128, HIDDEN), *(Block(HIDDEN) for _ in range(3)), nn.Linear(HIDDEN, 128, bias=False)
+    )
     model[-1].weight = model[0].weight
     model[2].requires_grad_(requires_grad=False)
     return model.to(dtype)

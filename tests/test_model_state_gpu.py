@@ -6,7 +6,8 @@ import pytest
 import torch
 from conftest import MIB
 from faulty_streams import FaultyCudaStreams
-from torch import Tensor, nn
+from harness import Block
+from torch import nn
 
 import tencache_fx
 from tencache_fx.optim import AdamW
@@ -28,18 +29,9 @@ def nothing_left() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.into, self.out = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(torch.nn.functional.gelu(self.into(self.norm(x))))
-
-
 def train(budget: str | None, *, steps: int = 5, now: bool = False, clip: bool = False) -> list[float]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(LAYERS))).bfloat16()
+    model = nn.Sequential(*(Block(HIDDEN) for _ in range(LAYERS))).bfloat16()
     model = model.cuda() if budget is None else tencache_fx.offload(model, "cuda")
     run = torch.compile(model, backend="tencache", options={"device_budget": budget})
     optimizer = AdamW(model.parameters(), lr=1e-3, step_in_backward=now)
