@@ -40,7 +40,7 @@ from tencache_fx.plan import Plan, Way
 from tencache_fx.register import REGIONS
 from tencache_fx.runtime import kernels as _kernels  # noqa: F401  (registers the ops' kernels)
 from tencache_fx.runtime.homes import Home
-from tencache_fx.runtime.registry import find_homes, usage
+from tencache_fx.runtime.registry import find_homes, open_update_room, usage
 from tencache_fx.sizes import Footprint, Sizes, at_hints
 from tencache_fx.tables import show_summary
 
@@ -98,6 +98,8 @@ class Region(LiveRegion):
         what they are given.
         """
         open_workspaces(self.device)
+        if any(home.parameter.requires_grad for home in self._homes.values()):
+            open_update_room(self.device, self.options.device_budget)
         before = self._state()
         self._home_names = _told_apart(self._homes)
         unforeseen_bytes = 0

@@ -14,7 +14,6 @@ at once, and each parameter's next reader waits for its own update only. With `s
 during backward, as gradients land.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -28,11 +27,13 @@ from torch.optim.optimizer import ParamsT
 
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.model_state import engine_of, find_home
-from tencache_fx.optim_kernels import ADAMW, adamw_at_home_kernel, adamw_numbers
+from tencache_fx.optim_kernels import ADAMW, adamw_kernel, adamw_numbers
+from tencache_fx.optim_updates import HomeUpdate, flat
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.gradients import HomeGradient
 from tencache_fx.runtime.homes import Home
 from tencache_fx.runtime.rounds import PIECE_BYTES, Piece, work_at_home
+from tencache_fx.runtime.states import State
 
 _MISSING = {"master": float("nan"), "exp_avg": 0.0, "exp_avg_sq": 0.0}
 _STATE = tuple(_MISSING)
@@ -79,6 +80,7 @@ class AdamW(torch.optim.Optimizer):
         step_in_backward: bool = False,
     ) -> None:
         self._written: dict[Tensor, Tensor] = {}  # each weight as the last step left it
+        self._states: dict[Tensor, State] = {}  # where what `state` has of each parameter is kept
         self._versions: dict[Tensor, int] = {}  # of each home, as the last step left it
         self._urgency: dict[Tensor, int] = {}  # by the order in which the next forward will read, as far as is known
         self._in_backward = step_in_backward
@@ -87,7 +89,7 @@ class AdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._written, self._versions, self._in_backward = {}, {}, False
+        self._written, self._versions, self._states, self._in_backward = {}, {}, {}, False
         self._urgency = {p: index for index, p in enumerate(p for g in self.param_groups for p in g["params"])}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -165,9 +167,13 @@ class AdamW(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         pairs = dict(zip(indices, parameters, strict=False))
-        states = {pairs[k]: _read_state(pairs[k], saved) for k, saved in state_dict["state"].items() if k in pairs}
+        saved_of = {pairs[k]: saved for k, saved in state_dict["state"].items() if k in pairs}
+        for parameter, saved in saved_of.items():
+            _check_sizes(parameter, saved)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self.state.update(states)
+        self._states = {}
+        for parameter, saved in saved_of.items():
+            self._keep(parameter, saved)
         self._written, self._versions = {}, {}
 
     def _settle(self) -> None:
@@ -191,7 +197,7 @@ class AdamW(torch.optim.Optimizer):
         assert gradient is not None
         if not isinstance(gradient, HomeGradient):  # a module that ran by itself
             gradient = _send_home(engine, _dense_like(parameter, gradient.to(parameter.dtype)))
-        lease, kernel = gradient.lease, adamw_at_home_kernel(parameter.dtype)
+        lease = gradient.lease
         if lease.changes:
             lease.host()
         factor = None if lease.factor is None else _read_later(engine, lease.factor)
@@ -200,25 +206,22 @@ class AdamW(torch.optim.Optimizer):
         fresh = self._versions.get(parameter) != home.version
         self._versions[parameter] = home.version
         state = self._ready(parameter)
-        after = engine.streams.record_compute()  # behind all that reads the weight on the device
         numbers = adamw_numbers(group, int(state["step"]) + 1)
 
-        def update() -> None:
-            moments = tuple(_flat(state[name]) for name in _STATE)
-            change, weight = _flat(lease.landed()), _flat(home.host)
-            scaled = numbers
-            if factor is not None:
-                scaled = torch.cat([numbers[:1] * factor(), numbers[1:]])
-            if fresh:
-                moments[0].copy_(torch.where(_same(moments[0], weight), moments[0], weight))
-            home.write_after()
-            begin_ns = time.perf_counter_ns()
-            kernel(change, weight, *moments, scaled)
-            self._count(parameter)
-            copied_bytes = home.renew(after)
-            engine.stats.add(updates=1, update_ns=time.perf_counter_ns() - begin_ns, h2d_bytes=copied_bytes)
-
-        begun = engine.homes.updates.submit(torch.no_grad()(update), self._urgency[parameter], lambda: lease.has_landed)
+        update = HomeUpdate(
+            home=home,
+            lease=lease,
+            arrays=self._states[parameter].arrays,
+            numbers=numbers,
+            factor=factor,
+            fresh=fresh,
+            after=engine.streams.record_compute(),  # behind all that reads the weight on the device
+            kernels=partial(adamw_kernel, parameter.dtype),
+            count=partial(self._count, parameter),
+            stats=engine.stats,
+        )
+        update.prepare(engine.homes.updates)
+        begun = engine.homes.updates.submit(update, self._urgency[parameter], lambda: lease.has_landed)
         lease.reading = begun
         home.begin_update(begun)
 
@@ -227,9 +230,9 @@ class AdamW(torch.optim.Optimizer):
         for group, parameter in todo:
             state = self._ready(parameter)
             assert parameter.grad is not None
-            gradient = _flat(_dense_like(parameter, parameter.grad.to(parameter.dtype)))
-            weight = _flat(parameter.data)  # whose version is its own: pieces arrive whenever they do
-            homes = tuple(map(_flat, (self._written[parameter], *(state[name] for name in _STATE))))
+            gradient = flat(_dense_like(parameter, parameter.grad.to(parameter.dtype)))
+            weight = flat(parameter.data)  # whose version is its own: pieces arrive whenever they do
+            homes = tuple(map(flat, (self._written[parameter], *(state[name] for name in _STATE))))
             numbers, most = adamw_numbers(group, int(state["step"]) + 1), _most(parameter)
             if not weight.numel():
                 self._count(parameter)
@@ -244,20 +247,20 @@ class AdamW(torch.optim.Optimizer):
         increment_version(parameter)
 
     def _steps(self, parameter: Tensor) -> int:
-        return int(self.state[parameter]["step"]) if parameter in self.state else 0
+        return int(self.state.get(parameter, {}).get("step", 0))
 
     def _ready(self, parameter: Tensor) -> dict[str, Any]:
         """Return the parameter's state, made at its first step, in the order the parameter has in memory now."""
         state: dict[str, Any] = self.state[parameter]
-        if not state:
-            state.update(_read_state(parameter, {"step": 0}))
-        for name in _STATE:
-            if state[name].shape != parameter.shape:
-                raise UsageError(
-                    f"a parameter has size {tuple(parameter.shape)}, and its {name} {tuple(state[name].shape)}; a "
-                    "parameter whose size has changed needs a new optimizer."
-                )
-            state[name] = _dense_like(parameter, state[name])
+        held = self._states.get(parameter)
+        if held is None or held.stride != parameter.stride() or any(state[n] is not held.tensors[n] for n in _STATE):
+            for name in _STATE:
+                if name in state and state[name].shape != parameter.shape:
+                    raise UsageError(
+                        f"a parameter has size {tuple(parameter.shape)}, and its {name} {tuple(state[name].shape)}; a "
+                        "parameter whose size has changed needs a new optimizer."
+                    )
+            state = self._keep(parameter, state or {"step": 0})
         if find_home(parameter) is not None:
             return state
         written = self._written.get(parameter)
@@ -265,24 +268,27 @@ class AdamW(torch.optim.Optimizer):
         self._written[parameter] = written
         return state
 
+    def _keep(self, parameter: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a parameter's state at home of what was `saved` of it; a master that is missing is NaN until a step."""
+        held = State(engine_of(parameter.device).homes, parameter, _STATE)
+        for name, tensor in held.tensors.items():
+            if name in saved:
+                tensor.copy_(saved[name])
+            else:
+                tensor.fill_(_MISSING[name])
+        step = torch.tensor(float(saved["step"]), dtype=torch.float32, device="cpu")
+        state: dict[str, Any] = {"step": step, **held.tensors}
+        self._states[parameter], self.state[parameter] = held, state
+        return state
 
-def _read_state(parameter: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state at home with what was `saved` of it; a master that is missing is NaN until a step.
 
-    Raises `OptionError` when that is of another size.
-    """
-    state: dict[str, Any] = {"step": torch.tensor(float(saved["step"]), dtype=torch.float32, device="cpu")}
+def _check_sizes(parameter: Tensor, saved: Mapping[str, Any]) -> None:
     for name in _STATE:
-        home = torch.full_like(parameter, _MISSING[name], dtype=torch.float32, device="cpu", requires_grad=False)
-        if name in saved:
-            if saved[name].shape != parameter.shape:
-                raise OptionError(
-                    f"the saved {name} has size {tuple(saved[name].shape)}, its parameter {tuple(parameter.shape)}; "
-                    "load the state of the same model."
-                )
-            home.copy_(saved[name])
-        state[name] = home
-    return state
+        if name in saved and saved[name].shape != parameter.shape:
+            raise OptionError(
+                f"the saved {name} has size {tuple(saved[name].shape)}, its parameter {tuple(parameter.shape)}; "
+                "load the state of the same model."
+            )
 
 
 def _run(update: _Update, copies: tuple[Tensor, ...]) -> None:
@@ -320,16 +326,6 @@ def _read_later(engine: Engine, number: Tensor) -> Callable[[], float]:
         return float(held)
 
     return read
-
-
-def _same(master: Tensor, weight: Tensor) -> Tensor:
-    """Say where a master weight, rounded, is the weight: it has more digits there, which are worth keeping."""
-    return master.to(weight.dtype) == weight
-
-
-def _flat(dense: Tensor) -> Tensor:
-    """Return a dense tensor's elements [n] in the order they have in memory, without a copy."""
-    return dense.as_strided((dense.numel(),), (1,))
 
 
 def _dense_like(parameter: Tensor, value: Tensor) -> Tensor:

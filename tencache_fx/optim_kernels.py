@@ -67,8 +67,8 @@ ADAMW: Callable[..., None] = torch.compile(_adamw, dynamic=True)
 
 
 @functools.cache
-def adamw_at_home_kernel(dtype: torch.dtype) -> Callable[..., None]:
-    """Return `adamw_at_home` for weights and gradients of `dtype`, compiled for the CPU at the first call."""
+def adamw_kernel(dtype: torch.dtype, device: torch.device) -> Callable[..., None]:
+    """Return `adamw_at_home` for weights and gradients of `dtype`, compiled for `device` at the first call."""
     dtypes = (dtype, dtype, *[torch.float32] * 3)
-    tensors = [torch.zeros(_EXAMPLE_LENGTH, dtype=each) for each in dtypes]
-    return compat.compile_for_threads(adamw_at_home, [*tensors, torch.ones(8)])
+    tensors = [torch.zeros(_EXAMPLE_LENGTH, dtype=each, device=device) for each in dtypes]
+    return compat.compile_for_threads(adamw_at_home, [*tensors, torch.ones(8, device=device)])

@@ -1,9 +1,11 @@
 """Models with parameters at home: the same training as without, whatever copies and updates do meanwhile."""
 
+import gc
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from tencache_fx.passes.verify_plan import verify_plan
 from tencache_fx.plan import Kind, Plan, Step, Way, live_bytes
 from tencache_fx.recompute import recompute
 from tencache_fx.runtime.gradients import HomeGradient
+from tencache_fx.runtime.pool import Use
 from tencache_fx.runtime.registry import engines, install_engine
 from tencache_fx.session import regions
 
@@ -138,6 +141,24 @@ def test_late_copies_and_dirty_buffers_change_nothing(new_engine: Callable[..., 
     assert all(torch.equal(after_home[name], value) for name, value in after.items())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_that_stream_through_the_device_are_those_of_the_host(
+    new_engine: Callable[..., object], dtype: torch.dtype
+) -> None:
+    losses, after = trained(home=False, dtype=dtype, steps=6)
+    install_engine(new_engine(streams=FaultyCpuStreams(delay_s=0.002)))
+    (engine,) = engines()
+    engine.homes.updates.open_room(8 << 20)
+    model = tencache_fx.offload(network(dtype))
+    optimizer = AdamW(model.parameters(), weight_decay=0.1)
+    budget = TIGHT if dtype == torch.float32 else TIGHT_BF16
+    assert train(model, compiled(model, budget), optimizer, range(6)) == losses
+    assert all(torch.equal(value, after[name]) for name, value in weights(model).items())
+    counts = engine.stats.take()
+    updated = sum(home.parameter.requires_grad for home in engine.homes)
+    assert 0 < counts["device_updates"] < counts["updates"] == 6 * updated
+
+
 def test_inductor_trains_it_the_same() -> None:
     found = []
     for home in (False, True):
@@ -168,8 +189,13 @@ def test_nothing_of_it_is_on_the_device_between_steps() -> None:
     assert kinds >= {Kind.FETCHED, Kind.SUNK}
     (engine,) = engines()
     optimizer.state_dict()
-    parameter_bytes = sum(home.buffer.nbytes for home in homes)
-    assert engine.stats.take()["host_lent_bytes"] == parameter_bytes
+    home_bytes = sum(home.buffer.nbytes for home in homes)
+    updated = [home for home in homes if home.parameter.requires_grad]
+    assert engine.pool.lent_for(Use.STATE) == sum(3 * home.nbytes for home in updated)
+    assert engine.stats.take()["host_lent_bytes"] == home_bytes + engine.pool.lent_for(Use.STATE)
+    del optimizer
+    gc.collect()
+    assert engine.stats.take()["host_lent_bytes"] == home_bytes
 
 
 def test_with_room_parameters_stay_and_are_not_copied_in() -> None:
@@ -391,7 +417,7 @@ def test_a_failing_update_is_raised_where_the_parameter_is_read(monkeypatch: pyt
     def failing(*_: object) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr("tencache_fx.optim.adamw_at_home_kernel", lambda dtype: failing)
+    monkeypatch.setattr("tencache_fx.optim.adamw_kernel", lambda dtype, device: failing)
     tokens = batch(0)
     torch.nn.functional.cross_entropy(run(tokens), tokens).backward()
     optimizer.step()
@@ -571,7 +597,7 @@ def test_what_is_done_to_a_gradient_after_a_step_does_not_change_that_step() -> 
         blocker = torch.futures.Future() if later else None
         (engine,) = engines()
         if blocker is not None:
-            engine.homes.updates.submit(blocker.wait, -1, lambda: True)
+            engine.homes.updates.submit(SimpleNamespace(on_host=blocker.wait), -1, lambda: True)
         optimizer.step()
         if blocker is not None:
             model.weight.grad.mul_(0)

@@ -172,11 +172,12 @@ class Homes:
     """All homes of one device, and the thread that works on them (`updates`)."""
 
     def __init__(self, pool: Pool, streams: Streams) -> None:
-        self.updates = Updates()
+        self.updates = Updates(streams)
         self._pool = pool
         self._streams = streams
         self._by_storage: dict[int, Home] = {}
         self._gone: deque[Buffer] = deque()
+        self._discarded: deque[Buffer] = deque()
         self._left_behind: deque[Home] = deque()
         self._guard: Any = None
 
@@ -225,6 +226,18 @@ class Homes:
         self.drain()
         return self._pool.lend(nbytes, Use.GRADIENT)
 
+    def lend_state(self, nbytes: int) -> Buffer:
+        """Lend a buffer for an optimizer's state, as it comes: clean or not; raises `BudgetError`."""
+        self.drain()
+        buffer = self._pool.lend(nbytes, Use.STATE)
+        self._streams.settle(buffer.after)
+        buffer.after = ()
+        return buffer
+
+    def discard_later(self, buffer: Buffer) -> None:
+        """Have a buffer's memory given back to the system by the next call of ours: safe to call from a finalizer."""
+        self._discarded.append(buffer)
+
     def give_back_later(self, buffer: Buffer) -> None:
         """Have a buffer given back by the next call of ours: safe to call from a finalizer."""
         self._gone.append(buffer)
@@ -236,6 +249,8 @@ class Homes:
         """
         while self._gone:
             self._pool.give_back(self._gone.popleft())
+        while self._discarded:
+            self._pool.discard(self._discarded.popleft())
         for _ in range(len(self._left_behind)):
             home = self._left_behind.popleft()
             if home.left is None or home.left.query():
@@ -247,6 +262,7 @@ class Homes:
         """Let go of all homes; parameters that are not on the device are lost."""
         self._by_storage.clear()
         self._gone.clear()
+        self._discarded.clear()
         self._left_behind.clear()
         if self._guard is not None:
             self._guard.remove()

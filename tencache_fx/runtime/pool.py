@@ -9,6 +9,7 @@ which can fall behind, cannot starve trips to host memory, whose number the plan
     Use.ROUND     holds a piece of what an optimizer works on, during its step
     Use.HOME      holds a parameter
     Use.GRADIENT  holds a gradient, from backward until nobody has it any more
+    Use.STATE     holds what an optimizer keeps of a parameter
 
 A buffer that is given back while copies still touch it carries their events; whoever takes it next must wait for them.
 
@@ -49,6 +50,7 @@ class Use(StrEnum):
     ROUND = "optimizer steps"
     HOME = "parameters at home"
     GRADIENT = "gradients at home"
+    STATE = "optimizer state"
 
 
 @dataclass(slots=True, eq=False)

@@ -16,6 +16,8 @@ from tencache_fx.runtime.homes import Home
 from tencache_fx.runtime.pool import Use
 from tencache_fx.runtime.store import Store
 
+_MOST_ROOM_BYTES = 256 << 20
+
 
 class Registry:
     """At most one open engine per device, and all that ever were, by index: an index is never used twice."""
@@ -125,16 +127,25 @@ def find_homes(values: Sequence[object], device: torch.device) -> dict[int, Home
     return {index: home for index, home in found if home is not None and home.parameter is values[index]}
 
 
+def open_update_room(device: torch.device, device_budget_bytes: int | None) -> None:
+    """Let updates of parameters with a home run on a GPU, too, in a fiftieth of its budget, 256 MiB at most."""
+    engine = find_engine(device)
+    if engine is not None and device.type == "cuda":
+        most = _MOST_ROOM_BYTES
+        engine.homes.updates.open_room(most if device_budget_bytes is None else min(most, device_budget_bytes // 50))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """What a device's runtime has taken from the system, and how much of that is lent to values that are away.
 
-    Parameters and gradients at home are among these.
+    Parameters, gradients and optimizer state at home are among these.
     """
 
     host_bytes: int = 0
     host_lent_bytes: int = 0
     gradient_lent_bytes: int = 0
+    state_lent_bytes: int = 0
     disk_bytes: int = 0
     disk_lent_bytes: int = 0
 
@@ -149,6 +160,7 @@ def usage(device: torch.device) -> Usage:
         host_bytes=pool.allocated_bytes,
         host_lent_bytes=pool.lent_bytes,
         gradient_lent_bytes=pool.lent_for(Use.GRADIENT),
+        state_lent_bytes=pool.lent_for(Use.STATE),
         disk_bytes=0 if store is None else store.file_bytes,
         disk_lent_bytes=0 if store is None else store.lent_bytes,
     )

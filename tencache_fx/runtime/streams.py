@@ -1,13 +1,16 @@
-"""The two copy lanes beside compute, and the events that order them.
+"""The copy lanes beside compute, and the events that order them.
 
-Three lines of work run side by side: *compute* (whatever the caller's current stream is), *out* (device to host) and
-*in* (host to device). A lane does its work in the order it was given; between lanes only events order anything.
+Several lines of work run side by side: *compute* (whatever the caller's current stream is), and lanes *out* (device to
+host) and *in* (host to device): two for what graphs copy, and two for an optimizer's updates on the device, whose
+copies wait for kernels of their own and must not hold up the others. A lane does its work in the order it was given;
+between lanes only events order anything.
 `CudaStreams` maps lanes to CUDA streams; `CpuStreams` has a thread for each lane, with the same rules, so that every
 path and every race of the runtime exists on a machine without a GPU.
 
 Never `record_stream`: it delays reuse by an unknown time and does not protect memory that the compiler recycles.
 """
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -35,6 +38,8 @@ class Lane(StrEnum):
 
     OUT = "out"
     IN = "in"
+    UPDATE_OUT = "update-out"
+    UPDATE_IN = "update-in"
 
 
 class Event(Protocol):
@@ -74,6 +79,10 @@ class Streams(ABC):
         """
 
     @abstractmethod
+    def beside(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which the caller's compute stream is one beside all others, the same at each call."""
+
+    @abstractmethod
     def wait_compute(self, event: Event) -> None:
         """Make the caller's compute stream wait for `event`; raises what the copy raised, where copies can."""
 
@@ -95,7 +104,7 @@ class Streams(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait until both lanes are idle, then stop them. Idempotent."""
+        """Wait until all lanes are idle, then stop them. Idempotent."""
 
     @abstractmethod
     def transfer(self, dst: Tensor, src: Tensor) -> None:
@@ -182,6 +191,10 @@ class CpuStreams(Streams):
         """Queue any job on the lane's thread."""
         return CpuEvent(self.lanes[lane].submit(job))
 
+    def beside(self) -> contextlib.AbstractContextManager[object]:
+        """Return an empty context: each thread computes for itself."""
+        return contextlib.nullcontext()
+
     def wait_compute(self, event: Event) -> None:
         """Block the calling thread."""
         event.synchronize()
@@ -204,7 +217,7 @@ class CpuStreams(Streams):
         """Do nothing."""
 
     def close(self) -> None:
-        """Finish all queued copies and join both threads."""
+        """Finish all queued copies and join the threads."""
         for executor in self.lanes.values():
             executor.shutdown(wait=True)
 
@@ -248,6 +261,7 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lanes = {lane: torch.cuda.Stream(device=device) for lane in Lane}
+        self._beside = torch.cuda.Stream(device=device, priority=-1)
         self._spare: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def record_compute(self) -> Event:
@@ -263,6 +277,10 @@ class CudaStreams(Streams):
         with torch.cuda.stream(stream):
             self.transfer(dst, src)
         return self._record(stream)
+
+    def beside(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context of a stream whose kernels go first: they are short, and copies wait for them."""
+        return torch.cuda.stream(self._beside)
 
     def wait_compute(self, event: Event) -> None:
         """Let the current stream wait."""
@@ -303,8 +321,8 @@ class CudaStreams(Streams):
             torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
     def close(self) -> None:
-        """Wait for both lanes."""
-        for stream in self.lanes.values():
+        """Wait for all lanes."""
+        for stream in (self._beside, *self.lanes.values()):
             stream.synchronize()
 
     def transfer(self, dst: Tensor, src: Tensor) -> None:

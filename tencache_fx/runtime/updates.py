@@ -1,68 +1,220 @@
-"""Work on what is at home, by one thread: the most urgent first, of what can begin.
+"""Work on what is at home, by two threads: the most urgent first, of what can begin.
 
 An optimizer's updates are wanted in the order in which the next forward reads, and their gradients land in the other
-order. So whoever is next is chosen when the thread is free, and not when the work is handed in.
+order. So whoever is next is chosen when a thread is free, and not when the work is handed in.
+
+One thread updates on the host. The other, where it was given device memory to work in (`open_room`), streams its
+updates through the device, piece by piece: host memory, the links and the device are then all busy. Both take their
+work from the same queue, so each does as much of it as it is fast.
 """
 
 import itertools
+import logging
 import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from tencache_fx.errors import TencacheError
+from tencache_fx.runtime.streams import Event, Lane, Streams
+
+log = logging.getLogger("tencache_fx")
 
 _POLL_S = 0.0005  # CUDA events do not notify
+_DEPTH = 3  # pieces under way on the device: one coming in, one worked on, one going out
+_LEAST_COUNT = 1 << 16  # elements of a piece below which copies take longer to begin than to run
+_ALIGN = 128  # elements
+
+
+class Update(Protocol):
+    """One parameter's update, which may run in either place, with the same result."""
+
+    def on_host(self) -> None:
+        """Carry it out."""
+
+    def on_device(self, room: "Room") -> Callable[[], None]:
+        """Issue it; return what blocks until it is done, and ends it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Task:
     urgency: tuple[int, int]
-    work: Callable[[], None]
+    update: Update
     can_begin: Callable[[], bool]
     future: "Future[None]" = field(default_factory=Future)
 
+    def run(self, work: Callable[[], None]) -> None:
+        """Do `work`, the last of the task, and say how it went."""
+        try:
+            work()
+        except BaseException as error:  # raised by whoever waits for it
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
+
+
+@dataclass(slots=True)
+class _Slot:
+    memory: Tensor
+    after: tuple[Event, ...]
+
+
+class Room:
+    """Device memory that updates pass through, a few pieces at a time. For one thread."""
+
+    def __init__(self, streams: Streams, nbytes: int) -> None:
+        self._streams = streams
+        memory = [torch.empty(nbytes // _DEPTH, dtype=torch.uint8, device=streams.device) for _ in range(_DEPTH)]
+        allocated = (streams.record_compute(),)  # kernels may still run that had it before
+        self._slots = deque(_Slot(each, allocated) for each in memory)
+
+    def bring(self, small: Tensor) -> Tensor:
+        """Return a copy on the device of a few numbers, for the `work` that is streamed next."""
+        if self._streams.device.type != "cuda":
+            return small
+        with self._streams.beside():
+            return small.pin_memory().to(self._streams.device, non_blocking=True)
+
+    def stream(
+        self,
+        count: int,
+        sources: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        work: Callable[[Sequence[Tensor]], None],
+        after: Sequence[Event] = (),
+    ) -> Event:
+        """Bring `sources`, 1-D of `count` elements, piece by piece; let `work` change them; take `targets` back.
+
+        `targets` are the last of the sources, or the same with others before them, for which `work` gets memory. They
+        are written behind `after`. Returns the event of the last copy; nothing is waited for by the host.
+        """
+        streams, arrays = self._streams, [*sources, *(t for t in targets if all(t is not s for s in sources))]
+        slot_bytes = self._slots[0].memory.numel()
+        most = slot_bytes // sum(array.itemsize for array in arrays) // _ALIGN * _ALIGN
+        last: Event = streams.record_compute()
+        with streams.beside():
+            for start in range(0, count, most):
+                slot = self._slots[0]
+                self._slots.rotate(-1)
+                some = min(most, count - start)
+                pieces = _cut(slot.memory, arrays, most, some)
+                arrived = [
+                    streams.copy(Lane.UPDATE_IN, piece, source[start : start + some], slot.after)
+                    for piece, source in zip(pieces, sources, strict=False)
+                ]
+                for event in arrived:
+                    streams.wait_compute(event)
+                work(pieces)
+                done = (streams.record_compute(), *after)
+                by_array = {id(array): piece for array, piece in zip(arrays, pieces, strict=True)}
+                left = [
+                    streams.copy(Lane.UPDATE_OUT, target[start : start + some], by_array[id(target)], done)
+                    for target in targets
+                ]
+                slot.after = tuple(left)
+                last = left[-1]
+        return last
+
+
+def _cut(memory: Tensor, arrays: Sequence[Tensor], most: int, count: int) -> list[Tensor]:
+    """Return `count` elements of each array's dtype out of `memory`, which has room for `most` of each."""
+    pieces, start = [], 0
+    for array in arrays:
+        pieces.append(memory[start : start + count * array.itemsize].view(array.dtype))
+        start += most * array.itemsize
+    return pieces
+
 
 class Updates:
-    """The thread and its tasks. Thread-safe."""
+    """The threads and their tasks. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
         self._tasks: list[_Task] = []
         self._count = itertools.count()
-        self._lock = threading.Lock()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tencache-update")
+        self._cond = threading.Condition()
+        self._threads: dict[str, threading.Thread] = {}
+        self._room: Room | None = None
+        self._stopping = False
 
-    def submit(self, work: Callable[[], None], urgency: int, can_begin: Callable[[], bool]) -> "Future[None]":
-        """Have `work` done once it can begin, before all that is less urgent (a higher number) and can begin, too."""
-        task = _Task((urgency, next(self._count)), work, can_begin)
-        with self._lock:
+    @property
+    def streams_through_device(self) -> bool:
+        """Say whether some of the updates run on the device."""
+        return self._room is not None
+
+    def open_room(self, nbytes: int) -> None:
+        """Let updates run on the device, too, in `nbytes` of its memory, held until the engine is closed.
+
+        Does nothing the second time, or where that is too little to be worth it.
+        """
+        if self._room is None and nbytes // _DEPTH >= 20 * _LEAST_COUNT:
+            self._room = Room(self._streams, nbytes)
+
+    def submit(self, update: Update, urgency: int, can_begin: Callable[[], bool]) -> "Future[None]":
+        """Have `update` done once it can begin, before all that is less urgent (a higher number) and can begin, too."""
+        task = _Task((urgency, next(self._count)), update, can_begin)
+        with self._cond:
             self._tasks.append(task)
-        self._worker.submit(self._do_one)
+            self._start("update", self._work_on_host)
+            if self._room is not None:
+                self._start("update-device", self._work_on_device)
+            self._cond.notify_all()
         return task.future
 
     def stop(self) -> None:
-        """Finish all work, and join the thread."""
-        self._worker.shutdown(wait=True)
+        """Finish all work, and join the threads."""
+        with self._cond:
+            self._stopping = True
+            self._cond.notify_all()
+        for thread in self._threads.values():
+            thread.join()
 
-    def _do_one(self) -> None:
-        """Do one task: there are as many calls of this as tasks."""
-        while (task := self._take()) is None:
-            time.sleep(_POLL_S)
-        try:
-            task.work()
-        except BaseException as error:
-            task.future.set_exception(error)
-            raise
-        task.future.set_result(None)
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        if name not in self._threads:
+            self._threads[name] = threading.Thread(target=work, name=f"tencache-{name}", daemon=True)
+            self._threads[name].start()
 
-    def _take(self) -> _Task | None:
-        with self._lock:
-            ready = [task for task in self._tasks if _can_begin(task)]
-            task = min(ready, key=lambda task: task.urgency, default=None)
+    def _work_on_host(self) -> None:
+        while (task := self._take()) is not None:
+            task.run(task.update.on_host)
+            del task  # it holds gradients
+
+    def _work_on_device(self) -> None:
+        """Issue one update while the one before is under way: between two, nothing stands still."""
+        assert self._room is not None
+        under_way: deque[tuple[_Task, Callable[[], None]]] = deque()
+        while True:
+            task = self._take(wait=not under_way)
             if task is not None:
-                self._tasks.remove(task)
-        return task
+                try:
+                    under_way.append((task, task.update.on_device(self._room)))
+                except BaseException as error:
+                    task.future.set_exception(error)
+            elif not under_way:
+                return
+            if under_way and (task is None or len(under_way) > 1):
+                done, finish = under_way.popleft()
+                done.run(finish)
+                del done, finish
+            del task
+
+    def _take(self, *, wait: bool = True) -> _Task | None:
+        """Return the task to do next; None when there will be none, or without `wait` when there is none now."""
+        with self._cond:
+            while True:
+                ready = [task for task in self._tasks if _can_begin(task)]
+                if ready:
+                    task = min(ready, key=lambda task: task.urgency)
+                    self._tasks.remove(task)
+                    return task
+                if not wait or (self._stopping and not self._tasks):
+                    return None
+                self._cond.wait(_POLL_S if self._tasks else None)
 
 
 def _can_begin(task: _Task) -> bool:

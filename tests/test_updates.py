@@ -1,0 +1,106 @@
+"""Pieces that pass through the device, and two threads that share the work: nothing is lost, mixed up, or left."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from faulty_streams import FaultyCpuStreams
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tencache_fx.runtime.updates import Room, Updates
+
+
+@pytest.fixture
+def streams() -> Iterator[FaultyCpuStreams]:
+    made = FaultyCpuStreams(delay_s=0.001)
+    yield made
+    made.close()
+
+
+@settings(max_examples=15, deadline=None)
+@given(count=st.integers(1, 4000), room_bytes=st.integers(3 * 128 * 10, 30_000), seed=st.integers(0, 100))
+def test_what_streams_through_is_what_was_computed_in_one_piece(count: int, room_bytes: int, seed: int) -> None:
+    streams = FaultyCpuStreams(delay_s=0.0005, seed=seed)
+    try:
+        generator = torch.Generator().manual_seed(seed)
+        change = torch.randn(count, generator=generator).bfloat16()
+        total, rounded = torch.randn(count, generator=generator), torch.full((count,), -1.0).bfloat16()
+        expected = total + change
+
+        def work(pieces: list[Tensor]) -> None:
+            given, kept, result = pieces
+            kept.add_(given)
+            result.copy_(kept)
+
+        Room(streams, room_bytes).stream(count, [change, total], [total, rounded], work).synchronize()
+        assert torch.equal(total, expected)
+        assert torch.equal(rounded, expected.bfloat16())
+    finally:
+        streams.close()
+
+
+class Noted:
+    """An update that says where it ran."""
+
+    def __init__(self, name: str, done: list[str], gate: threading.Event | None = None) -> None:
+        self.name, self.done, self.gate, self.begun = name, done, gate, threading.Event()
+
+    def on_host(self) -> None:
+        self.begun.set()
+        if self.gate is not None:
+            assert self.gate.wait(30)
+        if self.name == "broken":
+            raise RuntimeError("injected")
+        time.sleep(0.001)
+        self.done.append(f"{self.name} on host")
+
+    def on_device(self, room: Room) -> Callable[[], None]:
+        if self.name == "broken":
+            raise RuntimeError("injected")
+        time.sleep(0.001)
+        return lambda: self.done.append(f"{self.name} on device")
+
+
+def test_the_most_urgent_that_can_begin_goes_first(streams: FaultyCpuStreams) -> None:
+    updates, done, gate = Updates(streams), [], threading.Event()
+    landed = threading.Event()
+    holding = Noted("first", done, gate)
+    first = updates.submit(holding, 9, lambda: True)
+    assert holding.begun.wait(30)
+    late = updates.submit(Noted("late", done), 0, landed.is_set)
+    others = [updates.submit(Noted(name, done), urgency, lambda: True) for name, urgency in (("b", 2), ("a", 1))]
+    gate.set()
+    for each in (first, *others):
+        each.result(30)
+    landed.set()
+    late.result(30)
+    updates.stop()
+    assert done == ["first on host", "a on host", "b on host", "late on host"]
+
+
+def test_both_threads_take_from_one_queue_and_one_failure_stops_nothing(streams: FaultyCpuStreams) -> None:
+    updates, done = Updates(streams), []
+    updates.open_room(8 << 20)
+    assert updates.streams_through_device
+    begin = threading.Event()
+    names = [*map(str, range(30)), "broken", *map(str, range(30, 60))]
+    futures = {name: updates.submit(Noted(name, done), 0, begin.is_set) for name in names}
+    begin.set()
+    with pytest.raises(RuntimeError, match="injected"):
+        futures.pop("broken").result(30)
+    for future in futures.values():
+        future.result(30)
+    updates.stop()
+    assert sorted(int(line.split()[0]) for line in done) == list(range(60))
+    assert {line.split()[-1] for line in done} == {"host", "device"}
+    assert not any(thread.name.startswith("tencache-update") for thread in threading.enumerate())
+
+
+def test_room_that_is_too_small_to_be_of_use_is_not_taken(streams: FaultyCpuStreams) -> None:
+    updates = Updates(streams)
+    updates.open_room(1 << 20)
+    assert not updates.streams_through_device
