@@ -59,7 +59,8 @@ def write_sink(gaps: Gaps, move: Move, engine: int) -> None:
         raise InvariantError(f"{spill.name}: {node.name} is no departure of a gradient.")
     (gradient,) = node.all_input_nodes
     value = gradient.meta["val"]
-    node.target, node.args = SINK, (gradient, engine, spill.name)
+    home = "" if _read_behind(node) else node.meta["tencache_home"]
+    node.target, node.args = SINK, (gradient, engine, spill.name, home)
     (output,) = graph.find_nodes(op="output")
 
     def make() -> fx.Node:
@@ -73,6 +74,16 @@ def write_sink(gaps: Gaps, move: Move, engine: int) -> None:
         token.meta["val"] = key_tensor()
         homed.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     output.replace_input_with(node, homed)
+
+
+def _read_behind(node: fx.Node) -> bool:
+    """Say whether the parameter whose gradient `node` sends home arrives behind it: before its update, then."""
+    following, home = node.next, node.meta["tencache_home"]
+    while following.op != "root":
+        if following.target is ARRIVE and following.meta["tencache_home"] == home:
+            return True
+        following = following.next
+    return False
 
 
 def write_settled(capture: Capture, steps: Sequence[fx.Node], engine: int) -> None:

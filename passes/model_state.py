@@ -6,7 +6,8 @@ Before, a parameter `w` that both graphs read:
     backward: (x, w, dy); dx = mm(dy, t(w)); dw = mm(t(x), dy);         return dw, dx
 
 After, for the planner: each graph has the parameter's bytes from `arrive` to its last reader, and the gradient's until
-`depart`, which stands behind its last reader and in its place among the graph's outputs:
+`depart`, which stands behind its last reader and in its place among the graph's outputs. It stands behind the arrival
+of its parameter, too: nothing asks for the parameter any more once its update may have begun.
 
     forward:  (w, x); a = arrive(w); y = mm(x, a);                      return y, x, w
     backward: (x, w, dy); b = arrive(w); dx = mm(dy, t(b)); dw = mm(t(x), dy); h = depart(dw); return h, dx
@@ -165,7 +166,9 @@ def _write_departures(backward: fx.Graph, inputs: tuple[fx.Node, ...], homes: Ma
         base = gradient
         while is_view(base):
             base = base.all_input_nodes[0]
-        last = max((base, gradient, *(r for r in readers_of(base) if r.op != "output")), key=lambda node: order[node])
+        arrivals = (node for node in order if node.target is ARRIVE and node.meta["tencache_home"] == home)
+        readers = (reader for reader in readers_of(base) if reader.op != "output")
+        last = max((base, gradient, *readers, *arrivals), key=lambda node: order[node])
         with backward.inserting_after(last):
             departure = backward.call_function(DEPART, (gradient,), name=f"depart_{inputs[index].name}")
         departure.meta["tencache_home"] = home

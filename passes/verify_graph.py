@@ -62,6 +62,7 @@ def verify_graphs(
             _check_release(name, ops)
         _check_geometry(name, ops)
     _check_homes(graphs)
+    _check_sinks(problem, graphs)
     _check_places(problem, plan, trips, graphs)
     _check_memory(problem, plan, capture, registers, in_place)
     _check_buffers(plan, graphs)
@@ -107,6 +108,28 @@ def _check_homes(graphs: tuple[fx.Graph, ...]) -> None:
             for user in node.users if node.name in away else ():
                 if user.target is not FETCH and user.op != "output":
                     raise InvariantError(f"homes: {user.name} reads {node.name}, which is not on the device.")
+
+
+def _check_sinks(problem: Problem, graphs: tuple[fx.Graph, ...]) -> None:
+    """Behind a sink that lets its parameter's update begin, the parameter is not asked for, nor waited for."""
+    home_of = {storage.name: storage.home for storage in problem.storages}
+    for graph in graphs:
+        updating: set[str] = set()
+        fetched: dict[fx.Node, str] = {}
+        for node in graph.nodes:
+            asked = ""
+            if node.target is SINK and node.args[3]:
+                if node.args[3] != home_of.get(node.args[2]):
+                    raise InvariantError(f"sinks: {node.name} is a gradient of {home_of.get(node.args[2])}, not of it.")
+                updating.add(node.args[3])
+            elif node.target is FETCH:
+                asked = fetched[node] = home_of.get(node.args[2], "")
+            elif node.target is WAIT:
+                asked = fetched.get(node.args[0], "")
+            elif node.target is SETTLE:
+                asked = node.args[2]
+            if asked in updating:
+                raise InvariantError(f"sinks: {node.name} asks for {asked} behind the beginning of its update.")
 
 
 def _away(graphs: tuple[fx.Graph, ...]) -> frozenset[str]:

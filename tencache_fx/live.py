@@ -20,7 +20,7 @@ from tencache_fx.phases import CallTimes, PhaseClock
 from tencache_fx.plan import Plan, Problem
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.homes import Home
-from tencache_fx.runtime.registry import find_homes, open_engine
+from tencache_fx.runtime.registry import find_homes, follow, open_engine
 from tencache_fx.sizes import Footprint, SizeFormulas, Sizes
 from tencache_fx.tables import format_ns
 
@@ -93,7 +93,10 @@ class LiveRegion(ABC):
                 self._rival = None
                 self._plan_again(formulas, sizes, "its plan, or what is held beside it, is over the budget")
         assert self._compiled is not None
-        return self._compiled(*args)
+        results = self._compiled(*args)
+        if homes and torch.is_grad_enabled():
+            follow(self.device, results, {self._home_names[index]: home for index, home in homes.items()})
+        return results
 
     def _fits(self, footprint: Footprint, sizes: Sizes) -> bool:
         """Say whether the plan holds at these sizes and beside what others hold now; see that its buffers are there."""

@@ -80,6 +80,8 @@ def summon(model: nn.Module, *, write: bool = True) -> Iterator[nn.Module]:
 def _summoned(home: Home, *, write: bool) -> Iterator[None]:
     """Have one parameter on the device meanwhile."""
     brought, home.summoned = home.bring(), True
+    if torch.is_grad_enabled():
+        home.parts.add(_ALONE)
     try:
         yield
     finally:
@@ -142,6 +144,15 @@ def _move(engine: Engine, parameter: nn.Parameter, name: str, device: torch.devi
     engine.homes.settle_in(parameter, name, device)
 
 
+class _Part:
+    """A part of a gradient that comes from a module that runs by itself, and so unannounced."""
+
+    started = True
+
+
+_ALONE = _Part()
+
+
 def _watch(module: nn.Module) -> None:
     """Let a module's own parameters come to the device whenever it runs outside of a compiled region."""
     if hasattr(module, "_tencache_brought"):
@@ -162,7 +173,11 @@ def _own_homes(module: nn.Module) -> dict[str, Home]:
 def _before_forward(module: Any, args: Any) -> None:
     if torch.compiler.is_compiling():  # the compiled region fetches what it reads
         return
-    module._tencache_brought.append([home for home in _own_homes(module).values() if home.bring()])
+    own = list(_own_homes(module).values())
+    if torch.is_grad_enabled():
+        for home in own:
+            home.parts.add(_ALONE)
+    module._tencache_brought.append([home for home in own if home.bring()])
 
 
 def _after_forward(module: Any, args: Any, output: Any) -> None:

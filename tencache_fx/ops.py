@@ -9,8 +9,10 @@ and for a parameter whose home is in host memory, of which the graph takes no mo
 
     ticket = fetch(home)             allocate on the device, issue the copy in of what is at home
     token  = settle(home)            for one that stays on the device: compute waits for its last update
-    handle = sink(gradient)          as `offload`; what is released is handed out by
+    handle = sink(gradient, home)    as `offload`; what is released is handed out by
     tensor = homed(handle, ...)      the gradient, in host memory
+
+`home` is the parameter's name where its update may begin at once: nothing behind the sink reads the parameter any more.
 
 `arrive` and `depart` stand for a fetch and its wait, and for a sink and its release, until both have been planned.
 
@@ -42,7 +44,7 @@ LIBRARY.define(
 
 LIBRARY.define("fetch(Tensor home, int engine, str label) -> Tensor")
 LIBRARY.define("settle(Tensor(a!) home, int engine, str label) -> Tensor")
-LIBRARY.define("sink(Tensor src, int engine, str label) -> Tensor", tags=_AS_PLANNED)
+LIBRARY.define("sink(Tensor src, int engine, str label, str home) -> Tensor", tags=_AS_PLANNED)
 LIBRARY.define(
     "homed(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int engine) -> Tensor"
 )

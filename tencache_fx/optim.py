@@ -14,6 +14,7 @@ at once, and each parameter's next reader waits for its own update only. With `s
 during backward, as gradients land.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,10 +31,11 @@ from tencache_fx.model_state import engine_of, find_home
 from tencache_fx.optim_kernels import ADAMW, adamw_kernel, adamw_numbers
 from tencache_fx.optim_updates import HomeUpdate, flat
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.gradients import HomeGradient
+from tencache_fx.runtime.gradients import HomeGradient, Lease
 from tencache_fx.runtime.homes import Home
 from tencache_fx.runtime.rounds import PIECE_BYTES, Piece, work_at_home
 from tencache_fx.runtime.states import State
+from tencache_fx.runtime.streams import Event
 
 _MISSING = {"master": float("nan"), "exp_avg": 0.0, "exp_avg_sq": 0.0}
 _STATE = tuple(_MISSING)
@@ -83,13 +85,14 @@ class AdamW(torch.optim.Optimizer):
         self._states: dict[Tensor, State] = {}  # where what `state` has of each parameter is kept
         self._versions: dict[Tensor, int] = {}  # of each home, as the last step left it
         self._urgency: dict[Tensor, int] = {}  # by the order in which the next forward will read, as far as is known
+        self._early: dict[Tensor, Lease] = {}  # gradients by which updates began before autograd told of them
         self._in_backward = step_in_backward
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._written, self._versions, self._states, self._in_backward = {}, {}, {}, False
+        self._written, self._versions, self._states, self._early, self._in_backward = {}, {}, {}, {}, False
         self._urgency = {p: index for index, p in enumerate(p for g in self.param_groups for p in g["params"])}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -127,9 +130,11 @@ class AdamW(torch.optim.Optimizer):
         for _, parameter in todo:
             if parameter.grad.is_sparse:
                 raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
-        at_home = [(group, p, home) for group, p in todo if (home := find_home(p)) is not None]
-        for group, parameter, home in at_home:
-            self._begin(group, parameter, home)
+        at_home = [(p, home) for _, p in todo if (home := find_home(p)) is not None]
+        for parameter, home in at_home:
+            readers = engine_of(parameter.device).streams.record_compute()
+            self._begin(parameter, home, self._lease(parameter, parameter.grad), readers)
+            home.parts = {part for part in home.parts if not part.started}
         for parameter in (p for p in self._urgency if p.grad is None):
             if (frozen := find_home(parameter)) is not None:
                 frozen.put_away()
@@ -184,20 +189,43 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _step_now(self, parameter: Tensor) -> None:
-        """Update a parameter whose gradient has just come, if it has a home."""
-        if (home := find_home(parameter)) is not None:
-            group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
-            self._begin(group, parameter, home)
-            parameter.grad = None
+        """Update a parameter whose gradient has just come, if it has a home; where it left, that may have begun."""
+        if (home := find_home(parameter)) is None:
+            return
+        home.update_now = partial(self._step_early, weakref.ref(parameter))
+        home.parts = {part for part in home.parts if not part.started}
+        gradient, begun = parameter.grad, self._early.pop(parameter, None)
+        parameter.grad = None
+        readers = engine_of(parameter.device).streams.record_compute()
+        if begun is not None:
+            engine_of(parameter.device).stats.add(h2d_bytes=home.end_readers(readers))
+        if begun is None or not isinstance(gradient, HomeGradient) or gradient.lease is not begun:
+            assert gradient is not None
+            self._begin(parameter, home, self._lease(parameter, gradient), readers)
 
-    def _begin(self, group: dict[str, Any], parameter: Tensor, home: Home) -> None:
-        """Have a parameter updated at home, by the gradient it has now."""
-        engine = engine_of(parameter.device)
-        gradient = parameter.grad
-        assert gradient is not None
-        if not isinstance(gradient, HomeGradient):  # a module that ran by itself
+    @torch.no_grad()
+    def _step_early(self, reference: "weakref.ref[Tensor]", lease: Lease) -> None:
+        """Update a parameter by a gradient that has just left, if nobody else wants it first."""
+        parameter = reference()
+        if parameter is None or parameter.grad is not None or parameter._backward_hooks:
+            return
+        hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        home = find_home(parameter)
+        if home is not None and hooks is not None and len(hooks) == 1:
+            self._early[parameter] = lease
+            self._begin(parameter, home, lease, None)
+
+    def _lease(self, parameter: Tensor, gradient: Tensor) -> Lease:
+        """Return where a gradient is at home; one of a module that ran by itself is sent there."""
+        if not isinstance(gradient, HomeGradient):
+            engine = engine_of(parameter.device)
             gradient = _send_home(engine, _dense_like(parameter, gradient.to(parameter.dtype)))
-        lease = gradient.lease
+        return gradient.lease
+
+    def _begin(self, parameter: Tensor, home: Home, lease: Lease, readers: Event | None) -> None:
+        """Have a parameter updated at home, by a gradient there; what reads it on the device is done by `readers`."""
+        engine = engine_of(parameter.device)
+        group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
         if lease.changes:
             lease.host()
         factor = None if lease.factor is None else _read_later(engine, lease.factor)
@@ -206,16 +234,13 @@ class AdamW(torch.optim.Optimizer):
         fresh = self._versions.get(parameter) != home.version
         self._versions[parameter] = home.version
         state = self._ready(parameter)
-        numbers = adamw_numbers(group, int(state["step"]) + 1)
-
         update = HomeUpdate(
             home=home,
             lease=lease,
             arrays=self._states[parameter].arrays,
-            numbers=numbers,
+            numbers=adamw_numbers(group, int(state["step"]) + 1),
             factor=factor,
             fresh=fresh,
-            after=engine.streams.record_compute(),  # behind all that reads the weight on the device
             kernels=partial(adamw_kernel, parameter.dtype),
             count=partial(self._count, parameter),
             stats=engine.stats,
@@ -223,7 +248,7 @@ class AdamW(torch.optim.Optimizer):
         update.prepare(engine.homes.updates)
         begun = engine.homes.updates.submit(update, self._urgency[parameter], lambda: lease.has_landed)
         lease.reading = begun
-        home.begin_update(begun)
+        home.begin_update(begun, readers)
 
     def _pieces(self, todo: Iterable[tuple[dict[str, Any], Tensor]]) -> Iterator[Piece[_Update]]:
         """Yield what is to be updated, parameter by parameter; a step counts once a parameter's last piece is done."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from tencache_fx.runtime.gradients import Lease
 from tencache_fx.runtime.homes import Home
 from tencache_fx.runtime.stats import Stats
-from tencache_fx.runtime.streams import Event
 from tencache_fx.runtime.updates import Room, Updates
 
 _CPU = torch.device("cpu")
@@ -22,7 +21,7 @@ class HomeUpdate:
 
     The first of `arrays` is the master weight; `fresh` says that the weight may have been set since it was made from
     that. `numbers` are what the kernel multiplies with, the first of them the gradient, which `factor` scales as well.
-    `kernels` gives the kernel for a device. On the device, the weight is read by what comes before `after`.
+    `kernels` gives the kernel for a device.
     """
 
     home: Home
@@ -31,7 +30,6 @@ class HomeUpdate:
     numbers: Tensor
     factor: Callable[[], float] | None
     fresh: bool
-    after: Event
     kernels: Callable[[torch.device], Callable[..., None]]
     count: Callable[[], None]
     stats: Stats
@@ -84,7 +82,7 @@ class HomeUpdate:
 
     def _end(self) -> None:
         self.count()
-        self.stats.add(h2d_bytes=self.home.renew(self.after))
+        self.stats.add(h2d_bytes=self.home.renew())
 
 
 def flat(dense: Tensor) -> Tensor:

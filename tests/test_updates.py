@@ -67,12 +67,12 @@ class Noted:
 
 def test_the_most_urgent_that_can_begin_goes_first(streams: FaultyCpuStreams) -> None:
     updates, done, gate = Updates(streams), [], threading.Event()
-    landed = threading.Event()
     holding = Noted("first", done, gate)
     first = updates.submit(holding, 9, lambda: True)
     assert holding.begun.wait(30)
-    late = updates.submit(Noted("late", done), 0, landed.is_set)
+    landed = threading.Event()
     others = [updates.submit(Noted(name, done), urgency, lambda: True) for name, urgency in (("b", 2), ("a", 1))]
+    late = updates.submit(Noted("late", done), 0, landed.is_set)
     gate.set()
     for each in (first, *others):
         each.result(30)

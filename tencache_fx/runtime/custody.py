@@ -236,7 +236,7 @@ class Custody:
 
     def _drop(self, slot: Slot) -> None:
         """End a trip whose owner died. A read or write that runs sees `DROPPED` when it ends."""
-        stage, slot.stage = slot.stage, Stage.DROPPED
+        stage, slot.stage, slot.lease = slot.stage, Stage.DROPPED, None
         self._stats.add(dropped=1)
         if slot.src is not None:
             self._limbo.append((slot.copied_out, slot.src))

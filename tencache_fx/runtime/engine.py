@@ -20,6 +20,7 @@ from torch import Tensor
 from tencache_fx.errors import InvariantError, OptionError, TencacheError, UsageError
 from tencache_fx.plan import PoolClass, Step, Tier, size_classes
 from tencache_fx.runtime.custody import Custody
+from tencache_fx.runtime.flights import Flights
 from tencache_fx.runtime.gradients import HomeGradient, Lease
 from tencache_fx.runtime.homes import Homes
 from tencache_fx.runtime.pool import Buffer, Pool, Use
@@ -55,6 +56,7 @@ class Engine:
         self.pool = Pool(self.streams, host_budget_bytes)
         self.stats = Stats(self._gauges)
         self.homes = Homes(self.pool, self.streams)
+        self.flights = Flights()
         self._custody = Custody(self.pool, self.streams, self.stats)
         self._lock = self._custody.lock
         self._slots = self._custody.slots
@@ -229,8 +231,12 @@ class Engine:
                 self.stats.add_stall(watch, "stall_in_ns")
         return new_token()
 
-    def sink(self, src: Tensor, label: str = "") -> Tensor:
-        """Issue the copy of a gradient out; return the handle, for `release` and `homed`. Raises `BudgetError`."""
+    def sink(self, src: Tensor, label: str = "", home: str = "") -> Tensor:
+        """Issue the copy of a gradient out; return the handle, for `release` and `homed`.
+
+        If that is all there will be of the gradient of `home`, and its optimizer updates during backward, the update
+        begins. Raises `BudgetError`.
+        """
         self._enter()
         label = label or "a gradient"
         layout = Layout.of(src, label)
@@ -240,10 +246,13 @@ class Engine:
             norm = torch.linalg.vector_norm(src.detach(), dtype=torch.float32) if src.is_floating_point() else None
             with self._lock:
                 slot = self._leave(src, layout, label, Tier.HOST, buffer)
-                slot.norm = norm
                 undo.pop_all()
+                slot.buffer, slot.lease = None, Lease(self.homes, buffer, layout, slot.copied_out, norm)
                 handle = self._slots.add(slot)
         self.stats.add(offloads=1, d2h_bytes=layout.nbytes)
+        whole = self.flights.whole(home) if home else None
+        if whole is not None and whole.update_now is not None:
+            whole.update_now(slot.lease)
         return handle
 
     def homed(self, handle: Tensor) -> Tensor:
@@ -251,10 +260,10 @@ class Engine:
         self._enter()
         with self._lock:
             slot = self._slots.find(handle, "hand out")
-            if slot.stage is not Stage.AWAY or slot.buffer is None:
+            if slot.lease is None:
                 raise UsageError(_once(slot))
-            buffer, slot.buffer, slot.stage = slot.buffer, None, Stage.BACK
-        return HomeGradient(Lease(self.homes, buffer, slot.layout, slot.copied_out, slot.norm))
+            lease, slot.lease, slot.stage = slot.lease, None, Stage.BACK
+        return HomeGradient(lease)
 
     def close(self, *, at_exit: bool = False) -> None:
         """Finish the copies under way, join all threads, give all memory, files and disk back. Idempotent.

@@ -8,9 +8,9 @@ waits for that one update, and whoever writes waits for the last copy that reads
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from tencache_fx.runtime.pool import Buffer, Pool, Use
 from tencache_fx.runtime.slots import Layout, raw_bytes
 from tencache_fx.runtime.streams import Event, Lane, Streams
 from tencache_fx.runtime.updates import Updates
+
+if TYPE_CHECKING:
+    from tencache_fx.runtime.gradients import Lease
 
 
 class Home:
@@ -41,9 +44,13 @@ class Home:
         self.summoned = False
         self.version = 0
         self.left: Event | None = None  # the last copy that reads `host`
+        self.parts: set[Any] = set()  # what a part of its gradient may still come from, see `flights`
+        self.update_now: Callable[[Lease], None] | None = None  # begins its update, if its optimizer wants that
         self._parameter = weakref.ref(parameter)
         self._streams = streams
         self._update: Future[None] | None = None
+        self._readers: Event | None = None  # behind it, nobody reads the value before the update on the device
+        self._stale = False  # on the device is the value before the update still
         self._lock = threading.RLock()  # the bytes on the device come and go under it
 
     @property
@@ -68,9 +75,19 @@ class Home:
         """Say whether an update is under way."""
         return self._update is not None and not self._update.done()
 
-    def begin_update(self, update: "Future[None]") -> None:
-        """Have readers wait for `update` from now on; nothing else may be under way."""
-        self._update = update
+    def begin_update(self, update: "Future[None]", readers: Event | None) -> None:
+        """Have readers wait for `update` from now on; nothing else may be under way.
+
+        What is on the device is renewed behind `readers`; None while more of them may come, up to `end_readers`.
+        """
+        with self._lock:
+            self._update, self._readers = update, readers
+
+    def end_readers(self, readers: Event) -> int:
+        """Have what is on the device renewed behind `readers`, now or once the update is done; return bytes copied."""
+        with self._lock:
+            self._readers = readers
+            return self.renew() if self._stale else 0
 
     def settle(self) -> None:
         """Block the host until what is at home is right; raises what an update raised, to whoever asks first."""
@@ -109,6 +126,8 @@ class Home:
             if away:
                 self.parameter.untyped_storage().resize_(self.nbytes)
                 self.refresh()
+            elif self._stale:
+                self.refresh()
             elif self.left is not None:
                 self._streams.wait_compute(self.left)
         return away
@@ -128,17 +147,20 @@ class Home:
     def refresh(self) -> None:
         """Copy what is at home over what is on the device."""
         after = self._streams.record_compute()
+        self._stale = False
         self._streams.wait_compute(self.copy_in(self.parameter.detach(), (after,)))
 
-    def renew(self, after: Event) -> int:
-        """Copy what is at home over what is on the device, if it is there, behind `after`: from any thread.
+    def renew(self) -> int:
+        """Copy what is at home over what is on the device, if it is there, behind its readers: from any thread.
 
-        Returns the bytes copied.
+        Returns the bytes copied; 0 while the readers are not known, which leaves it to `end_readers`.
         """
         with self._lock:
-            if not self.on_device:
+            self._stale = self.on_device and self._readers is None
+            if self._stale or not self.on_device:
                 return 0
-            self.copy_in(self.parameter.detach(), (after,))
+            assert self._readers is not None
+            self.copy_in(self.parameter.detach(), (self._readers,))
             return self.nbytes
 
     def take(self) -> None:
@@ -157,6 +179,7 @@ class Home:
                 if self.left is not None:
                     self._streams.wait_compute(self.left)  # the allocator hands them out in that stream's order
                 self.parameter.untyped_storage().resize_(0)
+                self._stale = False
 
     def move_out(self) -> None:
         """Make the parameter an ordinary one, of the CPU: there is no room for it on the device."""

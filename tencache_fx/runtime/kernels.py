@@ -36,8 +36,8 @@ def _settle(home: Tensor, engine: int, label: str) -> Tensor:
     return engine_by_id(engine).settle(home)
 
 
-def _sink(src: Tensor, engine: int, label: str) -> Tensor:
-    return engine_by_id(engine).sink(src, label)
+def _sink(src: Tensor, engine: int, label: str, home: str) -> Tensor:
+    return engine_by_id(engine).sink(src, label, home)
 
 
 def _homed(

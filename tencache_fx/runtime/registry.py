@@ -4,7 +4,7 @@ import atexit
 import ctypes
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,6 +125,12 @@ def find_homes(values: Sequence[object], device: torch.device) -> dict[int, Home
     tensors = ((index, value) for index, value in enumerate(values) if isinstance(value, torch.Tensor))
     found = ((index, engine.homes.find(tensor)) for index, tensor in tensors if tensor.device == engine.device)
     return {index: home for index, home in found if home is not None and home.parameter is values[index]}
+
+
+def follow(device: torch.device, results: object, homes: Mapping[str, Home]) -> None:
+    """Note a region's call, whose backward may come; see `flights`."""
+    if (engine := find_engine(device)) is not None:
+        engine.flights.follow(results, homes)
 
 
 def open_update_room(device: torch.device, device_budget_bytes: int | None) -> None:

@@ -17,6 +17,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ from tencache_fx.plan import Tier
 from tencache_fx.runtime.pool import Buffer
 from tencache_fx.runtime.store import Extent
 from tencache_fx.runtime.streams import Event
+
+if TYPE_CHECKING:
+    from tencache_fx.runtime.gradients import Lease
 
 _REMEMBERED = 4096
 """How many trips that are over can still be named in an error."""
@@ -88,7 +92,7 @@ class Slot:
     read: "Future[None] | None" = None
     dst: Tensor | None = None
     copied_in: Event | None = None
-    norm: Tensor | None = None  # of a gradient
+    lease: "Lease | None" = None  # of a gradient that has left
     owners: dict[str, int] = field(default_factory=dict)  # "handle", "ticket": the address of its key
 
 

@@ -71,12 +71,16 @@ class Streams(ABC):
     def record_compute(self) -> Event:
         """Return an event behind everything queued on the caller's compute stream so far."""
 
-    @abstractmethod
     def copy(self, lane: Lane, dst: Tensor, src: Tensor, after: Sequence[Event] = ()) -> Event:
         """Queue `dst[:] = src` (equal-sized bytes) on `lane` once all of `after` happened; return the copy's event.
 
         Does not block the host. On the CPU the lane keeps both tensors alive; on CUDA the caller must.
         """
+        return self.copy_all(lane, [(dst, src)], after)
+
+    @abstractmethod
+    def copy_all(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Event] = ()) -> Event:
+        """Queue several copies, `(dst, src)`, one behind the other, as `copy` does; return the last one's event."""
 
     @abstractmethod
     def beside(self) -> contextlib.AbstractContextManager[object]:
@@ -175,15 +179,15 @@ class CpuStreams(Streams):
         """Return an event that has happened."""
         return self._past
 
-    def copy(self, lane: Lane, dst: Tensor, src: Tensor, after: Sequence[Event] = ()) -> Event:
-        """Queue the copy on the lane's thread."""
-        tensors = [src, dst]
+    def copy_all(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Event] = ()) -> Event:
+        """Queue the copies on the lane's thread."""
+        waiting = deque(pairs)
 
         def job() -> None:
             self.settle(after)
-            # Let go of both before the event happens: whoever waits for it may count on being the last to hold them.
-            target, source = tensors.pop(), tensors.pop()
-            self.transfer(target, source)
+            while waiting:
+                # Let go before the event happens: whoever waits for it may count on being the last to hold them.
+                self.transfer(*waiting.popleft())
 
         return self.submit(lane, job)
 
@@ -268,14 +272,15 @@ class CudaStreams(Streams):
         """Record on the current stream."""
         return self._record(torch.cuda.current_stream(self.device))
 
-    def copy(self, lane: Lane, dst: Tensor, src: Tensor, after: Sequence[Event] = ()) -> Event:
-        """Queue an asynchronous copy on the lane's stream."""
+    def copy_all(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Event] = ()) -> Event:
+        """Queue asynchronous copies on the lane's stream."""
         stream = self.lanes[lane]
         for event in after:
             assert isinstance(event, torch.cuda.Event)
             stream.wait_event(event)
         with torch.cuda.stream(stream):
-            self.transfer(dst, src)
+            for dst, src in pairs:
+                self.transfer(dst, src)
         return self._record(stream)
 
     def beside(self) -> contextlib.AbstractContextManager[object]:

@@ -8,6 +8,7 @@ updates through the device, piece by piece: host memory, the links and the devic
 work from the same queue, so each does as much of it as it is fast.
 """
 
+import heapq
 import itertools
 import logging
 import threading
@@ -47,6 +48,9 @@ class _Task:
     update: Update
     can_begin: Callable[[], bool]
     future: "Future[None]" = field(default_factory=Future)
+
+    def __lt__(self, other: "_Task") -> bool:
+        return self.urgency < other.urgency
 
     def run(self, work: Callable[[], None]) -> None:
         """Do `work`, the last of the task, and say how it went."""
@@ -103,21 +107,14 @@ class Room:
                 self._slots.rotate(-1)
                 some = min(most, count - start)
                 pieces = _cut(slot.memory, arrays, most, some)
-                arrived = [
-                    streams.copy(Lane.UPDATE_IN, piece, source[start : start + some], slot.after)
-                    for piece, source in zip(pieces, sources, strict=False)
-                ]
-                for event in arrived:
-                    streams.wait_compute(event)
+                coming = [(piece, src[start : start + some]) for piece, src in zip(pieces, sources, strict=False)]
+                streams.wait_compute(streams.copy_all(Lane.UPDATE_IN, coming, slot.after))
                 work(pieces)
                 done = (streams.record_compute(), *after)
                 by_array = {id(array): piece for array, piece in zip(arrays, pieces, strict=True)}
-                left = [
-                    streams.copy(Lane.UPDATE_OUT, target[start : start + some], by_array[id(target)], done)
-                    for target in targets
-                ]
-                slot.after = tuple(left)
-                last = left[-1]
+                going = [(target[start : start + some], by_array[id(target)]) for target in targets]
+                last = streams.copy_all(Lane.UPDATE_OUT, going, done)
+                slot.after = (last,)
         return last
 
 
@@ -135,7 +132,8 @@ class Updates:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._tasks: list[_Task] = []
+        self._waiting: deque[_Task] = deque()
+        self._ready: list[_Task] = []
         self._count = itertools.count()
         self._cond = threading.Condition()
         self._threads: dict[str, threading.Thread] = {}
@@ -156,10 +154,13 @@ class Updates:
             self._room = Room(self._streams, nbytes)
 
     def submit(self, update: Update, urgency: int, can_begin: Callable[[], bool]) -> "Future[None]":
-        """Have `update` done once it can begin, before all that is less urgent (a higher number) and can begin, too."""
+        """Have `update` done once it can begin, before all that is less urgent (a higher number) and can begin, too.
+
+        None is asked whether it can begin before those that were submitted earlier can: gradients land one by one.
+        """
         task = _Task((urgency, next(self._count)), update, can_begin)
         with self._cond:
-            self._tasks.append(task)
+            self._waiting.append(task)
             self._start("update", self._work_on_host)
             if self._room is not None:
                 self._start("update-device", self._work_on_device)
@@ -207,14 +208,13 @@ class Updates:
         """Return the task to do next; None when there will be none, or without `wait` when there is none now."""
         with self._cond:
             while True:
-                ready = [task for task in self._tasks if _can_begin(task)]
-                if ready:
-                    task = min(ready, key=lambda task: task.urgency)
-                    self._tasks.remove(task)
-                    return task
-                if not wait or (self._stopping and not self._tasks):
+                while self._waiting and _can_begin(self._waiting[0]):
+                    heapq.heappush(self._ready, self._waiting.popleft())
+                if self._ready:
+                    return heapq.heappop(self._ready)
+                if not wait or (self._stopping and not self._waiting):
                     return None
-                self._cond.wait(_POLL_S if self._tasks else None)
+                self._cond.wait(_POLL_S if self._waiting else None)
 
 
 def _can_begin(task: _Task) -> bool:

@@ -1,0 +1,126 @@
+"""Updates that begin where a gradient leaves: only where that is all of it, and with what nobody has changed since."""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from harness import Block
+from torch import Tensor, nn
+
+import tencache_fx
+from tencache_fx.optim import AdamW
+from tencache_fx.runtime.streams import Event
+
+HIDDEN = 160
+STEPS = 4
+
+Loss = Callable[[nn.Module, Callable[[Tensor], Tensor], Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+    tencache_fx.close()
+
+
+def once(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return run(x).square().mean()
+
+
+def twice(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return (run(x) + run(2 * x)).square().mean()
+
+
+def beside_itself(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """One block is run by itself as well."""
+    return (run(x) + model[1](x)).square().mean()
+
+
+def beside_another_region(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    options = {"device_budget": "1MB", "compiler": "eager", "calibrate": False}
+    other = torch.compile(model[1], backend="tencache", options=options)
+    return (run(x) + other(x)).square().mean()
+
+
+def with_one_forward_for_nothing(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    run(x)
+    return run(2 * x).square().mean()
+
+
+def with_views_of_the_results(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return run(x).view(-1)[3:].square().mean()
+
+
+def hooked(model: nn.Module) -> None:
+    model[1].into.weight.register_hook(lambda gradient: gradient * 2)
+
+
+def watched(model: nn.Module) -> None:
+    """The gradient of one is changed by a hook that was there before the optimizer's."""
+    model[1].into.weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(2))
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "prepare", "all_early"),
+    [
+        (once, None, True),
+        (twice, None, False),
+        (beside_itself, None, False),
+        (beside_another_region, None, False),
+        (with_one_forward_for_nothing, None, True),
+        (with_views_of_the_results, None, True),
+        (once, hooked, False),
+        (once, watched, False),
+    ],
+)
+@pytest.mark.parametrize("budget", ["1MB", None])
+def test_they_are_those_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+    loss_of: Loss,
+    prepare: Callable[[nn.Module], None] | None,
+    all_early: bool,  # noqa: FBT001
+    budget: str | None,
+) -> None:
+    begun: list[bool] = []
+    begin = AdamW._begin
+
+    def noting(self: AdamW, parameter: Tensor, home: object, lease: object, readers: Event | None) -> None:
+        begun.append(readers is None)
+        begin(self, parameter, home, lease, readers)
+
+    monkeypatch.setattr(AdamW, "_begin", noting)
+    torch.manual_seed(0)
+    first = nn.Sequential(*(Block(HIDDEN) for _ in range(3)))
+    found = []
+    for now in (False, True):
+        begun.clear()
+        model = tencache_fx.offload(copy.deepcopy(first))
+        if prepare is not None:
+            prepare(model)
+        optimizer = AdamW(model.parameters(), lr=1e-2, step_in_backward=now)
+        options = {"device_budget": budget, "compiler": "eager", "calibrate": False, "recompute": "none"}
+        run = torch.compile(model, backend="tencache", options=options)
+        losses = []
+        for step in range(STEPS):
+            loss = loss_of(model, run, torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(step)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        found.append((losses, weights, list(begun)))
+        torch.compiler.reset()
+        tencache_fx.close()
+    (losses, weights, in_step), (losses_now, weights_now, early) = found
+    assert losses_now == losses
+    torch.testing.assert_close(weights_now, weights, rtol=0, atol=0)
+    assert not any(in_step)
+    parameters = 6  # with a home
+    assert len(early) == parameters * STEPS
+    if all_early:
+        assert early == [False] * parameters + [True] * parameters * (STEPS - 1)
+    else:
+        assert 0 <= sum(early) < parameters * (STEPS - 1)
