@@ -87,11 +87,13 @@ def _read_behind(node: fx.Node) -> bool:
 
 
 def write_settled(capture: Capture, steps: Sequence[fx.Node], engine: int) -> None:
-    """Write what is left of the arrivals: those of parameters that stay on the device."""
+    """Write what is left of arrivals and departures: those of parameters that stay, or are updated, on the device."""
     homes = {node.meta["tencache_home"] for node in steps if node.target is ARRIVE}
     for node in steps:
         if node.target is ARRIVE:
             _settle(node, engine)
+        elif node.target is DEPART:
+            _stay(node)
     for graph in capture.graphs:
         for node in graph.find_nodes(op="placeholder"):
             if node.meta.get("tencache_home") in homes:
@@ -107,6 +109,14 @@ def _settle(node: fx.Node, engine: int) -> None:
     with node.meta["val"].fake_mode:
         node.meta["val"] = key_tensor()
     node.target, node.args = SETTLE, (home, engine, node.meta["tencache_home"])
+
+
+def _stay(node: fx.Node) -> None:
+    """Let a gradient that is used where it is be handed out as it is."""
+    (gradient,) = node.all_input_nodes
+    node.target = torch.ops.aten.alias.default
+    with gradient.meta["val"].fake_mode:
+        node.meta["val"] = torch.ops.aten.alias.default(gradient.meta["val"])
 
 
 def _move_name(role: str, spill: Spill) -> str:

@@ -19,7 +19,7 @@ from tencache_fx.passes.fusion import Registers
 from tencache_fx.passes.model_state import is_away
 from tencache_fx.passes.products import fused_product
 from tencache_fx.passes.symbols import SymbolSource, symbol_source
-from tencache_fx.plan import Kind, Step, Storage, round_up
+from tencache_fx.plan import STATE_BYTES, Kind, Step, Storage, round_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,7 @@ class _Trace:
     made_here: bool
     outlives: bool = False
     home: str = ""
+    state_bytes: int = 0
     written: bool = False
     shared: bool = False
     uses: list[int] = field(default_factory=list)
@@ -151,6 +152,7 @@ class _Walk:
         if node.target is DEPART:
             for key in read:
                 self._known[key].kind, self._known[key].home = Kind.SUNK, node.meta["tencache_home"]
+                self._known[key].state_bytes = STATE_BYTES * byte_hint(_only_value(node).numel())
             return
         for key, tensor in self._storages(node):
             twice_made = key in self._known and key not in read
@@ -250,8 +252,15 @@ def _finish(trace: _Trace, capture: Capture, sources: Sequence[SymbolSource]) ->
         ready=Step(trace.birth if carrier is None else trace.members[carrier]),
         formula=trace.formula,
         home=trace.home,
+        state_bytes=trace.state_bytes,
     )
     return StorageNodes(storage=storage, members=tuple(trace.members), saved=tuple(trace.saved))
+
+
+def _only_value(node: fx.Node) -> torch.Tensor:
+    (read,) = node.all_input_nodes
+    value: torch.Tensor = read.meta["val"]
+    return value
 
 
 def find_carrier(members: Iterable[fx.Node], graph: fx.Graph | None = None) -> fx.Node | None:

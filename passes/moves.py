@@ -16,7 +16,6 @@ from tencache_fx.passes.schedule import Fences, Profile, copy_times, time_return
 from tencache_fx.plan import Forecast, Kind, Links, Problem, Spill, Step, Storage, Tier, Way, bare_spills, live_bytes
 
 _NO_LIMIT = 1 << 62
-_UPDATE_BYTES = 14  # of host memory read and written for each byte of a bf16 gradient: 2 + 24 of fp32 state + 2
 _LEAST_SHARE = 0.25  # of a link that is left to other trips, however much parameters and gradients take
 
 
@@ -64,19 +63,31 @@ def step_ns(problem: Problem, forecast: Forecast) -> int:
     device is copied there once, after its update.
     """
     rate = problem.links.host_bytes_per_s
-    sunk_bytes = sum(storage.nbytes for storage in problem.storages if storage.kind is Kind.SUNK)
-    if not rate or not sunk_bytes:
+    sunk = [storage for storage in problem.storages if storage.kind is Kind.SUNK]
+    if not rate or not sunk:
         return forecast.makespan_ns
-    renewed_bytes = sum(s.nbytes for s in problem.storages if s.kind is Kind.PARAMETER and s.home)
-    host_bytes = sunk_bytes * _UPDATE_BYTES + forecast.d2h_bytes + forecast.h2d_bytes + renewed_bytes
+    # Its gradient is read, its state read and written, and its weight, which is as large as the gradient, written.
+    update_bytes = sum(2 * storage.nbytes + 2 * storage.state_bytes for storage in sunk)
+    homes = {storage.home for storage in sunk}
+    renewed_bytes = sum(s.nbytes for s in problem.storages if s.kind is Kind.PARAMETER and s.home in homes)
+    host_bytes = update_bytes + forecast.d2h_bytes + forecast.h2d_bytes + renewed_bytes
     return max(forecast.makespan_ns, host_bytes * 1_000_000_000 // rate)
 
 
-def keep_resident(problem: Problem, homes: Collection[str]) -> Problem:
-    """Return `problem` with these parameters on the device all the time."""
+def keep_resident(problem: Problem, homes: Collection[str], updated_here: Collection[str] = ()) -> Problem:
+    """Return `problem` with these parameters on the device all the time; of some, all that belongs to them.
+
+    The gradients of those in `updated_here` do not leave, and the device holds their state beside the region.
+    """
     if not homes:
         return problem
-    others = [s for s in problem.storages if s.kind is not Kind.FETCHED or s.home not in homes]
+    end = Step(len(problem.ops))
+    here = {s.name: s for s in problem.storages if s.kind is Kind.SUNK and s.home in updated_here}
+    others = [
+        replace(s, kind=Kind.GRADIENT, death=end, state_bytes=0) if s.name in here else s
+        for s in problem.storages
+        if s.kind is not Kind.FETCHED or s.home not in homes
+    ]
     lives: dict[str, list[Storage]] = {}
     for storage in problem.storages:
         if storage.kind is Kind.FETCHED and storage.home in homes:
@@ -92,7 +103,8 @@ def keep_resident(problem: Problem, homes: Collection[str]) -> Problem:
         )
         for parts in lives.values()
     ]
-    return replace(problem, storages=(*kept, *others))
+    state_bytes = sum(storage.state_bytes for storage in here.values())
+    return replace(problem, storages=(*kept, *others), outside_bytes=problem.outside_bytes + state_bytes)
 
 
 def first_homes(problem: Problem, share: float) -> tuple[str, ...]:

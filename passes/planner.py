@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,6 +37,8 @@ Policy = Callable[[Problem], tuple[Spill, ...]]
 _HEADROOMS = (0.0, 0.05, 0.12)
 _LEADS = (0.0, 1.0, 3.0, 8.0)  # copy times by which parameters may arrive early
 _RESIDENT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+_STATE_SHARES = tuple(eighth / 8 for eighth in range(8, 0, -1))
+_ENOUGH = 3  # of these shares, from the largest on that there is room for
 
 _MIB = 1 << 20
 _ROUNDS = 6  # times a policy is asked, each time with less of what its plan overran
@@ -63,12 +66,14 @@ def make_plan(
     *,
     leads: Sequence[float] = _LEADS,
     resident_shares: Sequence[float] = _RESIDENT_SHARES,
+    state_shares: Sequence[float] = _STATE_SHARES,
 ) -> Plan:
     """Return `policy`'s plan for `problem`; without trips if the region fits as it is.
 
     Where parameters have a home elsewhere, the fastest of several: their copies in begin earlier or later, by `leads`,
-    and, for the best of these, shares of them stay on the device. Of those within half a percent of the fastest, the
-    one that copies least: that leaves host memory to others. It is for `keep_resident(problem, plan.resident)`.
+    and, for the best of these, shares of them stay on the device, by themselves or with their gradients and state. Of
+    those within half a percent of the fastest, the one that copies least: that leaves host memory to others. It is for
+    `keep_resident(problem, plan.resident, plan.updated_here)`.
 
     Raises `OptionError` for an unknown policy, and `BudgetError`, before anything has run, when the region's floor is
     over the device budget, or the trips need more host memory or disk than there is.
@@ -81,41 +86,61 @@ def make_plan(
         return _plan_trips(problem, policy)
     for way in dict.fromkeys(("teraio" if policy == "joint" else policy, policy)):
         first, *more = resident_shares
-        found, refusals = _try_moves(problem, way, [(first, lead) for lead in leads])
+        found, refusals = _try_moves(problem, way, [_Way(first, 0.0, lead) for lead in leads])
         candidates = [_best(found)] if found else []
-        lead = candidates[0][1] if found else leads[0]
-        others, refused = _try_moves(problem, way, [(share, lead) for share in more])
-        if found := {**found, **others}:
-            candidates.append(_best(found))
-            break
+        lead = candidates[0].lead if found else leads[0]
+        others, refused = _try_moves(problem, way, [_Way(share, 0.0, lead) for share in more])
+        if not (found := {**found, **others}):
+            continue
+        best = _best(found)
+        # Without a budget nobody has said how much there is for state.
+        with_state = [
+            _Way(max(share, best.resident), share, lead)
+            for share in state_shares
+            if problem.budgets.device_bytes is not None
+        ]
+        found |= _try_moves(problem, way, with_state, enough=_ENOUGH)[0]
+        candidates.append(_best(found))
+        break
     else:
         raise (*refusals, *refused)[0]  # of those with the least on the device
     planned, _ = (found, ()) if way == policy else _try_moves(problem, policy, list(dict.fromkeys(candidates)))
     return planned[_best(planned)][1]
 
 
+class _Way(NamedTuple):
+    """The shares of parameters that stay on the device, and that are updated there; by how much others come early."""
+
+    resident: float
+    updated_here: float
+    lead: float
+
+
 def _try_moves(
-    problem: Problem, policy: str, ways: Sequence[tuple[float, float]]
-) -> tuple[dict[tuple[float, float], tuple[Problem, Plan]], list[BudgetError]]:
-    """Return `policy`'s plan for each share of parameters that stays and each lead, or why there is none."""
-    plans: dict[tuple[float, float], tuple[Problem, Plan]] = {}
+    problem: Problem, policy: str, ways: Sequence[_Way], enough: int = 1 << 30
+) -> tuple[dict[_Way, tuple[Problem, Plan]], list[BudgetError]]:
+    """Return `policy`'s plans for the first ways for which there are some, or why there are none."""
+    plans: dict[_Way, tuple[Problem, Plan]] = {}
     refusals: list[BudgetError] = []
-    for share, lead in ways:
-        resident = first_homes(problem, share)
-        staying = keep_resident(problem, resident)
+    for way in ways:
+        resident, here = first_homes(problem, way.resident), first_homes(problem, way.updated_here)
+        staying = keep_resident(problem, resident, here)
         try:
-            plans[share, lead] = staying, replace(_plan_moves(staying, policy, lead), resident=resident)
+            plan = _plan_moves(staying, policy, way.lead) if has_moves(staying) else _plan_trips(staying, policy)
+            plans[way] = staying, replace(plan, resident=resident, updated_here=here)
         except BudgetError as error:
             refusals.append(error)
+        if len(plans) == enough:
+            break
     return plans, refusals
 
 
-def _best(plans: Mapping[tuple[float, float], tuple[Problem, Plan]]) -> tuple[float, float]:
+def _best(plans: Mapping[_Way, tuple[Problem, Plan]]) -> _Way:
     """Return the way that copies least, of those within half a percent of the fastest."""
     needed_ns = {way: step_ns(problem, plan.forecast) for way, (problem, plan) in plans.items()}
     enough_ns = min(needed_ns.values()) * 1005 // 1000
 
-    def cost(way: tuple[float, float]) -> tuple[int, int]:
+    def cost(way: _Way) -> tuple[int, int]:
         forecast = plans[way][1].forecast
         return forecast.d2h_bytes + forecast.h2d_bytes, forecast.makespan_ns
 

@@ -167,7 +167,7 @@ class _Search:
 
 def _plan(problem: Problem) -> Plan:
     """Return a plan to compare choices by: parameters travel, where they can, one copy time ahead."""
-    return make_plan(problem, "teraio", leads=(1.0,), resident_shares=(0.0,))
+    return make_plan(problem, "teraio", leads=(1.0,), resident_shares=(0.0,), state_shares=())
 
 
 def _by_price(problem: Problem) -> Sequence[Recipe]:

@@ -24,7 +24,7 @@ def plan_region(captured: Problem, policy: str) -> tuple[Problem, Plan]:
     for problem, again in drafts:
         try:
             plan = replace(make_plan(problem, policy), recomputed=again)
-            planned.append((keep_resident(problem, plan.resident), plan))
+            planned.append((keep_resident(problem, plan.resident, plan.updated_here), plan))
         except BudgetError as refusal:
             refusals.append((floor_bytes(problem), refusal))
     if not planned:

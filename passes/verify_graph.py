@@ -15,6 +15,7 @@ from torch import fx
 from tencache_fx.capture import Capture
 from tencache_fx.errors import InvariantError
 from tencache_fx.ops import FETCH, HOMED, OFFLOAD, PREFETCH, RELEASE, RUNTIME_OPS, SETTLE, SINK, WAIT
+from tencache_fx.passes.verify_homes import away_names, check_homes
 from tencache_fx.plan import Plan, Problem, Tier, Way
 
 
@@ -61,8 +62,7 @@ def verify_graphs(
         if spill.way is not Way.IN:
             _check_release(name, ops)
         _check_geometry(name, ops)
-    _check_homes(graphs)
-    _check_sinks(problem, graphs)
+    check_homes(problem, graphs)
     _check_places(problem, plan, trips, graphs)
     _check_memory(problem, plan, capture, registers, in_place)
     _check_buffers(plan, graphs)
@@ -98,44 +98,6 @@ def _check_pairs(name: str, ops: _Ops, way: Way) -> None:
     for pair in ((ops.offload, ops.release), (ops.prefetch, ops.wait)):
         if len({node.graph for nodes in pair for node in nodes}) > 1:
             raise InvariantError(f"pairs: {name} leaves or comes back across two graphs.")
-
-
-def _check_homes(graphs: tuple[fx.Graph, ...]) -> None:
-    """Of a parameter that is fetched, the graph reads nothing else: there is nothing on the device."""
-    away = _away(graphs)
-    for graph in graphs:
-        for node in graph.find_nodes(op="placeholder"):
-            for user in node.users if node.name in away else ():
-                if user.target is not FETCH and user.op != "output":
-                    raise InvariantError(f"homes: {user.name} reads {node.name}, which is not on the device.")
-
-
-def _check_sinks(problem: Problem, graphs: tuple[fx.Graph, ...]) -> None:
-    """Behind a sink that lets its parameter's update begin, the parameter is not asked for, nor waited for."""
-    home_of = {storage.name: storage.home for storage in problem.storages}
-    for graph in graphs:
-        updating: set[str] = set()
-        fetched: dict[fx.Node, str] = {}
-        for node in graph.nodes:
-            asked = ""
-            if node.target is SINK and node.args[3]:
-                if node.args[3] != home_of.get(node.args[2]):
-                    raise InvariantError(f"sinks: {node.name} is a gradient of {home_of.get(node.args[2])}, not of it.")
-                updating.add(node.args[3])
-            elif node.target is FETCH:
-                asked = fetched[node] = home_of.get(node.args[2], "")
-            elif node.target is WAIT:
-                asked = fetched.get(node.args[0], "")
-            elif node.target is SETTLE:
-                asked = node.args[2]
-            if asked in updating:
-                raise InvariantError(f"sinks: {node.name} asks for {asked} behind the beginning of its update.")
-
-
-def _away(graphs: tuple[fx.Graph, ...]) -> frozenset[str]:
-    """Return the names of the inputs that are fetched, in whichever graph."""
-    fetches = [node for graph in graphs for node in graph.nodes if node.target is FETCH]
-    return frozenset(node.all_input_nodes[0].name for node in fetches)
 
 
 def _check_release(name: str, ops: _Ops) -> None:
@@ -264,7 +226,7 @@ def _replay(capture: Capture, registers: frozenset[fx.Node], in_place: Mapping[f
     everywhere: dict[fx.Node, dict[int, _Key]] = {}
     forever: set[_Key] = set()
     peak, where = 0, ""
-    away = _away(capture.graphs)
+    away = away_names(capture.graphs)
     for graph in capture.graphs:
         owner = _owners(graph, carried, registers)
         everywhere |= owner

@@ -229,6 +229,7 @@ class Region(LiveRegion):
             in_registers = insert_transfers(capture, known.storages, plan, known.registers, engine=engine.id)
             verify_graphs(*at_hints(draft.formulas, problem, plan), capture, in_registers, known.in_place)
         self._resident, self._staying = frozenset(plan.resident), draft.staying
+        self._updated_here = frozenset(plan.updated_here) if capture.backward is not None else None
         self._keep(draft, plan, tuple(list_graph(graph, phase) for graph, phase in capture.phases))
         if draft.learned.forecast != Scales():
             self._correct(draft.learned.forecast)
@@ -269,7 +270,7 @@ class Region(LiveRegion):
                 draft.formulas,
                 problem,
                 plan,
-                held_bytes=draft.held_bytes + draft.resident_bytes,
+                held_bytes=draft.held_bytes + draft.resident_bytes + draft.state_bytes,
                 input_bytes=draft.input_bytes + draft.resident_bytes,
             )
         captured = self._captured or problem

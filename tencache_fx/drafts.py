@@ -68,9 +68,14 @@ class Draft:
         return input_bytes(self.problem.storages) - input_bytes(self.captured.storages)
 
     @property
+    def state_bytes(self) -> int:
+        """The bytes of the state of parameters that are updated on the device."""
+        return self.problem.outside_bytes - self.captured.outside_bytes
+
+    @property
     def outside_bytes(self) -> int:
-        """The bytes that others held on the device when the region was compiled."""
-        return outside_bytes(self.held_bytes, self.input_bytes)
+        """The bytes on the device beside the region: those of others, and the state that is to be there."""
+        return outside_bytes(self.held_bytes, self.input_bytes) + self.state_bytes
 
     @property
     def scratch(self) -> Mapping[str, int]:
@@ -153,8 +158,7 @@ class Drafts:
         self._roofline = machine.roofline(device, calibrate=options.calibrate)
         self._links = machine.links(device, options.spill_dir, calibrate=options.calibrate)
         self._homes = homes
-        on_device_bytes = sum(home.nbytes for home in homes.values() if home.on_device)
-        self._held_bytes = max(0, held_bytes(device) - on_device_bytes)
+        self._all_held_bytes = held_bytes(device)
 
     def draft(self, capture: Capture, beside: Draft | None = None, recomputed: tuple[str, ...] = ()) -> Draft | None:
         """Return what is known of the captured region and planned for it; `beside` is it without what is `recomputed`.
@@ -166,6 +170,7 @@ class Drafts:
             return None
         staying = write_moves(capture, capture.homes)
         staying_bytes = sum(self._homes[name].nbytes for name in staying)
+        held_now_bytes = self._held_beside(training=capture.backward is not None) + staying_bytes
         known = study(capture, options, self._roofline)
         if beside is None:
             key = {**machine.device_key("scales", self._device), **self._asked, "region": known.fingerprint}
@@ -177,7 +182,7 @@ class Drafts:
         else:
             key, learned = beside.learned_key, beside.learned
         known = dataclasses.replace(known, ops=learned.planning.scale(known.ops, capture.boundary))
-        problem, formulas, entering_bytes = self._state_problem(known, self._held_bytes + staying_bytes)
+        problem, formulas, entering_bytes = self._state_problem(known, held_now_bytes)
         if beside is None:
             recipes = find_recipes(capture, known.storages) if options.recompute == "auto" else ()
             problem = dataclasses.replace(problem, recipes=recipes)
@@ -187,7 +192,7 @@ class Drafts:
         plan: Plan | BudgetError
         try:
             plan = dataclasses.replace(make_plan(problem, options.policy), recomputed=recomputed)
-            stated = keep_resident(problem, plan.resident)
+            stated = keep_resident(problem, plan.resident, plan.updated_here)
             plan = dataclasses.replace(plan, resident=(*sorted(staying), *plan.resident))
         except BudgetError as refusal:
             stated, plan = problem, refusal
@@ -197,12 +202,21 @@ class Drafts:
             captured=problem,
             plan=plan,
             formulas=formulas,
-            held_bytes=self._held_bytes + staying_bytes,
+            held_bytes=held_now_bytes,
             input_bytes=entering_bytes,
             learned=learned,
             learned_key=key,
             staying=staying,
         )
+
+    def _held_beside(self, *, training: bool) -> int:
+        """Return the bytes on the device but for parameters with a home, and for their state, if it is planned here."""
+        bytes_here = 0
+        for home in self._homes.values():
+            if training or not home.updated_here:
+                bytes_here += home.nbytes if home.on_device else 0
+                bytes_here += home.state_here_bytes
+        return max(0, self._all_held_bytes - bytes_here)
 
     def choose_recomputed(self, problem: Problem) -> tuple[str, ...]:
         """Return what the `joint` policy recomputes. The search takes seconds; what it found for a problem is kept."""
@@ -247,8 +261,10 @@ class Drafts:
         options, capture = self._options, known.capture
         fuses = options.compiler == "inductor"
         away = usage(self._device)  # what other regions have away right now stays away while this one runs
-        sunk_bytes = sum(item.storage.nbytes for item in known.storages if item.storage.kind is Kind.SUNK)
-        more_gradient_bytes = max(0, sunk_bytes - away.gradient_lent_bytes)
+        sunk = [item.storage for item in known.storages if item.storage.kind is Kind.SUNK]
+        # What its first step will take is not free for trips.
+        more_bytes = max(0, sum(each.nbytes for each in sunk) - away.gradient_lent_bytes)
+        more_bytes += max(0, sum(each.state_bytes for each in sunk) - away.state_lent_bytes)
         problem = Problem(
             ops=known.ops,
             boundary=capture.boundary,
@@ -256,7 +272,7 @@ class Drafts:
             links=self._links,
             budgets=Budgets(
                 device_bytes=options.device_budget,
-                host_bytes=max(0, options.host_budget - away.host_lent_bytes - more_gradient_bytes),
+                host_bytes=max(0, options.host_budget - away.host_lent_bytes - more_bytes),
                 disk_bytes=max(0, options.spill_budget - away.disk_lent_bytes) if options.spill_dir else 0,
             ),
             fences=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and runs_heavy(node)),
@@ -268,8 +284,8 @@ class Drafts:
             problem, formulas, entering_bytes = self._at_sizes(problem, known.storages, held_bytes)
         # One fused kernel's results are all allocated before it runs, small ones the plan sees later among them.
         results_bytes = int(live_bytes(problem).max(initial=0)) // 256 if fuses else 0
-        more_bytes = results_bytes + self._unforeseen_bytes
-        return dataclasses.replace(problem, outside_bytes=problem.outside_bytes + more_bytes), formulas, entering_bytes
+        outside_bytes = problem.outside_bytes + results_bytes + self._unforeseen_bytes
+        return dataclasses.replace(problem, outside_bytes=outside_bytes), formulas, entering_bytes
 
     def _at_sizes(
         self, problem: Problem, storages: Sequence[StorageNodes], held_bytes: int

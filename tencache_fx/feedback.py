@@ -115,7 +115,9 @@ def correct(captured: Problem, problem: Problem, plan: Plan, scales: Scales) -> 
     """Return all three, by these names, with durations scaled: the same trips, forecast anew."""
     scaled = scales.apply(problem)
     built = build_plan(scaled, plan.policy, plan.spills)
-    again = dataclasses.replace(built, recomputed=plan.recomputed, resident=plan.resident)
+    again = dataclasses.replace(
+        built, recomputed=plan.recomputed, resident=plan.resident, updated_here=plan.updated_here
+    )
     return {"captured": scales.apply(captured), "problem": scaled, "plan": again}
 
 

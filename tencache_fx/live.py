@@ -38,6 +38,7 @@ _SET_BY_COMPILING = (
     "_home_names",
     "_resident",
     "_staying",
+    "_updated_here",
 )
 
 
@@ -65,6 +66,7 @@ class LiveRegion(ABC):
         self._home_names: Mapping[int, str] = {}  # as the plan has them
         self._resident: frozenset[str] = frozenset()  # those of them that stay on the device
         self._staying: frozenset[str] = frozenset()  # those that have to, and are read where they are
+        self._updated_here: frozenset[str] | None = None  # those whose state is there, too; None: others decide that
 
     @abstractmethod
     def compile(self, inputs: Sequence[Any], sizes: tuple[Sizes, Sizes] | None = None) -> None:
@@ -129,9 +131,15 @@ class LiveRegion(ABC):
                     raise BudgetError(f"region {self.index}{at}: {error}") from error
 
     def _arrange(self) -> None:
-        """Have those parameters on the device that the plan counts on there, and no others of them."""
+        """Have those parameters on the device that the plan counts on there, and no others of them.
+
+        A region without a backward leaves those alone whose optimizer's state is there: they are held beside it.
+        """
         for index, home in self._homes.items():
-            if self._home_names[index] not in self._resident:
+            name, here = self._home_names[index], self._updated_here
+            if here is not None:
+                home.updated_here = name in here
+            if name not in self._resident and not home.updated_here:
                 home.leave()
         for index, home in self._homes.items():
             name = self._home_names[index]

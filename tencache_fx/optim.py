@@ -28,8 +28,9 @@ from torch.optim.optimizer import ParamsT
 
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.model_state import engine_of, find_home
+from tencache_fx.optim_checks import check_group, check_options, check_sizes
 from tencache_fx.optim_kernels import ADAMW, adamw_kernel, adamw_numbers
-from tencache_fx.optim_updates import HomeUpdate, flat
+from tencache_fx.optim_updates import HomeUpdate, flat, update_here
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.gradients import HomeGradient, Lease
 from tencache_fx.runtime.homes import Home
@@ -39,9 +40,7 @@ from tencache_fx.runtime.streams import Event
 
 _MISSING = {"master": float("nan"), "exp_avg": 0.0, "exp_avg_sq": 0.0}
 _STATE = tuple(_MISSING)
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _RECOMPILE_LIMIT = 64  # the update is compiled for each dtype, for lengths of 1, for each number of threads, ...
-_UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +98,7 @@ class AdamW(torch.optim.Optimizer):
         """Add a group, as for torch; raises `OptionError` when its options or its parameters cannot be used."""
         super().add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1])
+            check_group(self.param_groups[-1])
         except OptionError:
             self.param_groups.pop()
             raise
@@ -132,8 +131,7 @@ class AdamW(torch.optim.Optimizer):
                 raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
         at_home = [(p, home) for _, p in todo if (home := find_home(p)) is not None]
         for parameter, home in at_home:
-            readers = engine_of(parameter.device).streams.record_compute()
-            self._begin(parameter, home, self._lease(parameter, parameter.grad), readers)
+            self._update(parameter, home, parameter.grad)
             home.parts = {part for part in home.parts if not part.started}
         for parameter in (p for p in self._urgency if p.grad is None):
             if (frozen := find_home(parameter)) is not None:
@@ -168,17 +166,17 @@ class AdamW(torch.optim.Optimizer):
         """
         self._settle()
         for group in state_dict["param_groups"]:
-            _check_options(group)
+            check_options(group)
         parameters = [p for group in self.param_groups for p in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         pairs = dict(zip(indices, parameters, strict=False))
         saved_of = {pairs[k]: saved for k, saved in state_dict["state"].items() if k in pairs}
         for parameter, saved in saved_of.items():
-            _check_sizes(parameter, saved)
+            check_sizes(parameter, saved, _STATE)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._states = {}
         for parameter, saved in saved_of.items():
-            self._keep(parameter, saved)
+            self._keep(parameter, saved, here=_belongs_here(parameter))
         self._written, self._versions = {}, {}
 
     def _settle(self) -> None:
@@ -196,12 +194,12 @@ class AdamW(torch.optim.Optimizer):
         home.parts = {part for part in home.parts if not part.started}
         gradient, begun = parameter.grad, self._early.pop(parameter, None)
         parameter.grad = None
-        readers = engine_of(parameter.device).streams.record_compute()
+        assert gradient is not None
         if begun is not None:
-            engine_of(parameter.device).stats.add(h2d_bytes=home.end_readers(readers))
+            engine = engine_of(parameter.device)
+            engine.stats.add(h2d_bytes=home.end_readers(engine.streams.record_compute()))
         if begun is None or not isinstance(gradient, HomeGradient) or gradient.lease is not begun:
-            assert gradient is not None
-            self._begin(parameter, home, self._lease(parameter, gradient), readers)
+            self._update(parameter, home, gradient)
 
     @torch.no_grad()
     def _step_early(self, reference: "weakref.ref[Tensor]", lease: Lease) -> None:
@@ -215,6 +213,36 @@ class AdamW(torch.optim.Optimizer):
             self._early[parameter] = lease
             self._begin(parameter, home, lease, None)
 
+    def _update(self, parameter: Tensor, home: Home, gradient: Tensor) -> None:
+        """Begin the update of a parameter with a home, where that is to be; its readers so far are all there are."""
+        engine = engine_of(parameter.device)
+        if not home.updated_here:
+            self._begin(parameter, home, self._lease(parameter, gradient), engine.streams.record_compute())
+            return
+        home.bring()
+        state = self._ready(parameter)
+        change = gradient.lease.device() if isinstance(gradient, HomeGradient) else gradient
+        update_here(
+            change=flat(_dense_like(parameter, change.to(parameter.dtype))),
+            weight=flat(parameter.data),
+            arrays=self._states[parameter].arrays,
+            numbers=adamw_numbers(self._group(parameter), int(state["step"]) + 1),
+            kernel=adamw_kernel(parameter.dtype, parameter.device),
+            fresh=self._is_fresh(parameter, home),
+        )
+        home.note_update_here()
+        self._count(parameter)
+        engine.stats.add(updates=1, device_updates=1)
+
+    def _group(self, parameter: Tensor) -> dict[str, Any]:
+        return next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
+
+    def _is_fresh(self, parameter: Tensor, home: Home) -> bool:
+        """Say whether the weight may have been set since its master was made; asked once for each update."""
+        fresh = self._versions.get(parameter) != home.version
+        self._versions[parameter] = home.version
+        return fresh
+
     def _lease(self, parameter: Tensor, gradient: Tensor) -> Lease:
         """Return where a gradient is at home; one of a module that ran by itself is sent there."""
         if not isinstance(gradient, HomeGradient):
@@ -225,22 +253,19 @@ class AdamW(torch.optim.Optimizer):
     def _begin(self, parameter: Tensor, home: Home, lease: Lease, readers: Event | None) -> None:
         """Have a parameter updated at home, by a gradient there; what reads it on the device is done by `readers`."""
         engine = engine_of(parameter.device)
-        group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
         if lease.changes:
             lease.host()
         factor = None if lease.factor is None else _read_later(engine, lease.factor)
         home.settle()
         home.put_away()  # brought by a module that ran by itself, whose backward is over
-        fresh = self._versions.get(parameter) != home.version
-        self._versions[parameter] = home.version
         state = self._ready(parameter)
         update = HomeUpdate(
             home=home,
             lease=lease,
             arrays=self._states[parameter].arrays,
-            numbers=adamw_numbers(group, int(state["step"]) + 1),
+            numbers=adamw_numbers(self._group(parameter), int(state["step"]) + 1),
             factor=factor,
-            fresh=fresh,
+            fresh=self._is_fresh(parameter, home),
             kernels=partial(adamw_kernel, parameter.dtype),
             count=partial(self._count, parameter),
             stats=engine.stats,
@@ -277,25 +302,28 @@ class AdamW(torch.optim.Optimizer):
     def _ready(self, parameter: Tensor) -> dict[str, Any]:
         """Return the parameter's state, made at its first step, in the order the parameter has in memory now."""
         state: dict[str, Any] = self.state[parameter]
-        held = self._states.get(parameter)
-        if held is None or held.stride != parameter.stride() or any(state[n] is not held.tensors[n] for n in _STATE):
+        home, held = find_home(parameter), self._states.get(parameter)
+        here = _belongs_here(parameter)
+        known = held is not None and held.stride == parameter.stride() and held.on_device == here
+        if held is None or not known or any(state[name] is not held.tensors[name] for name in _STATE):
             for name in _STATE:
                 if name in state and state[name].shape != parameter.shape:
                     raise UsageError(
                         f"a parameter has size {tuple(parameter.shape)}, and its {name} {tuple(state[name].shape)}; a "
                         "parameter whose size has changed needs a new optimizer."
                     )
-            state = self._keep(parameter, state or {"step": 0})
-        if find_home(parameter) is not None:
+            state = self._keep(parameter, state or {"step": 0}, here=here)
+        if home is not None:
+            home.state_here_bytes = self._states[parameter].nbytes if here else 0
             return state
         written = self._written.get(parameter)
         written = state["master"].to(parameter.dtype, copy=True) if written is None else _dense_like(parameter, written)
         self._written[parameter] = written
         return state
 
-    def _keep(self, parameter: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Make a parameter's state at home of what was `saved` of it; a master that is missing is NaN until a step."""
-        held = State(engine_of(parameter.device).homes, parameter, _STATE)
+    def _keep(self, parameter: Tensor, saved: Mapping[str, Any], *, here: bool) -> dict[str, Any]:
+        """Make a parameter's state of what was `saved` of it; a master that is missing is NaN until a step."""
+        held = State(engine_of(parameter.device).homes, parameter, _STATE, on_device=here)
         for name, tensor in held.tensors.items():
             if name in saved:
                 tensor.copy_(saved[name])
@@ -307,13 +335,10 @@ class AdamW(torch.optim.Optimizer):
         return state
 
 
-def _check_sizes(parameter: Tensor, saved: Mapping[str, Any]) -> None:
-    for name in _STATE:
-        if name in saved and saved[name].shape != parameter.shape:
-            raise OptionError(
-                f"the saved {name} has size {tuple(saved[name].shape)}, its parameter {tuple(parameter.shape)}; "
-                "load the state of the same model."
-            )
+def _belongs_here(parameter: Tensor) -> bool:
+    """Say whether a parameter's state is to be on its device."""
+    home = find_home(parameter)
+    return home is not None and home.updated_here
 
 
 def _run(update: _Update, copies: tuple[Tensor, ...]) -> None:
@@ -358,30 +383,3 @@ def _dense_like(parameter: Tensor, value: Tensor) -> Tensor:
     if value.stride() == parameter.stride():
         return value
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
-
-
-def _check_group(group: Mapping[str, Any]) -> None:
-    _check_options(group)
-    for parameter in group["params"]:
-        if parameter.dtype not in _DTYPES:
-            raise OptionError(
-                f"a parameter is of {parameter.dtype}, and master weights are fp32; give parameters of bfloat16, "
-                "float16 or float32."
-            )
-        if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
-            raise OptionError(
-                f"a parameter of size {tuple(parameter.shape)} has strides {parameter.stride()}, with gaps between its "
-                "elements or the same memory for several; give parameters that are contiguous."
-            )
-
-
-def _check_options(group: Mapping[str, Any]) -> None:
-    given = [name for name in _UNSUPPORTED if group.get(name)]
-    if given:
-        raise OptionError(f"{', '.join(given)} cannot be had with the optimizer's state at home; leave it out.")
-    beta_1, beta_2 = group["betas"]
-    for name, value in (("lr", float(group["lr"])), ("eps", group["eps"]), ("weight_decay", group["weight_decay"])):
-        if not value >= 0:
-            raise OptionError(f"{name} is {value}; give 0 or more.")
-    if not (0 <= beta_1 < 1 and 0 <= beta_2 < 1):
-        raise OptionError(f"betas are {group['betas']}; give two numbers of at least 0 and below 1.")

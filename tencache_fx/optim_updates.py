@@ -85,6 +85,27 @@ class HomeUpdate:
         self.stats.add(h2d_bytes=self.home.renew())
 
 
+@torch.no_grad()
+def update_here(
+    *,
+    change: Tensor,
+    weight: Tensor,
+    arrays: Sequence[Tensor],
+    numbers: Tensor,
+    kernel: Callable[..., None],
+    fresh: bool,
+) -> None:
+    """Update a parameter all of whose state is on its device, on the caller's stream: `weight` by `change`, both [n].
+
+    `arrays`, `numbers` and `fresh` are as for `HomeUpdate`.
+    """
+    if fresh:
+        arrays[0].copy_(torch.where(is_rounded(arrays[0], weight), arrays[0], weight))
+    if weight.is_cuda:
+        numbers = numbers.pin_memory().to(weight.device, non_blocking=True)
+    kernel(change, weight, *arrays, numbers)
+
+
 def flat(dense: Tensor) -> Tensor:
     """Return a dense tensor's elements [n] in the order they have in memory, without a copy."""
     return dense.as_strided((dense.numel(),), (1,))

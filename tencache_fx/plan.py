@@ -21,6 +21,10 @@ import numpy as np
 Step = NewType("Step", int)
 
 
+STATE_BYTES = 12
+"""Of an optimizer, for each element of a parameter: an fp32 master weight and two moments."""
+
+
 class Tier(StrEnum):
     """Where bytes live, fastest first."""
 
@@ -71,7 +75,8 @@ class Storage:
     steps for what outlives the region). `ready` is the first step after which it may be copied out, if that is later
     than its birth: an op with several outputs is followed by the steps that name them. `formula` is the size in
     symbols where shapes are dynamic. `home` is the parameter that a FETCHED or SUNK one belongs to; its life here is
-    the shortest there can be, as if copies took no time: the plan's trips add to it.
+    the shortest there can be, as if copies took no time: the plan's trips add to it. `state_bytes` of a SUNK one are
+    those of the optimizer's state, which an update reads and writes.
     """
 
     name: str
@@ -84,6 +89,7 @@ class Storage:
     ready: Step = Step(0)
     formula: str = ""
     home: str = ""
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +226,8 @@ class Plan:
 
     `pool` serves host trips, exactly as many buffers as are lent at once; `staging` serves trips to and from NVMe.
     `recomputed` names what the backward makes again: the plan is then for the problem in which it does. `resident` are
-    the parameters with a home elsewhere that stay on the device.
+    the parameters with a home elsewhere that stay on the device; of those in `updated_here`, gradients and optimizer
+    state are there as well.
     """
 
     policy: str
@@ -230,6 +237,7 @@ class Plan:
     forecast: Forecast
     recomputed: tuple[str, ...] = ()
     resident: tuple[str, ...] = ()
+    updated_here: tuple[str, ...] = ()
 
 
 def inactive_intervals(storage: Storage) -> tuple[tuple[Step, Step], ...]:

@@ -33,7 +33,7 @@ class FaultyCpuStreams(CpuStreams):
         self.copies = 0
         self.gate: threading.Event | None = None  # when set, no copy starts before it is
 
-    def transfer(self, dst: Tensor, src: Tensor) -> None:
+    def transfer(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         with self._lock:
             number, delay_s = self.copies, self._random.uniform(0, self._delay_s)
             self.copies += 1
@@ -43,7 +43,7 @@ class FaultyCpuStreams(CpuStreams):
             time.sleep(delay_s)
         if number in self._failing:
             raise OSError(errno.EIO, "injected copy failure")
-        super().transfer(dst, src)
+        super().transfer(pairs)
 
     def after_release(self, src: Tensor) -> None:
         if self._poison:
@@ -68,10 +68,10 @@ class FaultyCudaStreams(CudaStreams):
         self._delay_cycles = delay_cycles
         self._poison = poison
 
-    def transfer(self, dst: Tensor, src: Tensor) -> None:
+    def transfer(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         if self._delay_cycles:
             torch.cuda._sleep(self._delay_cycles)
-        super().transfer(dst, src)
+        super().transfer(pairs)
 
     def after_release(self, src: Tensor) -> None:
         if self._poison:

@@ -58,9 +58,13 @@ def hooked(model: nn.Module) -> None:
     model[1].into.weight.register_hook(lambda gradient: gradient * 2)
 
 
+def doubled(parameter: Tensor) -> None:
+    parameter.grad.mul_(2)
+
+
 def watched(model: nn.Module) -> None:
     """The gradient of one is changed by a hook that was there before the optimizer's."""
-    model[1].into.weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(2))
+    model[1].into.weight.register_post_accumulate_grad_hook(doubled)
 
 
 @pytest.mark.parametrize(

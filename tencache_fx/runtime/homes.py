@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Home:
-    """Where one parameter is at home: `host` has its bytes, in its shape and strides.
+    """Where one parameter is at home.
 
     `resident` says that it stays on the device, as the region that ran last has planned it, `summoned` that somebody
     may change it there. `version` grows when somebody other than its optimizer has written to it.
@@ -37,10 +37,12 @@ class Home:
         self.name = name
         self.layout = Layout.of(parameter, name)
         self.buffer = buffer
-        self.host = torch.empty(0, dtype=parameter.dtype).set_(
+        self._host = torch.empty(0, dtype=parameter.dtype).set_(
             buffer.memory.untyped_storage(), 0, parameter.size(), parameter.stride()
         )
         self.resident = False
+        self.updated_here = False  # it stays on the device, and so do its gradient and its optimizer's state
+        self.state_here_bytes = 0  # of that state
         self.summoned = False
         self.version = 0
         self.left: Event | None = None  # the last copy that reads `host`
@@ -51,6 +53,7 @@ class Home:
         self._update: Future[None] | None = None
         self._readers: Event | None = None  # behind it, nobody reads the value before the update on the device
         self._stale = False  # on the device is the value before the update still
+        self._newer_here = False  # at home is
         self._lock = threading.RLock()  # the bytes on the device come and go under it
 
     @property
@@ -64,6 +67,12 @@ class Home:
         parameter = self._parameter()
         assert parameter is not None, "a home goes with its parameter"
         return parameter
+
+    @property
+    def host(self) -> Tensor:
+        """Return the parameter at home, in its shape and strides: a tensor of the CPU. Blocks if it was out of date."""
+        self.come_home()
+        return self._host
 
     @property
     def on_device(self) -> bool:
@@ -141,12 +150,18 @@ class Home:
     def leave(self) -> None:
         """Have a parameter that stayed on the device away again."""
         if self.resident:
+            self.come_home()
             self.resident = False
             self.put_away()
+
+    def note_update_here(self) -> None:
+        """Say that the optimizer has updated what is on the device: what is at home is then out of date."""
+        self._newer_here = True
 
     def refresh(self) -> None:
         """Copy what is at home over what is on the device."""
         after = self._streams.record_compute()
+        self.come_home()
         self._stale = False
         self._streams.wait_compute(self.copy_in(self.parameter.detach(), (after,)))
 
@@ -166,11 +181,20 @@ class Home:
     def take(self) -> None:
         """Copy what is on the device home: somebody has changed it. Blocks the host."""
         self.settle()
+        self._copy_out()
+        self.version += 1
+
+    def _copy_out(self) -> None:
         self.write_after()
         after = (self._streams.record_compute(),)
         memory = self.buffer.memory[: self.nbytes]
         self._streams.copy(Lane.OUT, memory, raw_bytes(self.parameter.detach()), after).synchronize()
-        self.version += 1
+        self._newer_here = False
+
+    def come_home(self) -> None:
+        """Copy what is on the device home, if it is newer. Blocks the host."""
+        if self._newer_here:
+            self._copy_out()
 
     def put_away(self) -> None:
         """Free the device bytes, unless a plan counts on them; what runs on the compute stream still reads them."""
@@ -183,7 +207,7 @@ class Home:
 
     def move_out(self) -> None:
         """Make the parameter an ordinary one, of the CPU: there is no room for it on the device."""
-        self.parameter.data = self.host.clone()
+        self.parameter.data = self._host.clone()
 
 
 def is_on_device(parameter: Tensor) -> bool:

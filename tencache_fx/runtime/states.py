@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a parameter: fp32 arrays in one buffer of pinned host memory, within the host budget."""
+"""What an optimizer keeps of a parameter: fp32 arrays in pinned host memory, within its budget, or on the device."""
 
 import weakref
 from collections.abc import Sequence
@@ -16,18 +16,22 @@ _LEAST_BYTES = 64 << 10  # less is not worth a mapping of its own
 class State:
     """The arrays of one parameter, by `names`: as 1-D `arrays`, and as `tensors` of its shape that share their memory.
 
-    The buffer goes back with the last reference to this, its memory with the last tensor that shares it. Raises
-    `BudgetError` when the host budget has no room.
+    They are in host memory, or `on_device`, which is the parameter's. A buffer in host memory goes back with the last
+    reference to this, its memory with the last tensor that shares it. Raises `BudgetError` when the host budget has no
+    room.
     """
 
-    def __init__(self, homes: Homes, parameter: Tensor, names: Sequence[str]) -> None:
+    def __init__(self, homes: Homes, parameter: Tensor, names: Sequence[str], *, on_device: bool) -> None:
         self.stride = parameter.stride()
+        self.on_device = on_device
         count = parameter.numel()
         each_bytes = round_up(4 * count, _ALIGN_BYTES)
-        if each_bytes * len(names) < _LEAST_BYTES:
-            memory = torch.empty(each_bytes * len(names), dtype=torch.uint8, device="cpu")
+        self.nbytes = each_bytes * len(names)
+        if on_device or self.nbytes < _LEAST_BYTES:
+            device = parameter.device if on_device else "cpu"
+            memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         else:
-            buffer = homes.lend_state(each_bytes * len(names))
+            buffer = homes.lend_state(self.nbytes)
             memory = buffer.memory
             weakref.finalize(self, homes.discard_later, buffer).atexit = False
         starts = [index * each_bytes for index in range(len(names))]

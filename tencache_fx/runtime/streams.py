@@ -111,8 +111,8 @@ class Streams(ABC):
         """Wait until all lanes are idle, then stop them. Idempotent."""
 
     @abstractmethod
-    def transfer(self, dst: Tensor, src: Tensor) -> None:
-        """Copy now, from inside a lane: in its thread on the CPU, under its stream on CUDA."""
+    def transfer(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy each `(dst, src)` now, from inside a lane: in its thread on the CPU, under its stream on CUDA."""
 
     def after_release(self, src: Tensor) -> None:  # noqa: B027 - an optional hook
         """Called with a source's bytes once compute has waited for their copy out: nobody may read them again."""
@@ -185,9 +185,10 @@ class CpuStreams(Streams):
 
         def job() -> None:
             self.settle(after)
-            while waiting:
-                # Let go before the event happens: whoever waits for it may count on being the last to hold them.
-                self.transfer(*waiting.popleft())
+            some = list(waiting)
+            waiting.clear()
+            self.transfer(some)
+            some.clear()  # before the event happens: whoever waits for it may count on being the last to hold them
 
         return self.submit(lane, job)
 
@@ -225,9 +226,10 @@ class CpuStreams(Streams):
         for executor in self.lanes.values():
             executor.shutdown(wait=True)
 
-    def transfer(self, dst: Tensor, src: Tensor) -> None:
+    def transfer(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy in the calling thread."""
-        dst.copy_(src)
+        for dst, src in pairs:
+            dst.copy_(src)
 
 
 class CudaWatch:
@@ -279,8 +281,7 @@ class CudaStreams(Streams):
             assert isinstance(event, torch.cuda.Event)
             stream.wait_event(event)
         with torch.cuda.stream(stream):
-            for dst, src in pairs:
-                self.transfer(dst, src)
+            self.transfer(pairs)
         return self._record(stream)
 
     def beside(self) -> contextlib.AbstractContextManager[object]:
@@ -330,9 +331,10 @@ class CudaStreams(Streams):
         for stream in (self._beside, *self.lanes.values()):
             stream.synchronize()
 
-    def transfer(self, dst: Tensor, src: Tensor) -> None:
-        """Queue the copy on the current stream."""
-        dst.copy_(src, non_blocking=True)
+    def transfer(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Queue the copies on the current stream, by one call: several threads of Python take turns at every call."""
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(blocking=True)  # workers that wait for it sleep instead of spinning
