@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.options import Options
@@ -25,15 +26,19 @@ from tencache_fx.runtime.registry import find_engine, open_engine
 LEAST_BYTES = 64 << 10
 """Smaller parameters stay on the device: their copies would cost more in time than they save in memory."""
 
+_BAR_DELAY_S = 1.0  # what is done sooner needs no progress bar
 
-def offload(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+
+def offload(model: nn.Module, device: torch.device | str | None = None, *, progress: bool | None = None) -> nn.Module:
     """Give every large parameter of `model` a home in host memory, and move all else to `device`; return the model.
 
     `device` is that of the first parameter by default. Parameters are moved one at a time, from wherever they are:
-    from a device, from the CPU, or from "meta", where each module's `reset_parameters` makes them first.
+    from a device, from the CPU, or from "meta", where each module's `reset_parameters` makes them first, and its
+    buffers.
     `model.state_dict()` then has the parameters as tensors of the CPU that share memory with their homes, and
-    `load_state_dict` works as ever. Idempotent. Raises `OptionError` for a module on "meta" that cannot make its
-    parameters, or a parameter whose elements share memory; `BudgetError` when host_budget is too low.
+    `load_state_dict` works as ever. Idempotent. What takes longer than a second shows a progress bar on stderr, unless
+    `progress` is False; by default if that is a terminal. Raises `OptionError` for a module on "meta" that cannot make
+    its parameters, or a parameter whose elements share memory; `BudgetError` when host_budget is too low.
     """
     first = next((p for p in model.parameters() if p.device.type != "meta"), None)
     if device is None and first is None:
@@ -43,21 +48,22 @@ def offload(model: nn.Module, device: torch.device | str | None = None) -> nn.Mo
     engine = engine_of(target)
     made: dict[nn.Parameter, nn.Parameter] = {}
     storages: dict[int, nn.Parameter] = {}
-    for name, module in model.named_modules():
-        _materialize(module, name, target, made)
-        for parameter in module.parameters(recurse=False):
-            if storages.setdefault(parameter.untyped_storage()._cdata, parameter) is not parameter:
-                raise OptionError(
-                    f"a parameter of {name or 'the model'} shares memory with another one; tie them by using one "
-                    "Parameter in both places."
-                )
-        own = list(module.named_parameters(prefix=name, recurse=False))
-        for full_name, parameter in own:
-            _move(engine, parameter, full_name, target)
-        for key, buffer in module.named_buffers(recurse=False):
-            module._buffers[key] = buffer.to(target)
-        if any(engine.homes.find(parameter) for _, parameter in own):
-            _watch(module)
+    with _open_bar(engine, model, progress=progress) as bar:
+        for name, module in model.named_modules():
+            _materialize(module, name, target, made)
+            for parameter in module.parameters(recurse=False):
+                if storages.setdefault(parameter.untyped_storage()._cdata, parameter) is not parameter:
+                    raise OptionError(
+                        f"a parameter of {name or 'the model'} shares memory with another one; tie them by using one "
+                        "Parameter in both places."
+                    )
+            own = list(module.named_parameters(prefix=name, recurse=False))
+            for full_name, parameter in own:
+                bar.update(_move(engine, parameter, full_name, target))
+            for key, buffer in module.named_buffers(recurse=False):
+                module._buffers[key] = buffer.to(target)
+            if any(engine.homes.find(parameter) for _, parameter in own):
+                _watch(module)
     return model
 
 
@@ -113,36 +119,58 @@ def engine_of(device: torch.device) -> Engine:
 
 
 def _materialize(module: nn.Module, name: str, device: torch.device, made: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Make the parameters of a module on "meta", by itself, on the device; tied ones, in `made`, only once."""
-    on_meta = {key: p for key, p in module.named_parameters(recurse=False) if p.device.type == "meta"}
+    """Make what a module has on "meta", by itself, on the device; tied parameters, in `made`, only once."""
+    on_meta = {key: p for key, p in module.named_parameters(recurse=False) if p.is_meta}
     for key, parameter in on_meta.items():
         if parameter in made:
             module.register_parameter(key, made[parameter])
-    if all(parameter in made for parameter in on_meta.values()):
+    has_buffers = any(buffer.is_meta for buffer in module.buffers(recurse=False))
+    if all(parameter in made for parameter in on_meta.values()) and not has_buffers:
         return
     reset = getattr(module, "reset_parameters", None)
     if not callable(reset) or any(parameter in made for parameter in on_meta.values()):
         raise OptionError(
             f"module {name or 'the model'} ({type(module).__name__}) is on the meta device and has no "
-            "reset_parameters() to make its parameters with, or shares some of them; build it on the CPU."
+            "reset_parameters() to make its parameters and buffers with, or shares some of them; build it on the CPU."
         )
+    parameters = {key: p for key, p in module.named_parameters(recurse=False) if not p.is_meta}
+    buffers = {key: buffer for key, buffer in module.named_buffers(recurse=False) if not buffer.is_meta}
+    module._parameters |= {key: nn.Parameter(torch.empty_like(p), p.requires_grad) for key, p in parameters.items()}
+    module._buffers |= {key: torch.empty_like(buffer) for key, buffer in buffers.items()}
     module.to_empty(device=device, recurse=False)
     reset()
+    module._parameters |= parameters  # what was there already is kept: only stand-ins were reset
+    module._buffers |= buffers
     made |= {parameter: getattr(module, key) for key, parameter in on_meta.items()}
 
 
-def _move(engine: Engine, parameter: nn.Parameter, name: str, device: torch.device) -> None:
+def _open_bar(engine: Engine, model: nn.Module, *, progress: bool | None) -> "tqdm[Any]":
+    """Return a bar over the bytes of all parameters that are to get a home."""
+    moving = (p.nbytes for p in model.parameters() if p.nbytes >= LEAST_BYTES and engine.homes.find(p) is None)
+    return tqdm(
+        total=sum(moving),
+        desc="parameters to host memory",
+        unit="B",
+        unit_scale=True,
+        delay=_BAR_DELAY_S,
+        leave=False,
+        disable=None if progress is None else not progress,
+    )
+
+
+def _move(engine: Engine, parameter: nn.Parameter, name: str, device: torch.device) -> int:
+    """Give a parameter a home, if it is large and has none; return the bytes moved there."""
     if engine.homes.find(parameter) is not None:
-        return
-    if parameter.numel() * parameter.element_size() < LEAST_BYTES:
+        return 0
+    if parameter.nbytes < LEAST_BYTES:
         parameter.data = parameter.data.to(device)
-        return
+        return 0
     if not torch.ops.aten.is_non_overlapping_and_dense(parameter.detach()):
         raise OptionError(
             f"{name} of size {tuple(parameter.shape)} has strides {parameter.stride()}, with gaps between its elements "
             "or the same memory for several; make it contiguous."
         )
-    engine.homes.settle_in(parameter, name, device)
+    return engine.homes.settle_in(parameter, name, device).nbytes
 
 
 class _Part:

@@ -1,0 +1,109 @@
+"""How a model gets to host memory: from "meta" without a copy too many, and with a progress bar where it takes long."""
+
+import io
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import tencache_fx
+from tencache_fx import model_state
+from tencache_fx.errors import OptionError
+
+HIDDEN = 192
+LARGE_BYTES = HIDDEN * HIDDEN * 4
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Table(nn.Module):
+    """A module that has buffers only, as rotary positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.empty(8), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.arange(8, out=self.angles)
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN))
+
+
+def test_buffers_on_meta_are_made_by_their_module() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Table(), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False))
+    tencache_fx.offload(model, "cpu")
+    assert torch.equal(model[0].angles, torch.arange(8.0))
+    assert torch.equal(model[1].running_var, torch.ones(4))
+    assert torch.equal(model[2].running_var, torch.ones(4))
+
+
+def test_buffers_on_meta_that_nothing_makes_are_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Module())
+        model[0].register_buffer("angles", torch.empty(8))
+    with pytest.raises(OptionError, match=r"module 0 \(Module\) is on the meta device and has no reset_parameters"):
+        tencache_fx.offload(model, "cpu")
+
+
+def test_what_is_not_on_meta_is_kept() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model[0].running_mean = torch.full((4,), 3.0)
+    model[1].bias = nn.Parameter(torch.full((4,), 5.0))
+    tencache_fx.offload(model, "cpu")
+    assert torch.equal(model[0].running_mean, torch.full((4,), 3.0))
+    assert torch.equal(model[0].running_var, torch.ones(4))
+    assert torch.equal(model[1].bias, torch.full((4,), 5.0))
+    assert model[1].weight.abs().max() <= 0.5
+
+
+@pytest.mark.parametrize("start", ["cpu", "meta"])
+def test_progress_counts_the_bytes_that_move_and_shows_their_rate(
+    start: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model_state, "_BAR_DELAY_S", 0.0)
+    bars = []
+    original = model_state.tqdm
+
+    def kept(**options: object) -> object:
+        bars.append(original(**options, mininterval=0))
+        return bars[-1]
+
+    monkeypatch.setattr(model_state, "tqdm", kept)
+    with torch.device(start):
+        model = layers()
+    tencache_fx.offload(model, "cpu", progress=True)
+    assert (bars[0].n, bars[0].total) == (2 * LARGE_BYTES, 2 * LARGE_BYTES)
+    shown = capsys.readouterr().err
+    assert "parameters to host memory: 100%" in shown
+    assert "295k/295k" in shown
+    assert "B/s" in shown
+    tencache_fx.offload(model, progress=True)  # nothing is left to move
+    assert bars[1].total == 0
+
+
+@pytest.mark.parametrize(("progress", "shows"), [(None, False), (False, False), (True, True)])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_shown_on_a_terminal_or_when_asked(
+    progress: bool | None,  # noqa: FBT001
+    shows: bool,  # noqa: FBT001
+    terminal: bool,  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_state, "_BAR_DELAY_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", Terminal() if terminal else io.StringIO())
+    tencache_fx.offload(layers(), progress=progress)
+    assert bool(sys.stderr.getvalue()) == (terminal if progress is None else shows)
+
+
+def test_what_is_done_at_once_shows_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    tencache_fx.offload(layers(), progress=True)
+    assert capsys.readouterr().err == ""
