@@ -45,18 +45,12 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
         raise OptionError("the model has no parameters on any device; say which device to train on: device='cuda'.")
     assert device is not None or first is not None
     target = resolve_device(torch.device(device) if device is not None else first.device)  # type: ignore[union-attr]
+    _check_ties(model)
     engine = engine_of(target)
     made: dict[nn.Parameter, nn.Parameter] = {}
-    storages: dict[int, nn.Parameter] = {}
     with _open_bar(engine, model, progress=progress) as bar:
         for name, module in model.named_modules():
             _materialize(module, name, target, made)
-            for parameter in module.parameters(recurse=False):
-                if storages.setdefault(parameter.untyped_storage()._cdata, parameter) is not parameter:
-                    raise OptionError(
-                        f"a parameter of {name or 'the model'} shares memory with another one; tie them by using one "
-                        "Parameter in both places."
-                    )
             own = list(module.named_parameters(prefix=name, recurse=False))
             for full_name, parameter in own:
                 bar.update(_move(engine, parameter, full_name, target))
@@ -116,6 +110,14 @@ def engine_of(device: torch.device) -> Engine:
     if (engine := find_engine(device)) is not None:
         return engine
     return open_engine(device, host_budget_bytes=Options.resolve(None, device=device).host_budget)
+
+
+def _check_ties(model: nn.Module) -> None:
+    """Refuse parameters that share memory; called while all of them have theirs, which tells them apart."""
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if (other := names.setdefault(parameter.untyped_storage()._cdata, name)) != name:
+            raise OptionError(f"{name} shares memory with {other}; tie them by using one Parameter in both places.")
 
 
 def _materialize(module: nn.Module, name: str, device: torch.device, made: dict[nn.Parameter, nn.Parameter]) -> None:

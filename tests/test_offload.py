@@ -10,6 +10,7 @@ from torch import nn
 import tencache_fx
 from tencache_fx import model_state
 from tencache_fx.errors import OptionError
+from tencache_fx.runtime.registry import engines
 
 HIDDEN = 192
 LARGE_BYTES = HIDDEN * HIDDEN * 4
@@ -63,6 +64,22 @@ def test_what_is_not_on_meta_is_kept() -> None:
     assert torch.equal(model[0].running_var, torch.ones(4))
     assert torch.equal(model[1].bias, torch.full((4,), 5.0))
     assert model[1].weight.abs().max() <= 0.5
+
+
+@pytest.mark.parametrize("start", ["cpu", "meta"])
+def test_memory_that_one_parameter_has_left_is_not_shared_with_the_next(start: str) -> None:
+    with torch.device(start):
+        model = nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN) for _ in range(64)))
+    tencache_fx.offload(model, "cpu")
+    assert len(engines()[0].homes) == 64
+
+
+def test_parameters_on_meta_that_share_memory_are_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN))
+    model[1].weight = nn.Parameter(model[0].weight.detach())
+    with pytest.raises(OptionError, match="1.weight shares memory with 0.weight; tie them"):
+        tencache_fx.offload(model, "cpu")
 
 
 @pytest.mark.parametrize("start", ["cpu", "meta"])
