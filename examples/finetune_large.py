@@ -311,7 +311,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--size", choices=SIZES, default="1b" if on_cuda else "tiny", help="a shape; the next flags change parts of it")
     for field in fields(Shape):
         add(f"--{field.name.replace('_', '-')}", type=int)
-    add("--seq", type=int, default=2048 if on_cuda else 128)
+    add("--seq", type=int, default=2048 if on_cuda else 64)
     add("--batch", type=int, default=4)
     add("--accumulate", type=int, default=1, help="batches in a step (default: 1)")
     dtype = "bfloat16" if on_cuda else "float32"  # few CPUs are quick in bf16
