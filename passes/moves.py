@@ -107,11 +107,15 @@ def keep_resident(problem: Problem, homes: Collection[str], updated_here: Collec
     return replace(problem, storages=(*kept, *others), outside_bytes=problem.outside_bytes + state_bytes)
 
 
-def first_homes(problem: Problem, share: float) -> tuple[str, ...]:
-    """Return the parameters that are read first, up to `share` of the bytes of all that have a home elsewhere."""
+def first_homes(problem: Problem, share: float, having: Kind = Kind.FETCHED) -> tuple[str, ...]:
+    """Return the parameters that are read first, up to `share` of the bytes of all that have a home elsewhere.
+
+    Only those count of which there is a storage of kind `having`: that have a gradient, for SUNK.
+    """
     sizes: dict[str, int] = {}
+    candidates = {storage.home for storage in problem.storages if storage.kind is having}
     for storage in sorted(problem.storages, key=lambda s: (s.birth, s.name)):
-        if storage.kind is Kind.FETCHED:
+        if storage.kind is Kind.FETCHED and storage.home in candidates:
             sizes.setdefault(storage.home, storage.nbytes)
     left_bytes = int(sum(sizes.values()) * share)
     chosen: list[str] = []

@@ -15,6 +15,7 @@ from tencache_fx.passes.policy_10cache import choose_10cache
 from tencache_fx.passes.policy_teraio import choose_teraio
 from tencache_fx.plan import (
     Forecast,
+    Kind,
     Plan,
     Problem,
     Spill,
@@ -123,7 +124,8 @@ def _try_moves(
     plans: dict[_Way, tuple[Problem, Plan]] = {}
     refusals: list[BudgetError] = []
     for way in ways:
-        resident, here = first_homes(problem, way.resident), first_homes(problem, way.updated_here)
+        here = first_homes(problem, way.updated_here, Kind.SUNK)
+        resident = tuple(dict.fromkeys((*here, *first_homes(problem, way.resident))))
         staying = keep_resident(problem, resident, here)
         try:
             plan = _plan_moves(staying, policy, way.lead) if has_moves(staying) else _plan_trips(staying, policy)

@@ -190,7 +190,7 @@ class AdamW(torch.optim.Optimizer):
         """Update a parameter whose gradient has just come, if it has a home; where it left, that may have begun."""
         if (home := find_home(parameter)) is None:
             return
-        home.update_now = partial(self._step_early, weakref.ref(parameter))
+        home.update_now = _early_step(self, parameter)
         home.parts = {part for part in home.parts if not part.started}
         gradient, begun = parameter.grad, self._early.pop(parameter, None)
         parameter.grad = None
@@ -202,10 +202,9 @@ class AdamW(torch.optim.Optimizer):
             self._update(parameter, home, gradient)
 
     @torch.no_grad()
-    def _step_early(self, reference: "weakref.ref[Tensor]", lease: Lease) -> None:
+    def _step_early(self, parameter: Tensor, lease: Lease) -> None:
         """Update a parameter by a gradient that has just left, if nobody else wants it first."""
-        parameter = reference()
-        if parameter is None or parameter.grad is not None or parameter._backward_hooks:
+        if parameter.grad is not None or parameter._backward_hooks:
             return
         hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
         home = find_home(parameter)
@@ -333,6 +332,18 @@ class AdamW(torch.optim.Optimizer):
         state: dict[str, Any] = {"step": step, **held.tensors}
         self._states[parameter], self.state[parameter] = held, state
         return state
+
+
+def _early_step(optimizer: AdamW, parameter: Tensor) -> Callable[[Lease], None]:
+    """Return what begins a parameter's update; a home must not keep its optimizer alive."""
+    references = weakref.ref(optimizer), weakref.ref(parameter)
+
+    def step(lease: Lease) -> None:
+        stepped, updated = references[0](), references[1]()
+        if stepped is not None and updated is not None:
+            stepped._step_early(updated, lease)
+
+    return step
 
 
 def _belongs_here(parameter: Tensor) -> bool:

@@ -1,6 +1,8 @@
 """Updates that begin where a gradient leaves: only where that is all of it, and with what nobody has changed since."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -128,3 +130,17 @@ def test_they_are_those_of_a_step(
         assert early == [False] * parameters + [True] * parameters * (STEPS - 1)
     else:
         assert 0 <= sum(early) < parameters * (STEPS - 1)
+
+
+def test_an_optimizer_is_not_kept_alive_by_the_homes_of_its_parameters() -> None:
+    model = tencache_fx.offload(nn.Sequential(Block(HIDDEN)))
+    optimizer = AdamW(model.parameters(), step_in_backward=True)
+    options = {"device_budget": "1MB", "compiler": "eager", "calibrate": False}
+    run = torch.compile(model, backend="tencache", options=options)
+    run(torch.randn(8, HIDDEN)).square().mean().backward()
+    gone = weakref.ref(optimizer)
+    for parameter in model.parameters():
+        parameter._post_accumulate_grad_hooks.clear()  # torch's own, which hold it, too
+    del optimizer
+    gc.collect()
+    assert gone() is None
