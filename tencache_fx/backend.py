@@ -17,7 +17,7 @@ from torch import fx
 
 from tencache_fx import compat
 from tencache_fx.capture import Capture, main_device
-from tencache_fx.drafts import ATTEMPTS, Draft, Drafts, Halves
+from tencache_fx.drafts import ATTEMPTS, Draft, Drafts, Halves, Surroundings
 from tencache_fx.dump import Listing, RegionRecord, write_region
 from tencache_fx.errors import BudgetError
 from tencache_fx.feedback import Scales
@@ -113,6 +113,7 @@ class Region(LiveRegion):
                     sizes,
                     unforeseen_bytes,
                     {self._home_names[index]: home for index, home in self._homes.items()},
+                    Surroundings.find(self.device, self.options),
                 )
                 self._code = []
                 compiled = self._lower_source(compat.copy_module(self._source), inputs)
@@ -237,18 +238,7 @@ class Region(LiveRegion):
     def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
         """Lower one graph with `compile_graph`; graphs of ours are pinned in order first, and checked afterwards."""
         if phase == "inference":
-            capture = Capture(
-                forward=gm.graph,
-                backward=None,
-                num_outputs=1 << 30,
-                static_inputs=frozenset(),
-                device=self.device,
-                homes=self._home_names,
-            )
-            if (draft := self._drafts.draft(capture)) is not None:
-                self._captured = draft.captured
-                self._carry_out(draft)
-            gm.recompile()
+            self._plan_inference(gm)
         interface = None
         if (draft := self._draft) is not None and draft.formulas is not None:
             interface = read_interface(gm.graph, self.device, draft.formulas.by_name(), draft.scratch)
@@ -261,6 +251,21 @@ class Region(LiveRegion):
         if interface is not None:
             self._code.append((interface, compat.source_code(compiled)))
         return compiled if self._clock is None else self._clock.timed(phase, compiled)
+
+    def _plan_inference(self, gm: fx.GraphModule) -> None:
+        """Write this region's plan into its only graph: of one that has no backward."""
+        capture = Capture(
+            forward=gm.graph,
+            backward=None,
+            num_outputs=1 << 30,
+            static_inputs=frozenset(),
+            device=self.device,
+            homes=self._home_names,
+        )
+        if (draft := self._drafts.draft(capture)) is not None:
+            self._captured = draft.captured
+            self._carry_out(draft)
+        gm.recompile()
 
     def _keep(self, draft: Draft, plan: Plan, listings: tuple[Listing, ...]) -> None:
         """Record what was decided, for reports and dumps, and how much more others may hold before it must change."""

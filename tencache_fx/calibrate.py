@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -130,6 +130,13 @@ def describe_call(node: fx.Node, *, fuses: bool) -> Call | None:
         return None
     made_bytes = sum(byte_hint(tensor.numel()) * tensor.element_size() for tensor in tensors_of(node))
     return Call(node.target, _with_index_range(packet, args), tuple(sorted(kwargs.items())), made_bytes)
+
+
+def kept_costs(calls: Iterable[Call], device: torch.device) -> dict[Call, OpCost]:
+    """Return the costs of those of the calls that were timed on `device` earlier; nothing runs."""
+    key = _settings_key(device)
+    costs = ((call, kept({**key, "op": repr(call)}, OpCost)) for call in calls)
+    return {call: cost for call, cost in costs if cost is not None}
 
 
 def time_calls(

@@ -5,6 +5,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import fx
@@ -14,6 +15,7 @@ from tencache_fx.cache import cached, kept
 from tencache_fx.capture import Capture
 from tencache_fx.errors import BudgetError
 from tencache_fx.feedback import Learned
+from tencache_fx.machine import Roofline
 from tencache_fx.memory import held_bytes, input_bytes, outside_bytes
 from tencache_fx.options import Options
 from tencache_fx.passes.code_interface import Interface
@@ -26,9 +28,8 @@ from tencache_fx.passes.products import runs_heavy
 from tencache_fx.passes.recipes import find_recipes, recomputed_nodes
 from tencache_fx.passes.symbols import unbacked_symbols
 from tencache_fx.passes.weigh_code import UnreadableCodeError, code_peak_bytes
-from tencache_fx.plan import Budgets, Kind, Plan, Problem, Step, live_bytes
-from tencache_fx.runtime.homes import Home
-from tencache_fx.runtime.registry import usage
+from tencache_fx.plan import Budgets, Kind, Links, Plan, Problem, Step, live_bytes
+from tencache_fx.runtime.registry import Usage, usage
 from tencache_fx.sizes import SizeFormulas, Sizes
 from tencache_fx.study import Study, study
 from tencache_fx.values import to_json
@@ -131,13 +132,57 @@ class Choice:
     names: tuple[str, ...]
 
 
+class Settled(Protocol):
+    """What planning needs to know of a parameter with a home: its bytes, and what there is on the device, too."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the parameter."""
+
+    @property
+    def on_device(self) -> bool:
+        """Say whether the parameter's bytes are on the device, too."""
+
+    @property
+    def updated_here(self) -> bool:
+        """Say whether its gradient and its optimizer's state are, or are to be."""
+
+    @property
+    def state_here_bytes(self) -> int:
+        """Return the bytes of that state that are there now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a compilation finds: the rates of the machine, the bytes held on the device, what the runtime has lent.
+
+    `measures` says whether ops whose cost is not known yet may be timed.
+    """
+
+    roofline: Roofline
+    links: Links
+    held_bytes: int
+    usage: Usage
+    measures: bool = True
+
+    @staticmethod
+    def find(device: torch.device, options: Options) -> "Surroundings":
+        """Return those of this machine and process, measuring what is not known yet."""
+        return Surroundings(
+            roofline=machine.roofline(device, calibrate=options.calibrate),
+            links=machine.links(device, options.spill_dir, calibrate=options.calibrate),
+            held_bytes=held_bytes(device),
+            usage=usage(device),
+        )
+
+
 class Drafts:
     """Makes the drafts of one compilation.
 
     `settings` are Inductor's; `inputs` the region's, as torch traced them; `sizes` those at hand and those to plan for,
     if these differ. `unforeseen_bytes` are kept free: code generated earlier held so much more than the graphs show.
     What an earlier compilation of the same region had to keep free in the end is kept free from the start. `homes` are
-    those of the region's parameters, by the names that its plan has for them.
+    those of the region's parameters, by the names that its plan has for them, `around` what there is besides.
     """
 
     def __init__(
@@ -148,17 +193,15 @@ class Drafts:
         inputs: Sequence[object],
         sizes: tuple[Sizes, Sizes] | None,
         unforeseen_bytes: int,
-        homes: Mapping[str, Home],
+        homes: Mapping[str, Settled],
+        around: Surroundings,
     ) -> None:
         self._options, self._device, self._inputs, self._sizes = options, device, inputs, sizes
         asked = (options.device_budget, options.policy, options.recompute, options.compiler, sorted(settings.items()))
         self._asked = {"asked": repr(asked)}  # what was learned of a plan holds for one asked for in the same way
         self._unforeseen_bytes = unforeseen_bytes
         self._margin_key: dict[str, str] = {}
-        self._roofline = machine.roofline(device, calibrate=options.calibrate)
-        self._links = machine.links(device, options.spill_dir, calibrate=options.calibrate)
-        self._homes = homes
-        self._all_held_bytes = held_bytes(device)
+        self._homes, self._around = homes, around
 
     def draft(self, capture: Capture, beside: Draft | None = None, recomputed: tuple[str, ...] = ()) -> Draft | None:
         """Return what is known of the captured region and planned for it; `beside` is it without what is `recomputed`.
@@ -171,7 +214,7 @@ class Drafts:
         staying = write_moves(capture, capture.homes)
         staying_bytes = sum(self._homes[name].nbytes for name in staying)
         held_now_bytes = self._held_beside(training=capture.backward is not None) + staying_bytes
-        known = study(capture, options, self._roofline)
+        known = study(capture, options, self._around.roofline, measure=self._around.measures)
         if beside is None:
             key = {**machine.device_key("scales", self._device), **self._asked, "region": known.fingerprint}
             learned = (kept(key, Learned) if options.calibrate else None) or Learned()
@@ -216,7 +259,7 @@ class Drafts:
             if training or not home.updated_here:
                 bytes_here += home.nbytes if home.on_device else 0
                 bytes_here += home.state_here_bytes
-        return max(0, self._all_held_bytes - bytes_here)
+        return max(0, self._around.held_bytes - bytes_here)
 
     def choose_recomputed(self, problem: Problem) -> tuple[str, ...]:
         """Return what the `joint` policy recomputes. The search takes seconds; what it found for a problem is kept."""
@@ -260,7 +303,7 @@ class Drafts:
         """
         options, capture = self._options, known.capture
         fuses = options.compiler == "inductor"
-        away = usage(self._device)  # what other regions have away right now stays away while this one runs
+        away = self._around.usage  # what other regions have away right now stays away while this one runs
         sunk = [item.storage for item in known.storages if item.storage.kind is Kind.SUNK]
         # What its first step will take is not free for trips.
         more_bytes = max(0, sum(each.nbytes for each in sunk) - away.gradient_lent_bytes)
@@ -269,11 +312,11 @@ class Drafts:
             ops=known.ops,
             boundary=capture.boundary,
             storages=tuple(item.storage for item in known.storages),
-            links=self._links,
+            links=self._around.links,
             budgets=Budgets(
                 device_bytes=options.device_budget,
                 host_bytes=max(0, options.host_budget - away.host_lent_bytes - more_bytes),
-                disk_bytes=max(0, options.spill_budget - away.disk_lent_bytes) if options.spill_dir else 0,
+                disk_bytes=max(0, options.spill_budget - away.disk_lent_bytes),
             ),
             fences=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and runs_heavy(node)),
             # Smaller storages cannot matter: this many would still be under a thousandth of the budget each.

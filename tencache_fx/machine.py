@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 import torch
 
-from tencache_fx.cache import cached
+from tencache_fx.cache import cached, kept
 from tencache_fx.disk import Disk, filesystem_id, measure_disk
 from tencache_fx.plan import Links
 from tencache_fx.tables import format_rate
@@ -99,20 +99,23 @@ def links(device: torch.device, spill_dirs: Sequence[Path], *, calibrate: bool, 
     Raises `StoreError` when a spill directory cannot be written or read.
     """
     by_filesystem = {filesystem_id(directory): directory for directory in spill_dirs}
-    if calibrate:
-        found = cached(device_key("links", device), Links, lambda: _measure_links(device), renew=renew)
-        disks = [disk(directory, renew=renew) for directory in by_filesystem.values()]
-    else:
-        found, disks = FIXED_LINKS, [FIXED_DISK] * len(by_filesystem)
-    found = dataclasses.replace(
-        found,
+    if not calibrate:
+        return _with_disks(FIXED_LINKS, [FIXED_DISK] * len(by_filesystem))
+    found = cached(device_key("links", device), Links, lambda: _measure_links(device), renew=renew)
+    return _derated(_with_disks(found, [disk(directory, renew=renew) for directory in by_filesystem.values()]))
+
+
+def _with_disks(links: Links, disks: Sequence[Disk]) -> Links:
+    return dataclasses.replace(
+        links,
         disk_write_bytes_per_s=sum(disk.write_bytes_per_s for disk in disks),
         disk_read_bytes_per_s=sum(disk.read_bytes_per_s for disk in disks),
     )
-    if not calibrate:
-        return found
-    rates = {name: _attainable(rate) for name, rate in dataclasses.asdict(found).items() if name.endswith("_per_s")}
-    return dataclasses.replace(found, **rates)
+
+
+def _derated(links: Links) -> Links:
+    rates = {name: _attainable(rate) for name, rate in dataclasses.asdict(links).items() if name.endswith("_per_s")}
+    return dataclasses.replace(links, **rates)
 
 
 def disk(directory: Path, *, renew: bool = False) -> Disk:
@@ -120,8 +123,11 @@ def disk(directory: Path, *, renew: bool = False) -> Disk:
 
     Raises `StoreError` when it cannot be written or read.
     """
-    key = {"what": "disk", "filesystem": filesystem_id(directory)}
-    return cached(key, Disk, partial(measure_disk, directory), renew=renew)
+    return cached(_disk_key(filesystem_id(directory)), Disk, partial(measure_disk, directory), renew=renew)
+
+
+def _disk_key(filesystem: str) -> dict[str, str]:
+    return {"what": "disk", "filesystem": filesystem}
 
 
 def roofline(device: torch.device, *, calibrate: bool, renew: bool = False) -> Roofline:
@@ -133,6 +139,34 @@ def roofline(device: torch.device, *, calibrate: bool, renew: bool = False) -> R
     if not calibrate:
         return FIXED_ROOFLINE[device.type]
     return cached(device_key("roofline", device), Roofline, lambda: _measure_roofline(device), renew=renew)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownRates:
+    """What is known of a machine without measuring; `measured` says whether it was measured earlier."""
+
+    roofline: Roofline
+    links: Links
+    measured: bool
+
+
+def known_rates(device: torch.device, spill_dirs: Sequence[Path], *, calibrate: bool, has_disk: bool) -> KnownRates:
+    """Return the rates that were measured earlier, or else the fixed ones; nothing is measured.
+
+    Those of disks are measured ones for `spill_dirs` that were, and fixed ones for all others, or, without any
+    directory, for one disk if there is to be one (`has_disk`).
+    """
+    by_filesystem = {filesystem_id(directory): directory for directory in spill_dirs} if has_disk else {}
+    disks = [kept(_disk_key(name), Disk) if calibrate else None for name in by_filesystem] or [None] * has_disk
+    roofline = kept(device_key("roofline", device), Roofline) if calibrate else None
+    links = kept(device_key("links", device), Links) if calibrate else None
+    measured = roofline is not None and links is not None
+    found = _with_disks((measured and links) or FIXED_LINKS, [disk or FIXED_DISK for disk in disks])
+    return KnownRates(
+        roofline=(measured and roofline) or FIXED_ROOFLINE[device.type],
+        links=_derated(found) if measured else found,
+        measured=measured,
+    )
 
 
 def _measure_links(device: torch.device) -> Links:

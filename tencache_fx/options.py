@@ -92,19 +92,7 @@ class Options:
         Raises `OptionError` when an option is unknown or unreadable, asks for more than the machine has, or names a
         directory that cannot be used.
         """
-        layers = (
-            _read_layer("environment", _environment()),
-            _read_layer("configure", SETTINGS.given),
-            _read_layer("options", given or {}),
-        )
-        value: dict[str, Any] = dict(_DEFAULTS)
-        for layer in layers:
-            value |= layer
-        for directory in value["spill_dir"]:
-            _check_writable("spill_dir", directory)
-        if value["dump_dir"] is not None:
-            _make_directory("dump_dir", value["dump_dir"])
-            _check_writable("dump_dir", value["dump_dir"])
+        value = _read_layers(given)
         return Options(
             **value
             | {
@@ -113,6 +101,24 @@ class Options:
                 "spill_budget": _spill_budget(value["spill_budget"], value["spill_dir"], own_disk_bytes),
             }
         )
+
+    @staticmethod
+    def suppose(given: Mapping[str, object] | None, *, device_bytes: int | None) -> "Options":
+        """Return the options for a device of `device_bytes` that nothing will run on: no limit for None.
+
+        As `resolve`, but sizes may be more than this machine has, and `spill_budget` needs no directory. Shares, and
+        what is "auto", are of this machine.
+        """
+        value = _read_layers(given)
+        sizes: list[Size | None] = [value[name] for name in ("device_budget", "host_budget", "spill_budget")]
+        device, host, spill = (size and size.nbytes for size in sizes)
+        if device is None and device_bytes is not None and (size := sizes[0]) is not None:
+            device = int(device_bytes * (size.share or Decimal("0.9")))
+        if host is None:
+            host = _host_budget(sizes[1], 0)
+        if spill is None:
+            spill = _spill_budget(sizes[2], value["spill_dir"], 0)
+        return Options(**value | {"device_budget": device, "host_budget": host, "spill_budget": spill})
 
 
 class Settings:
@@ -272,6 +278,24 @@ def _read_layer(source: str, given: Mapping[str, object]) -> dict[str, object]:
                 f" the options are: {_listed(_READERS)}."
             )
     return {name: _READERS[name](_spelled(source, name), value) for name, value in given.items()}
+
+
+def _read_layers(given: Mapping[str, object] | None) -> dict[str, Any]:
+    """Return every option's value as it was asked for; directories are there, and can be written to."""
+    layers = (
+        _read_layer("environment", _environment()),
+        _read_layer("configure", SETTINGS.given),
+        _read_layer("options", given or {}),
+    )
+    value: dict[str, Any] = dict(_DEFAULTS)
+    for layer in layers:
+        value |= layer
+    for directory in value["spill_dir"]:
+        _check_writable("spill_dir", directory)
+    if value["dump_dir"] is not None:
+        _make_directory("dump_dir", value["dump_dir"])
+        _check_writable("dump_dir", value["dump_dir"])
+    return value
 
 
 def _environment() -> dict[str, object]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from tencache_fx.calibrate import time_calls
+from tencache_fx.calibrate import kept_costs, time_calls
 from tencache_fx.capture import Capture
 from tencache_fx.machine import Roofline
 from tencache_fx.options import Options
@@ -46,8 +46,11 @@ class Study:
         return sum(op.duration_ns for op in self.ops)
 
 
-def study(capture: Capture, options: Options, roofline: Roofline) -> Study:
-    """Return what is known of a captured region; its graphs are put in order first, nothing in them is decided."""
+def study(capture: Capture, options: Options, roofline: Roofline, *, measure: bool = True) -> Study:
+    """Return what is known of a captured region; its graphs are put in order first, nothing in them is decided.
+
+    Without `measure` no op is timed: what earlier runs have timed is known, the rest is estimated.
+    """
     fuses = options.compiler == "inductor"
     if fuses:
         sink_products(capture)
@@ -59,7 +62,10 @@ def study(capture: Capture, options: Options, roofline: Roofline) -> Study:
         storages, in_place = reuse_in_place(capture, registers, storages)
         storages = hold_fused_operands(capture, registers, storages)
     heavy = find_calls(capture, roofline, registers) if options.calibrate else {}
-    measured = time_calls(heavy, capture.device, budget_bytes=options.device_budget)
+    if measure:
+        measured = time_calls(heavy, capture.device, budget_bytes=options.device_budget)
+    else:
+        measured = kept_costs(heavy, capture.device)
     return Study(
         capture=capture,
         storages=tuple(storages),
