@@ -20,6 +20,7 @@ _HOMES = {
     "close": "tencache_fx.session",
     "offload": "tencache_fx.model_state",
     "summon": "tencache_fx.model_state",
+    "fit": "tencache_fx.fitting",
 }
 _HOMES |= dict.fromkeys(
     ("TencacheError", "OptionError", "BudgetError", "StoreError", "UsageError", "InvariantError"), "tencache_fx.errors"

@@ -1,4 +1,4 @@
-"""The command `tencache`: look at dumps, try policies on a dumped problem, examine the machine, list the options."""
+"""The command `tencache`: see if a model fits, look at dumps, try policies on a problem, examine the machine."""
 
 import argparse
 import inspect
@@ -15,6 +15,7 @@ from tencache_fx.errors import OptionError, TencacheError
 from tencache_fx.plan import Problem
 from tencache_fx.tables import (
     graph_dot,
+    show_fit,
     show_frontier,
     show_graph,
     show_measured,
@@ -29,7 +30,7 @@ _VIEWS = ("summary", "tensors", "pool", "graphs", "all", "why")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0, or 2 with one line on stderr when what was asked cannot be done."""
+    """Run the command line; return 0, 1 for a model that does not fit, or 2 with why what was asked cannot be done."""
     arguments = _parser().parse_args(argv)
     run: Callable[[argparse.Namespace], str] = arguments.run
     try:
@@ -40,11 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough; keep Python from flushing into it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    return 0
+    return int(arguments.status)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tencache", description=__doc__)
+    parser.set_defaults(status=0)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     dump = commands.add_parser("dump", help="show what was decided, from the dump_dir of a run")
@@ -86,6 +88,21 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--plot", type=Path, metavar="FILE", help="draw the comparison, as .svg or .html")
     plan.add_argument("--json", action="store_true", help="print the plan, or the comparison, as JSON")
     plan.set_defaults(run=_plan)
+
+    fit = commands.add_parser("fit", help="say whether a model would fit, in which tiers, and how fast it would train")
+    fit.add_argument(
+        "factory",
+        metavar="MODULE:FUNCTION",
+        help="what returns (model, inputs) or (model, inputs, loss_fn); also FILE.py:FUNCTION",
+    )
+    fit.add_argument("--device", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
+    for name in ("device", "host", "spill"):
+        fit.add_argument(f"--{name}-budget", metavar="SIZE", help="such as 12GiB")
+    fit.add_argument("--spill-dir", type=Path, action="append", metavar="DIR", help="may be given several times")
+    fit.add_argument("--dump-dir", type=Path, metavar="DIR", help="write each region's plan there, for dump and plan")
+    fit.add_argument("--policy", metavar="NAME", help="none, 10cache, teraio or joint (default: joint)")
+    fit.add_argument("--json", action="store_true", help="print all figures as JSON")
+    fit.set_defaults(run=_fit)
 
     doctor = commands.add_parser("doctor", help="measure this machine, and say what looks wrong with it")
     doctor.add_argument("--device", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
@@ -189,8 +206,20 @@ def _budget(name: str, text: str | None, otherwise: int | None) -> int | None:
     return size.nbytes
 
 
+def _fit(arguments: argparse.Namespace) -> str:
+    if arguments.device == "cpu" and "torch" not in sys.modules:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nobody asks for a GPU, and some of torch's tracing would start one
+    from tencache_fx.fitting import fit_factory  # here: it needs torch
+
+    names = ("device_budget", "host_budget", "spill_budget", "spill_dir", "policy", "dump_dir")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    found = fit_factory(arguments.factory, arguments.device, given)
+    arguments.status = 0 if found.fits else 1
+    return to_json(found) if arguments.json else show_fit(found)
+
+
 def _doctor(arguments: argparse.Namespace) -> str:
-    from tencache_fx.doctor import examine  # here: only this command needs torch
+    from tencache_fx.doctor import examine  # here: it needs torch
 
     return examine(arguments.device, arguments.spill_dir)
 

@@ -314,6 +314,12 @@ def _run_boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return run
 
 
+def any_number_of_compilations() -> contextlib.AbstractContextManager[None]:
+    """Let Dynamo compile the same code as often as it is asked to: beyond some limits it runs it uncompiled."""
+    most = 1 << 30
+    return torch._dynamo.config.patch(recompile_limit=most, accumulated_recompile_limit=most)  # type: ignore[no-any-return]
+
+
 def source_code(compiled: Any) -> str | None:
     """Return the Python that Inductor generated for a graph; None for a graph that runs without Inductor."""
     return getattr(compiled, "source_code", None)

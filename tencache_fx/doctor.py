@@ -67,7 +67,7 @@ def examine(device_name: str | None, spill_dirs: Sequence[Path] | None) -> str:
     Takes a few seconds, and renews the rates that plans are made with. Raises `OptionError` for a device or an option
     that cannot be used, `StoreError` for a directory that cannot.
     """
-    device = _device(device_name)
+    device = find_device(device_name)
     options = Options.resolve(None if spill_dirs is None else {"spill_dir": list(spill_dirs)}, device=device)
     report = _measure(device, options)
     return show_report(report)
@@ -201,16 +201,17 @@ def disk_findings(report: Report) -> Iterator[str]:
             )
 
 
-def _device(name: str | None) -> torch.device:
+def find_device(name: str | None) -> torch.device:
+    """Return the device of that name, or the GPU if there is one; raises `OptionError` for one that is not there."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise OptionError(f"--device {name!r} is not a device; give cuda, cuda:1 or cpu.") from error
+        raise OptionError(f"device {name!r} is not a device; give cuda, cuda:1 or cpu.") from error
     count = torch.cuda.device_count()
     if device.type not in ("cuda", "cpu") or (device.type == "cuda" and (device.index or 0) >= count):
-        raise OptionError(f"--device {name!r} is not there: torch sees {count} CUDA devices; give one of them, or cpu.")
+        raise OptionError(f"device {name!r} is not there: torch sees {count} CUDA devices; give one of them, or cpu.")
     return device
 
 

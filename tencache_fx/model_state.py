@@ -57,7 +57,7 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
             for key, buffer in module.named_buffers(recurse=False):
                 module._buffers[key] = buffer.to(target)
             if any(engine.homes.find(parameter) for _, parameter in own):
-                _watch(module)
+                watch(module)
     return model
 
 
@@ -160,19 +160,29 @@ def _open_bar(engine: Engine, model: nn.Module, *, progress: bool | None) -> "tq
     )
 
 
-def _move(engine: Engine, parameter: nn.Parameter, name: str, device: torch.device) -> int:
-    """Give a parameter a home, if it is large and has none; return the bytes moved there."""
-    if engine.homes.find(parameter) is not None:
-        return 0
+def wants_home(parameter: Tensor, name: str) -> bool:
+    """Say whether a parameter is large enough for a home.
+
+    Raises `OptionError` for one that is, but has gaps between its elements, or the same memory for several.
+    """
     if parameter.nbytes < LEAST_BYTES:
-        parameter.data = parameter.data.to(device)
-        return 0
+        return False
     if not torch.ops.aten.is_non_overlapping_and_dense(parameter.detach()):
         raise OptionError(
             f"{name} of size {tuple(parameter.shape)} has strides {parameter.stride()}, with gaps between its elements "
             "or the same memory for several; make it contiguous."
         )
-    return engine.homes.settle_in(parameter, name, device).nbytes
+    return True
+
+
+def _move(engine: Engine, parameter: nn.Parameter, name: str, device: torch.device) -> int:
+    """Give a parameter a home, if it is large and has none; return the bytes moved there."""
+    if engine.homes.find(parameter) is not None:
+        return 0
+    if wants_home(parameter, name):
+        return engine.homes.settle_in(parameter, name, device).nbytes
+    parameter.data = parameter.data.to(device)
+    return 0
 
 
 class _Part:
@@ -184,7 +194,7 @@ class _Part:
 _ALONE = _Part()
 
 
-def _watch(module: nn.Module) -> None:
+def watch(module: nn.Module) -> None:
     """Let a module's own parameters come to the device whenever it runs outside of a compiled region."""
     if hasattr(module, "_tencache_brought"):
         return

@@ -86,7 +86,7 @@ def test_names_exist():
 
 def test_commands_exist(tmp_path, capsys):
     commands = set(re.findall(r"`tencache ([a-z]+)", README))
-    assert commands == {"dump", "plan", "doctor", "options"}
+    assert commands == {"dump", "plan", "fit", "doctor", "options"}
     for command in commands:
         with pytest.raises(SystemExit) as ended:
             main([command, "--help"])

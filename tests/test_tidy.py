@@ -25,12 +25,15 @@ TOP = {
     "optim_updates",
     "live",
     "model_state",
+    "sketch",
+    "fitting",
 }
 TORCH_FREE = (
     "plan",
     "errors",
     "tables",
     "dump",
+    "fitness",
     "tiers",
     "options",
     "cli",
