@@ -89,7 +89,21 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print the plan, or the comparison, as JSON")
     plan.set_defaults(run=_plan)
 
-    fit = commands.add_parser("fit", help="say whether a model would fit, in which tiers, and how fast it would train")
+    _describe_fit(
+        commands.add_parser("fit", help="say whether a model would fit, in which tiers, and how fast it would be")
+    )
+
+    doctor = commands.add_parser("doctor", help="measure this machine, and say what looks wrong with it")
+    doctor.add_argument("--device", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
+    doctor.add_argument("--spill-dir", type=Path, action="append", metavar="DIR", help="may be given several times")
+    doctor.set_defaults(run=_doctor)
+
+    options = commands.add_parser("options", help="list the options, their defaults and how to set them")
+    options.set_defaults(run=_options)
+    return parser
+
+
+def _describe_fit(fit: argparse.ArgumentParser) -> None:
     fit.add_argument(
         "factory",
         metavar="MODULE:FUNCTION",
@@ -103,15 +117,6 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--policy", metavar="NAME", help="none, 10cache, teraio or joint (default: joint)")
     fit.add_argument("--json", action="store_true", help="print all figures as JSON")
     fit.set_defaults(run=_fit)
-
-    doctor = commands.add_parser("doctor", help="measure this machine, and say what looks wrong with it")
-    doctor.add_argument("--device", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
-    doctor.add_argument("--spill-dir", type=Path, action="append", metavar="DIR", help="may be given several times")
-    doctor.set_defaults(run=_doctor)
-
-    options = commands.add_parser("options", help="list the options, their defaults and how to set them")
-    options.set_defaults(run=_options)
-    return parser
 
 
 def _dump(arguments: argparse.Namespace) -> str:

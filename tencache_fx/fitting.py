@@ -5,6 +5,7 @@ large parameter a home and `tencache_fx.optim.AdamW` trained it. What cannot be 
 beyond the graphs, what libraries keep on the device for themselves, and ops that no earlier run has timed.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -123,10 +124,9 @@ class _Trial:
             cause = getattr(error, "inner_exception", error)
             if isinstance(cause, TencacheError):
                 raise cause from error
-            first_line = str(cause).strip().partition("\n")[0]
+            why = f"{type(cause).__name__}: {_first_sentence(str(cause))}"
             raise UsageError(
-                f"the model cannot be captured, {type(cause).__name__}: {first_line}; try that it runs under "
-                "torch.compile, with inputs like these."
+                f"the model cannot be captured, {why}; see that it runs under torch.compile, with such inputs."
             ) from error
         if not self._sketches:
             raise UsageError(f"torch.compile found nothing to compile for {self._device}; see TORCH_LOGS=graph_breaks.")
@@ -240,6 +240,12 @@ class _Trial:
             if sketch.record is None:
                 return False
         return True
+
+
+def _first_sentence(text: str) -> str:
+    """Return what an error says in its first line, or where Dynamo explains it."""
+    explained = re.search(r"^ *Explanation: (.+)$", text, re.MULTILINE)
+    return (explained[1] if explained else text.strip().partition("\n")[0]).rstrip(".")
 
 
 def _captured(sketch: Sketch) -> Problem:

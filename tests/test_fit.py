@@ -255,7 +255,10 @@ def test_what_is_dumped_can_be_planned_anew(command: Callable[..., tuple[int, st
         ("factories:number", "factories:number is a int; name a function"),
         ("factories:wrong", "factories:wrong returned (Tensor); return (model, inputs)"),
         ("factories:reads", "factories:reads fails where tensors have no values"),
-        ("factories:fails_in_forward", "the model cannot be captured, "),
+        (
+            "factories:fails_in_forward",
+            "the model cannot be captured, TorchRuntimeError: Dynamo failed to run FX node with fake tensors",
+        ),
     ],
 )
 def test_what_cannot_be_fitted_is_refused_in_a_sentence(
@@ -263,8 +266,9 @@ def test_what_cannot_be_fitted_is_refused_in_a_sentence(
 ) -> None:
     code, out, err = command(name)
     assert (code, out) == (2, "")
-    assert err.startswith(f"tencache: {said}")
-    assert len(err.strip().splitlines()) == 1
+    *logged, line = err.strip().splitlines()
+    assert line.startswith(f"tencache: {said}")
+    assert not [each for each in logged if "tencache" in each]  # torch may have logged where it failed
 
 
 def test_bad_arguments_are_refused() -> None:
