@@ -31,6 +31,7 @@ _MiB = 1 << 20
 _LINK_BYTES = 64 * _MiB
 _HOST_COPIES = 5
 _HOST_BYTES = 512 * _MiB  # more than any cache holds
+_CPU_RUNS_S = 0.2  # one kernel on a CPU is timed for so long: some have no fast product of bfloat16
 _SMALL_BYTES = _MiB  # a copy so small shows what it costs beyond its bytes
 _ATTAINABLE = (9, 10)  # of the rate of one large kernel or copy, what a graph of many gets
 
@@ -296,10 +297,10 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype, side: int) -> int:
 
 
 def _mean_seconds(device: torch.device, run: Callable[[], object], *, times: int = 20) -> float:
-    """Return the seconds that one `run` takes on `device`, after a warm-up as long."""
+    """Return the seconds that one `run` takes on `device`, after a warm-up as long; on a CPU, fewer of a slow one."""
     if device.type != "cuda":
-        cpu_seconds(run, times=2)
-        return cpu_seconds(run, times=times)
+        once_s = min(cpu_seconds(run, times=1) for _ in range(2))
+        return cpu_seconds(run, times=max(1, min(times, int(_CPU_RUNS_S / max(once_s, 1e-9)))))
     with torch.cuda.device(device):
         cuda_seconds(run, times=times)
         return cuda_seconds(run, times=times)

@@ -12,8 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NewType
 
 import numpy as np
@@ -250,15 +249,15 @@ def live_bytes(problem: Problem, spills: Iterable[Spill] = ()) -> "np.ndarray[An
 
     One difference array and one running sum: O(steps + storages + spills).
     """
-    delta = np.zeros(len(problem.ops) + 1, dtype=np.int64)
+    delta = [0] * (len(problem.ops) + 1)  # single elements of an array are slow
     for storage in problem.storages:
         delta[storage.birth] += storage.nbytes
         delta[storage.death] -= storage.nbytes
     for spill in spills:
         delta[spill.gone] -= spill.nbytes
         delta[spill.fetch] += spill.nbytes
-    scratch = np.fromiter((op.scratch_bytes for op in problem.ops), dtype=np.int64, count=len(problem.ops))
-    return np.cumsum(delta)[:-1] + scratch + problem.outside_bytes
+    scratch = np.array([op.scratch_bytes for op in problem.ops], dtype=np.int64)
+    return np.cumsum(delta[:-1], dtype=np.int64) + scratch + problem.outside_bytes
 
 
 def is_candidate(problem: Problem, storage: Storage) -> bool:
@@ -281,15 +280,26 @@ def fence_in(problem: Problem, spill: Spill) -> Spill | None:
 
     None if the storage is then never away. Without fences, `spill` as it is.
     """
+    if not problem.fences:
+        return spill
+    gone, fetch = fenced_window(
+        problem, spill.gone, spill.fetch, crosses=spill.offload < problem.boundary <= spill.back
+    )
+    return dataclasses.replace(spill, gone=gone, fetch=fetch) if gone < fetch else None
+
+
+def fenced_window(problem: Problem, gone: Step, fetch: Step, *, crosses: bool) -> tuple[Step, Step]:
+    """Return the part of `[gone, fetch)` in which bytes are away for sure, empty if the first is not before the second.
+
+    `crosses` says that they leave from the forward graph and come back in the backward graph.
+    """
     fences, boundary = problem.fences, problem.boundary
     if not fences:
-        return spill
-    after, before = bisect_left(fences, spill.gone), bisect_left(fences, spill.fetch) - 1
+        return gone, fetch
+    after, before = bisect_left(fences, gone), bisect_left(fences, fetch) - 1
     gone = fences[after] if after < len(fences) else Step(len(problem.ops))
     fetch = Step(fences[before] + 1) if before >= 0 else Step(0)
-    if spill.offload < boundary <= spill.back:  # it leaves from one graph and comes back in the other
-        gone, fetch = min(gone, boundary), max(fetch, boundary)
-    return dataclasses.replace(spill, gone=gone, fetch=fetch) if gone < fetch else None
+    return (min(gone, boundary), max(fetch, boundary)) if crosses else (gone, fetch)
 
 
 def bare_spills(problem: Problem) -> tuple[Spill, ...]:
@@ -297,15 +307,21 @@ def bare_spills(problem: Problem) -> tuple[Spill, ...]:
 
     Each storage travels at most once, over the inactive interval that contains the most time.
     """
-    ends_ns = np.cumsum([op.duration_ns for op in problem.ops])
+    ends_ns = list(accumulate(op.duration_ns for op in problem.ops))
     spills = []
     for storage in problem.storages:
         if not is_candidate(problem, storage):
             continue
-        trip = partial(Spill, name=storage.name, nbytes=storage.nbytes, tier=Tier.HOST)
-        tight = [trip(offload=u, gone=Step(u + 1), fetch=v, back=v) for u, v in inactive_intervals(storage)]
-        if trips := [fenced for spill in tight if (fenced := fence_in(problem, spill)) is not None]:
-            spills.append(max(trips, key=lambda t: (int(ends_ns[t.fetch - 1] - ends_ns[t.gone - 1]), t.gone, t.fetch)))
+        windows = [  # with how long each lasts
+            (ends_ns[fetch - 1] - ends_ns[gone - 1], gone, fetch, u, v)
+            for u, v in inactive_intervals(storage)
+            for gone, fetch in (fenced_window(problem, Step(u + 1), v, crosses=u < problem.boundary <= v),)
+            if gone < fetch
+        ]
+        if windows:
+            _, gone, fetch, u, v = max(windows)
+            name, nbytes = storage.name, storage.nbytes
+            spills.append(Spill(name=name, nbytes=nbytes, tier=Tier.HOST, offload=u, gone=gone, fetch=fetch, back=v))
     return tuple(spills)
 
 
