@@ -16,6 +16,7 @@ import pytest
 import torch
 from faulty_streams import FaultyCpuStreams
 from hypothesis import settings
+from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
 
@@ -27,6 +28,12 @@ from tencache_fx.runtime.store import FileIO, Store
 from tencache_fx.runtime.streams import Streams
 
 MIB = 1 << 20
+
+# Workers that share the cores take one share each: threads that wait for a core that another worker has cost time.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if WORKERS > 1:
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // WORKERS))
+    inductor_config.compile_threads = torch.get_num_threads()
 
 # The same examples in each run; `--hypothesis-profile explore` looks for new ones.
 settings.register_profile("repeatable", derandomize=True)
@@ -60,6 +67,16 @@ def settled(engine: Engine) -> bool:
     gc.collect()
     gauges = engine.stats.take()
     return not (gauges["host_lent_bytes"] or gauges["disk_lent_bytes"] or gauges["trips"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def modules_are_not_garbage() -> None:
+    """Look no more, when garbage is collected, at what is there before a file's first test: modules, most of it.
+
+    Tests collect often, to see what is left; with all of torch to look through that takes longer than the tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
