@@ -41,6 +41,14 @@ settings.register_profile("explore", derandomize=False)
 settings.load_profile("repeatable")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Let a worker that is done take over tests of another: some take long. Each begins with files of its own."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
+
+
 def open_files() -> set[str]:
     """Return this process's open files, without those that come and go by themselves."""
     found = set()
