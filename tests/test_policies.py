@@ -4,7 +4,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import assume, event, given, settings
@@ -38,10 +38,22 @@ def held(problem: Problem, spills: tuple[Spill, ...], step: int) -> int:
     return sum(live) + problem.ops[step].scratch_bytes + problem.outside_bytes
 
 
-@pytest.mark.parametrize("policy", SPILLING)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(problem=problems())
-def test_plan_keeps_every_rule_or_the_budget_is_refused(policy: str, problem: Problem) -> None:
+def test_plan_keeps_every_rule_or_the_budget_is_refused(problem: Problem) -> None:
+    for policy in SPILLING:
+        check_plan(policy, problem)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
+@given(problem=problems())
+def test_plans_of_many_regions_keep_every_rule(problem: Problem) -> None:
+    for policy in SPILLING:
+        check_plan(policy, problem)
+
+
+def check_plan(policy: str, problem: Problem) -> None:
     limit = problem.budgets.device_bytes
     plan, refusal = plan_or_refusal(problem, policy)
     assert ("on the device" in refusal) == (limit is not None and floor_bytes(problem) > limit)
@@ -58,10 +70,22 @@ def test_plan_keeps_every_rule_or_the_budget_is_refused(policy: str, problem: Pr
     assert plan == make_plan(problem, policy)
 
 
-@pytest.mark.parametrize("policy", [*SPILLING, "none"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problem=moving_problems())
-def test_parameters_and_gradients_travel_by_every_rule(policy: str, problem: Problem) -> None:
+def test_parameters_and_gradients_travel_by_every_rule(problem: Problem) -> None:
+    for policy in POLICIES:
+        check_moves(policy, problem)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, deadline=None)
+@given(problem=moving_problems())
+def test_parameters_and_gradients_of_many_regions_travel_by_every_rule(problem: Problem) -> None:
+    for policy in POLICIES:
+        check_moves(policy, problem)
+
+
+def check_moves(policy: str, problem: Problem) -> None:
     plan, refusal = plan_or_refusal(problem, policy)
     if plan is None:
         event("device refused" if "on the device" in refusal else "tier refused")
@@ -74,10 +98,13 @@ def test_parameters_and_gradients_travel_by_every_rule(policy: str, problem: Pro
     assert plan.forecast.makespan_ns * 1000 <= streamed.forecast.makespan_ns * 1005
 
 
-def test_plans_of_crowded_regions_keep_every_rule() -> None:
+@pytest.mark.parametrize(
+    "seeds", [range(80), pytest.param(range(80, 400), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_plans_of_crowded_regions_keep_every_rule(seeds: range) -> None:
     outcomes = dict.fromkeys(("planned", "with disk", "tier refused"), 0)
     makespans: dict[str, list[int]] = {policy: [] for policy in SPILLING}
-    for seed in range(250):
+    for seed in seeds:
         problem = crowded_region(seed)
         for policy in SPILLING:
             plan, refusal = plan_or_refusal(problem, policy)
@@ -92,17 +119,16 @@ def test_plans_of_crowded_regions_keep_every_rule() -> None:
             outcomes["with disk"] += any(spill.tier is Tier.NVME for spill in plan.spills)
             if problem.budgets.host_bytes == PLENTY:
                 makespans[policy].append(plan.forecast.makespan_ns)
-    assert outcomes["planned"] > 400
+    assert outcomes["planned"] > 1.6 * len(seeds)
     assert min(outcomes.values()) > 0, outcomes
     assert sum(makespans["teraio"]) < sum(makespans["10cache"])
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
 @settings(max_examples=50, deadline=None)
 @given(problem=problems())
-def test_a_region_that_fits_is_left_alone(policy: str, problem: Problem) -> None:
+def test_a_region_that_fits_is_left_alone(problem: Problem) -> None:
     peak = int(live_bytes(problem).max())
-    for device_bytes in (None, peak):
+    for policy, device_bytes in product(POLICIES, (None, peak)):
         plan = make_plan(with_device(problem, device_bytes), policy)
         assert (plan.spills, plan.pool, plan.staging) == ((), (), ())
         assert plan.forecast.makespan_ns == plan.forecast.ideal_ns == plan.forecast.lower_bound_ns
