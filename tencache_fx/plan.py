@@ -282,24 +282,17 @@ def fence_in(problem: Problem, spill: Spill) -> Spill | None:
     """
     if not problem.fences:
         return spill
-    gone, fetch = fenced_window(
-        problem, spill.gone, spill.fetch, crosses=spill.offload < problem.boundary <= spill.back
-    )
+    gone, fetch = _fenced(problem, spill.offload, spill.gone, spill.fetch, spill.back)
     return dataclasses.replace(spill, gone=gone, fetch=fetch) if gone < fetch else None
 
 
-def fenced_window(problem: Problem, gone: Step, fetch: Step, *, crosses: bool) -> tuple[Step, Step]:
-    """Return the part of `[gone, fetch)` in which bytes are away for sure, empty if the first is not before the second.
-
-    `crosses` says that they leave from the forward graph and come back in the backward graph.
-    """
+def _fenced(problem: Problem, offload: Step, gone: Step, fetch: Step, back: Step) -> tuple[Step, Step]:
+    """Return what fences leave of `[gone, fetch)`; who leaves from one graph for the other is away between them."""
     fences, boundary = problem.fences, problem.boundary
-    if not fences:
-        return gone, fetch
     after, before = bisect_left(fences, gone), bisect_left(fences, fetch) - 1
     gone = fences[after] if after < len(fences) else Step(len(problem.ops))
     fetch = Step(fences[before] + 1) if before >= 0 else Step(0)
-    return (min(gone, boundary), max(fetch, boundary)) if crosses else (gone, fetch)
+    return (min(gone, boundary), max(fetch, boundary)) if offload < boundary <= back else (gone, fetch)
 
 
 def bare_spills(problem: Problem) -> tuple[Spill, ...]:
@@ -309,19 +302,15 @@ def bare_spills(problem: Problem) -> tuple[Spill, ...]:
     """
     ends_ns = list(accumulate(op.duration_ns for op in problem.ops))
     spills = []
-    for storage in problem.storages:
-        if not is_candidate(problem, storage):
-            continue
-        windows = [  # with how long each lasts
-            (ends_ns[fetch - 1] - ends_ns[gone - 1], gone, fetch, u, v)
-            for u, v in inactive_intervals(storage)
-            for gone, fetch in (fenced_window(problem, Step(u + 1), v, crosses=u < problem.boundary <= v),)
-            if gone < fetch
-        ]
-        if windows:
-            _, gone, fetch, u, v = max(windows)
-            name, nbytes = storage.name, storage.nbytes
-            spills.append(Spill(name=name, nbytes=nbytes, tier=Tier.HOST, offload=u, gone=gone, fetch=fetch, back=v))
+    for s in (s for s in problem.storages if is_candidate(problem, s)):
+        trips = []  # as numbers, with the time that each is away: only the longest is to be an object
+        for u, v in inactive_intervals(s):
+            gone, fetch = _fenced(problem, u, Step(u + 1), v, v) if problem.fences else (Step(u + 1), v)
+            if gone < fetch:
+                trips.append((ends_ns[fetch - 1] - ends_ns[gone - 1], gone, fetch, u, v))
+        if trips:
+            _, a, b, u, v = max(trips)
+            spills.append(Spill(name=s.name, nbytes=s.nbytes, tier=Tier.HOST, offload=u, gone=a, fetch=b, back=v))
     return tuple(spills)
 
 
