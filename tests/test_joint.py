@@ -203,7 +203,8 @@ def test_what_may_not_travel_can_be_recomputed() -> None:
 @pytest.mark.parametrize(
     ("layers", "split", "steps", "share", "seconds"),
     [
-        (32, 1, 700, 0.15, 10),
+        (16, 1, 350, 0.15, 10),
+        pytest.param(32, 1, 700, 0.15, 10, marks=pytest.mark.slow),
         pytest.param(32, 1, 700, 0.0, 30, marks=pytest.mark.slow),
         pytest.param(70, 6, 10_000, 0.15, 45, marks=pytest.mark.slow),
     ],
