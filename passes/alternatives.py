@@ -7,6 +7,7 @@ planned anew.
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
+from tencache_fx.buffers import pool_classes, staging_classes
 from tencache_fx.errors import BudgetError
 from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.passes.region import plan_region
@@ -24,8 +25,6 @@ from tencache_fx.plan import (
     inactive_intervals,
     is_candidate,
     live_bytes,
-    pool_classes,
-    staging_classes,
     total_bytes,
 )
 from tencache_fx.reasons import Choice, Price, Reasons, TensorReason

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tencache_fx.plan import Problem, Spill, Step, Tier, is_candidate, round_up, size_classes
+from tencache_fx.buffers import size_classes
+from tencache_fx.plan import Problem, Spill, Step, Tier, is_candidate, round_up
 
 _PAGE_BYTES = 4096
 _MOST_STAGING = 4
@@ -14,7 +15,7 @@ _MOST_STAGING = 4
 class Ledger:
     """Places trips, host first, then NVMe; NVMe never costs a link less than host memory does.
 
-    Buffers and extents are counted by class and gap like `plan.size_classes` will, with classes fixed beforehand from
+    Buffers and extents are counted by class and gap like `size_classes` will, with classes fixed beforehand from
     all candidates. Where they may not all fit in host memory and there is a disk, up to an eighth of host memory is set
     aside as staging buffers before anything else takes it, and a trip too large for them can still make them larger:
     what stages lets more trips go to the disk. One `place` costs O(gaps of the trip).

@@ -9,6 +9,35 @@ from tencache_fx.passes.policy_joint import choose_recomputed
 from tencache_fx.plan import Plan, Problem, live_bytes
 from tencache_fx.recompute import recompute
 
+# Of the room above the floor, what the state of some parameters may take; recomputing leaves it that.
+_STATE_ROOMS = (0.4, 0.7)
+
+
+def choose_for_region(captured: Problem) -> tuple[str, ...]:
+    """Return what to recompute: what `choose_recomputed` finds, for as much room as is best left to other things.
+
+    With parameters whose home is elsewhere, the device's memory is for activations or for what updates need: room for
+    these can be worth more recomputing. Tries several rooms, a search each, and takes the one with the fastest plan.
+    """
+    first = choose_recomputed(captured)
+    limit = captured.budgets.device_bytes
+    if limit is None or not captured.recipes or not any(storage.state_bytes for storage in captured.storages):
+        return first
+    room_bytes = max(0, limit - floor_bytes(captured))
+    rooms = (captured.with_less(int(room_bytes * share)) for share in _STATE_ROOMS)
+    choices = dict.fromkeys((first, *(choose_recomputed(room) for room in rooms)))
+    return min(choices, key=lambda names: _needed_ns(captured, names)) if len(choices) > 1 else first
+
+
+def _needed_ns(captured: Problem, names: tuple[str, ...]) -> float:
+    """Return how long a step takes with this recomputed; infinite without a plan."""
+    problem = recompute(captured, names) if names else captured
+    try:
+        plan = make_plan(problem, "joint")
+    except BudgetError:
+        return float("inf")
+    return step_ns(keep_resident(problem, plan.resident, plan.updated_here), plan.forecast)
+
 
 def plan_region(captured: Problem, policy: str) -> tuple[Problem, Plan]:
     """Return the faster of two: `policy`'s plan for `captured`, and, under `joint`, for it with more recomputed.
@@ -17,7 +46,7 @@ def plan_region(captured: Problem, policy: str) -> tuple[Problem, Plan]:
     graph anew, and what torch makes of that may differ by some operations. Raises `OptionError` for an unknown policy,
     and `BudgetError` if neither fits.
     """
-    names = choose_recomputed(captured) if policy == "joint" else ()
+    names = choose_for_region(captured) if policy == "joint" else ()
     drafts = [(captured, ()), (recompute(captured, names), names)] if names else [(captured, ())]
     planned: list[tuple[Problem, Plan]] = []
     refusals: list[tuple[int, BudgetError]] = []

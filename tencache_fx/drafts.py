@@ -23,9 +23,9 @@ from tencache_fx.passes.lifetimes import StorageNodes
 from tencache_fx.passes.model_state import write_moves
 from tencache_fx.passes.moves import keep_resident, step_ns
 from tencache_fx.passes.planner import floor_bytes, make_plan
-from tencache_fx.passes.policy_joint import choose_recomputed
 from tencache_fx.passes.products import runs_heavy
 from tencache_fx.passes.recipes import find_recipes, recomputed_nodes
+from tencache_fx.passes.region import choose_for_region
 from tencache_fx.passes.symbols import unbacked_symbols
 from tencache_fx.passes.weigh_code import UnreadableCodeError, code_peak_bytes
 from tencache_fx.plan import Budgets, Kind, Links, Plan, Problem, Step, live_bytes
@@ -271,7 +271,7 @@ class Drafts:
         )
         digest = hashlib.sha256(to_json(dataclasses.replace(problem, budgets=capped)).encode()).hexdigest()
         key = {"what": "choice", "problem": digest}
-        return cached(key, Choice, lambda: Choice(names=choose_recomputed(problem))).names
+        return cached(key, Choice, lambda: Choice(names=choose_for_region(problem))).names
 
     def recompute_more(self, first: Draft, split: SplitAgain) -> tuple[Halves | None, Draft]:
         """Return the best of `first` and of drafts that recompute more, with the halves of one of those.

@@ -36,9 +36,10 @@ class Fit:
 
     `home_bytes`, `gradient_bytes` and `state_bytes` are in host memory: parameters at home, their gradients, and the
     fp32 state of AdamW (master weight and two moments: 12 bytes for each trained parameter). `device_parameter_bytes`
-    are those of parameters that are on the device all the time. `all_on_device_bytes` is what the device would have to
-    hold if nothing had a home: parameters, gradients, AdamW's state and activations. `least_device_bytes` is the
-    smallest device budget that a plan was found for, None where the one given suffices, or where none would help.
+    and `device_state_bytes` are those of parameters and state that are on the device all the time.
+    `all_on_device_bytes` is what the device would have to hold if nothing had a home: parameters, gradients, AdamW's
+    state and activations. `least_device_bytes` is the smallest device budget that a plan was found for, None where the
+    one given suffices, or where none would help.
     `measured` says whether the rates behind the times are this machine's, or fixed, low ones.
     """
 
@@ -52,6 +53,7 @@ class Fit:
     home_bytes: int
     gradient_bytes: int
     state_bytes: int
+    device_state_bytes: int
     all_on_device_bytes: int
     least_device_bytes: int | None
     measured: bool

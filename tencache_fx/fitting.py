@@ -29,13 +29,12 @@ from tencache_fx.model_state import wants_home, watch
 from tencache_fx.options import Options
 from tencache_fx.passes.moves import keep_resident, step_ns
 from tencache_fx.passes.region import policy_floor_bytes
-from tencache_fx.plan import Kind, Plan, Problem, Step, live_bytes, round_up
+from tencache_fx.plan import STATE_BYTES, Kind, Plan, Problem, Step, live_bytes, round_up
 from tencache_fx.runtime.engine import resolve_device
 from tencache_fx.runtime.registry import Usage
 from tencache_fx.sketch import Settler, Sketch
 
 _PAGE_BYTES = 4096
-_STATE_BYTES = 12  # of AdamW for a trained parameter: fp32 master weight and two moments
 _PROBES = 5  # device budgets that are tried between one that is too small and one that suffices
 
 
@@ -147,7 +146,10 @@ class _Trial:
             links=self._rates.links,
             # As `memory.held_bytes`: on a CPU the budget is for what a region itself holds.
             held_bytes=self._held_bytes if self._device.type == "cuda" else 0,
-            usage=Usage(host_lent_bytes=self._home_bytes + self._state_bytes + elsewhere_bytes),
+            usage=Usage(
+                host_lent_bytes=self._home_bytes + self._state_bytes + elsewhere_bytes,
+                state_lent_bytes=self._state_bytes,
+            ),
             measures=False,
         )
         sketch = Sketch(gm, self._options, self._device, self._settings, settlers, around)
@@ -165,7 +167,7 @@ class _Trial:
 
     @property
     def _state_bytes(self) -> int:
-        return sum(p.numel() * _STATE_BYTES for _, p in self._parameters.values() if p.requires_grad)
+        return sum(p.numel() * STATE_BYTES for _, p in self._parameters.values() if p.requires_grad)
 
     def result(self) -> Fit:
         """Return what was found out; where there is no plan, with the least device budget that has one."""
@@ -174,7 +176,10 @@ class _Trial:
         captured = [problem for _, problem in pairs]
         regions = tuple(_region_fit(index, *pair, options) for index, pair in enumerate(pairs))
         sizes = [(p.numel(), _nbytes(p)) for _, p in self._parameters.values()]
-        resident = {name for sketch in self._sketches if sketch.record for name in sketch.record.plan.resident}
+        plans = [sketch.record.plan for sketch in self._sketches if sketch.record]
+        resident = {name for plan in plans for name in plan.resident}
+        here = {name for plan in plans for name in plan.updated_here}
+        here_bytes = sum(p.numel() * STATE_BYTES for name, p in self._parameters.values() if name in here)
         staying = [p for key, (name, p) in self._parameters.items() if key not in self._at_home or name in resident]
         found = Fit(
             device=str(self._device),
@@ -185,8 +190,11 @@ class _Trial:
             parameter_bytes=sum(nbytes for _, nbytes in sizes),
             device_parameter_bytes=sum(map(_nbytes, staying)),
             home_bytes=self._home_bytes,
-            gradient_bytes=sum(s.nbytes for problem in captured for s in problem.storages if s.kind is Kind.SUNK),
-            state_bytes=self._state_bytes,
+            gradient_bytes=sum(
+                s.nbytes for each in captured for s in each.storages if s.kind is Kind.SUNK and s.home not in here
+            ),
+            state_bytes=self._state_bytes - here_bytes,
+            device_state_bytes=here_bytes,
             all_on_device_bytes=self._all_on_device_bytes(captured),
             least_device_bytes=None,
             measured=self._rates.measured,
@@ -200,7 +208,7 @@ class _Trial:
     def _all_on_device_bytes(self, captured: Sequence[Problem]) -> int:
         """Return what the device would hold without homes: at its fullest step, with gradients until the end."""
         state_bytes = sum(
-            p.numel() * (8 if p.dtype is torch.float32 else _STATE_BYTES)  # fp32 weights are their own masters
+            p.numel() * (8 if p.dtype is torch.float32 else STATE_BYTES)  # fp32 weights are their own masters
             for _, p in self._parameters.values()
             if p.requires_grad
         )

@@ -16,20 +16,13 @@ import numpy as np
 import sympy
 import torch
 
+from tencache_fx.buffers import pool_classes, staging_classes
 from tencache_fx.capture import byte_hint, tensors_of
 from tencache_fx.errors import TencacheError
 from tencache_fx.memory import is_input
 from tencache_fx.passes.lifetimes import StorageNodes, allocated_bytes, formula_of
 from tencache_fx.passes.symbols import evaluate, symbol_places
-from tencache_fx.plan import (
-    Plan,
-    Problem,
-    Tier,
-    live_bytes,
-    pool_classes,
-    staging_classes,
-    total_bytes,
-)
+from tencache_fx.plan import Plan, Problem, Tier, live_bytes, total_bytes
 
 Sizes = tuple[int, ...]  # one for each symbol of a region, in the order of `SizeFormulas.symbols`
 _Integers = np.ndarray[Any, np.dtype[np.int64]]

@@ -29,6 +29,8 @@ class Settler:
     name: str
     nbytes: int
     on_device: bool = False
+    updated_here: bool = False
+    state_here_bytes: int = 0
 
 
 class Sketch(Region):

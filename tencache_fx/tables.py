@@ -193,7 +193,8 @@ def _fit_rows(fit: "Fit") -> Iterator[tuple[str, str]]:
         share = fit.device_parameter_bytes / max(1, fit.parameter_bytes)
         over = fit.step_ns / max(1, sum(region.ideal_ns for region in fit.regions))
         yield "device peak", f"{format_bytes(fit.peak_bytes)} of {budget}"
-        yield "stay on the device", f"{share:.1%} of the parameters, {format_bytes(fit.device_parameter_bytes)}"
+        state = f"; AdamW's state of some, {format_bytes(fit.device_state_bytes)}" if fit.device_state_bytes else ""
+        yield "stay on the device", f"{share:.1%} of the parameters, {format_bytes(fit.device_parameter_bytes)}{state}"
         yield "step", f"{format_ns(fit.step_ns)}, {over:.3f} of the time without limits"
         out_bytes, in_bytes = (sum(getattr(r, name) for r in fit.regions) for name in ("out_bytes", "in_bytes"))
         yield "link traffic", f"{format_bytes(out_bytes)} out, {format_bytes(in_bytes)} in"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from conftest import eventually
 from harness import Block
 from torch import Tensor, nn
 
@@ -125,11 +126,11 @@ def test_they_are_those_of_a_step(
     torch.testing.assert_close(weights_now, weights, rtol=0, atol=0)
     assert not any(in_step)
     parameters = 6  # with a home
-    assert len(early) == parameters * STEPS
     if all_early:
         assert early == [False] * parameters + [True] * parameters * (STEPS - 1)
     else:
         assert 0 <= sum(early) < parameters * (STEPS - 1)
+        assert len(early) <= parameters * STEPS  # the other region may have some updated on the device
 
 
 def test_an_optimizer_is_not_kept_alive_by_the_homes_of_its_parameters() -> None:
@@ -142,5 +143,10 @@ def test_an_optimizer_is_not_kept_alive_by_the_homes_of_its_parameters() -> None
     for parameter in model.parameters():
         parameter._post_accumulate_grad_hooks.clear()  # torch's own, which hold it, too
     del optimizer
-    gc.collect()
-    assert gone() is None
+    model.state_dict()  # waits for the updates, which count
+
+    def is_gone() -> bool:
+        gc.collect()
+        return gone() is None
+
+    assert eventually(is_gone)

@@ -157,7 +157,7 @@ def test_the_second_start_neither_searches_nor_compiles_again(monkeypatch: pytes
     first = start()
     assert first[1]
     assert counters["inductor"]["fxgraph_cache_miss"] >= 2
-    monkeypatch.setattr("tencache_fx.drafts.choose_recomputed", pytest.fail)
+    monkeypatch.setattr("tencache_fx.drafts.choose_for_region", pytest.fail)
     assert start() == first
     assert (counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]) == (2, 0)
 

@@ -66,16 +66,19 @@ def test_figures_are_those_of_a_real_run(budget: str | None, more: dict[str, obj
     assert found.device_parameter_bytes == small_bytes + large * len(record.plan.resident)
 
 
-def test_bytes_are_those_counted_by_hand() -> None:
+@pytest.mark.parametrize(("budget", "here"), [(None, False), ("20MB", True)])
+def test_bytes_are_those_counted_by_hand(budget: str | None, here: bool) -> None:  # noqa: FBT001
+    """With a budget that has room for all of it, gradients and state of what has a home are on the device."""
     model = mlp(512, 3).bfloat16()
     model[3].requires_grad_(requires_grad=False)  # the second matrix and its bias are frozen
-    found = fitted(model, torch.randn(ROWS, 512, dtype=torch.bfloat16), device_budget="20MB")
+    found = fitted(model, torch.randn(ROWS, 512, dtype=torch.bfloat16), device_budget=budget)
     matrix, vectors = 512 * 512, 9 * 512
     assert found.parameters == 3 * matrix + vectors
     assert found.parameter_bytes == 2 * found.parameters
     assert found.home_bytes == 3 * matrix * 2
-    assert found.gradient_bytes == 2 * matrix * 2
-    assert found.state_bytes == 12 * (2 * matrix + 8 * 512)
+    assert found.gradient_bytes == (0 if here else 2 * matrix * 2)
+    assert found.device_state_bytes == (12 * 2 * matrix if here else 0)
+    assert found.state_bytes == 12 * (2 * matrix + 8 * 512) - found.device_state_bytes
     assert found.host_bytes == found.home_bytes + found.gradient_bytes + found.state_bytes  # nothing else travels
 
 

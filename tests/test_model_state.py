@@ -1,34 +1,27 @@
 """Models with parameters at home: the same training as without, whatever copies and updates do meanwhile."""
 
-import gc
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from faulty_streams import FaultyCpuStreams
-from harness import Block
+from tied_model import HIDDEN, ROOMY, TIGHT, TIGHT_BF16, batch, compiled, network, train, trained, weights
 from torch import Tensor, nn
 
 import tencache_fx
 from tencache_fx.errors import BudgetError, InvariantError, OptionError, UsageError
 from tencache_fx.model_state import find_home
 from tencache_fx.optim import AdamW
-from tencache_fx.passes.moves import first_homes, keep_resident, step_ns
+from tencache_fx.passes.moves import first_homes, keep_resident
 from tencache_fx.passes.planner import floor_bytes, make_plan
-from tencache_fx.passes.verify_plan import verify_plan
-from tencache_fx.plan import Kind, Plan, Step, Way, live_bytes
+from tencache_fx.plan import Kind, Way, live_bytes
 from tencache_fx.recompute import recompute
 from tencache_fx.runtime.gradients import HomeGradient
-from tencache_fx.runtime.pool import Use
 from tencache_fx.runtime.registry import engines, install_engine
 from tencache_fx.session import regions
-
-HIDDEN = 192
-TIGHT, TIGHT_BF16, ROOMY = "700kB", "450kB", "8MB"
 
 
 @pytest.fixture(autouse=True)
@@ -36,70 +29,6 @@ def nothing_left() -> Iterator[None]:
     yield
     torch.compiler.reset()
     tencache_fx.close()
-
-
-def network(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Embedding, blocks, one of them frozen, and a head that is tied to the embedding."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Embedding(128, HIDDEN), *(Block(HIDDEN) for _ in range(3)), nn.Linear(HIDDEN, 128, bias=False)
-    )
-    model[-1].weight = model[0].weight
-    model[2].requires_grad_(requires_grad=False)
-    return model.to(dtype)
-
-
-def batch(step: int, rows: int = 64) -> Tensor:
-    return torch.randint(0, 128, (rows,), generator=torch.Generator().manual_seed(step))
-
-
-def compiled(model: nn.Module, budget: str | None = TIGHT, **options: object) -> Callable[[Tensor], Tensor]:
-    chosen = {"compiler": "eager", "calibrate": False, "recompute": "none", **options}
-    return torch.compile(model, backend="tencache", options={"device_budget": budget, **chosen})
-
-
-def train(
-    model: nn.Module,
-    run: Callable[[Tensor], Tensor],
-    optimizer: torch.optim.Optimizer,
-    steps: range,
-    *,
-    parts: int = 1,
-    clip: float | None = None,
-) -> list[float]:
-    losses = []
-    for step in steps:
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 / (1 + step % 7)
-        for part in range(parts):
-            tokens = batch(step * parts + part)
-            loss = torch.nn.functional.cross_entropy(run(tokens).float(), (tokens * 7 + 3) % 128)
-            loss.backward()
-            losses.append(loss.item())
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def trained(
-    *, home: bool, dtype: torch.dtype, budget: str | None = TIGHT, steps: int = 12, now: bool = False, **how: object
-) -> tuple[list[float], dict[str, Tensor]]:
-    model = network(dtype)
-    if home:
-        assert tencache_fx.offload(model) is model
-    run = compiled(model, budget if home else None)
-    optimizer = AdamW(model.parameters(), weight_decay=0.1, step_in_backward=now)
-    losses = train(model, run, optimizer, range(steps), **how)
-    found = losses, weights(model)
-    torch.compiler.reset()
-    tencache_fx.close()
-    return found
 
 
 @pytest.mark.parametrize(
@@ -141,24 +70,6 @@ def test_late_copies_and_dirty_buffers_change_nothing(new_engine: Callable[..., 
     assert all(torch.equal(after_home[name], value) for name, value in after.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_updates_that_stream_through_the_device_are_those_of_the_host(
-    new_engine: Callable[..., object], dtype: torch.dtype
-) -> None:
-    losses, after = trained(home=False, dtype=dtype, steps=6)
-    install_engine(new_engine(streams=FaultyCpuStreams(delay_s=0.002)))
-    (engine,) = engines()
-    engine.homes.updates.open_room(8 << 20)
-    model = tencache_fx.offload(network(dtype))
-    optimizer = AdamW(model.parameters(), weight_decay=0.1)
-    budget = TIGHT if dtype == torch.float32 else TIGHT_BF16
-    assert train(model, compiled(model, budget), optimizer, range(6)) == losses
-    assert all(torch.equal(value, after[name]) for name, value in weights(model).items())
-    counts = engine.stats.take()
-    updated = sum(home.parameter.requires_grad for home in engine.homes)
-    assert 0 < counts["device_updates"] < counts["updates"] == 6 * updated
-
-
 def test_inductor_trains_it_the_same() -> None:
     found = []
     for home in (False, True):
@@ -171,46 +82,6 @@ def test_inductor_trains_it_the_same() -> None:
             record = regions()[-1]
             assert {spill.way for spill in record.plan.spills} >= {Way.IN, Way.OUT}
     torch.testing.assert_close(found[1], found[0])
-
-
-def test_nothing_of_it_is_on_the_device_between_steps() -> None:
-    model = tencache_fx.offload(network())
-    homes = [home for p in model.parameters() if (home := find_home(p)) is not None]
-    assert len(homes) == 1 + 3 * 2
-    assert not any(home.on_device for home in homes)
-    optimizer = AdamW(model.parameters())
-    train(model, compiled(model), optimizer, range(2))
-    record = regions()[-1]
-    away = [home for home in homes if home.name not in record.plan.resident]
-    assert len(away) >= 4
-    assert not any(home.on_device for home in away)
-    assert record.plan.forecast.peak_bytes <= 7e5
-    kinds = {storage.kind for storage in record.problem.storages}
-    assert kinds >= {Kind.FETCHED, Kind.SUNK}
-    (engine,) = engines()
-    optimizer.state_dict()
-    home_bytes = sum(home.buffer.nbytes for home in homes)
-    updated = [home for home in homes if home.parameter.requires_grad]
-    assert engine.pool.lent_for(Use.STATE) == sum(3 * home.nbytes for home in updated)
-    assert engine.stats.take()["host_lent_bytes"] == home_bytes + engine.pool.lent_for(Use.STATE)
-    del optimizer
-    gc.collect()
-    assert engine.stats.take()["host_lent_bytes"] == home_bytes
-
-
-def test_with_room_parameters_stay_and_are_not_copied_in() -> None:
-    model = tencache_fx.offload(network())
-    optimizer = AdamW(model.parameters())
-    train(model, compiled(model, None), optimizer, range(2))
-    optimizer.state_dict()  # waits for updates under way
-    (engine,) = engines()
-    assert all(home.on_device for home in engine.homes)
-    assert not any(home.updated_here for home in engine.homes)
-    updated = sum(home.nbytes for home in engine.homes if home.parameter.requires_grad)
-    assert engine.stats.take()["h2d_bytes"] == 2 * updated  # once after each update, and not for reading
-    with torch.no_grad():  # a region that has no room takes them away again, for as long as it runs
-        small = compiled(model, "400kB")
-        torch.testing.assert_close(small(batch(0)), compiled(model, None)(batch(0)))
 
 
 @pytest.mark.parametrize(("dtype", "to_plain"), [(torch.float32, True), (torch.bfloat16, False)])
@@ -429,73 +300,6 @@ def test_a_failing_update_is_raised_where_the_parameter_is_read(monkeypatch: pyt
         assert torch.equal(home.host, before[home.name])
     with pytest.warns(UserWarning, match="could not be updated"):
         tencache_fx.close()
-
-
-def small_plan() -> tuple[object, Plan]:
-    model = tencache_fx.offload(network())
-    train(model, compiled(model), AdamW(model.parameters()), range(1))
-    record = regions()[-1]
-    return record.problem, record.plan
-
-
-@pytest.mark.parametrize(
-    ("way", "change", "rule"),
-    [
-        (Way.IN, {"fetch": Step(0), "back": Step(1)}, "move-in"),
-        (Way.IN, {"nbytes": 1}, "same-bytes"),
-        (Way.IN, {"way": Way.OUT}, "one-way"),
-        (Way.OUT, {"gone": Step(0)}, "move-out"),
-        (Way.OUT, {"back": Step(0)}, "move-out"),
-        (Way.IN, None, "every-move"),
-        (Way.OUT, None, "every-move"),
-    ],
-)
-def test_each_rule_of_one_way_trips_is_checked(way: Way, change: dict[str, object] | None, rule: str) -> None:
-    problem, plan = small_plan()
-    verify_plan(problem, plan)
-    victim = [spill for spill in plan.spills if spill.way is way][-1]
-    others = [spill for spill in plan.spills if spill is not victim]
-    broken = others if change is None else [*others, replace(victim, **change)]
-    with pytest.raises(InvariantError, match=rule):
-        verify_plan(problem, replace(plan, spills=tuple(broken)))
-
-
-@pytest.mark.parametrize("now", [False, True])
-def test_with_room_for_it_state_is_on_the_device_and_nothing_travels(now: bool) -> None:  # noqa: FBT001
-    losses, after = trained(home=False, dtype=torch.bfloat16, steps=6)
-    model = tencache_fx.offload(network(torch.bfloat16))
-    optimizer = AdamW(model.parameters(), weight_decay=0.1, step_in_backward=now)
-    assert train(model, compiled(model, ROOMY), optimizer, range(3)) == losses[:3]
-    (engine,) = engines()
-    updated = [home for home in engine.homes if home.parameter.requires_grad]
-    assert all(home.updated_here for home in updated)
-    others_bytes = engine.pool.lent_for(Use.STATE)  # of the embedding, which is too small for a home
-    assert others_bytes == 12 * 128 * HIDDEN
-    record = regions()[-1]
-    state_bytes = sum(6 * home.nbytes for home in updated)
-    assert record.problem.outside_bytes - record.captured.outside_bytes == state_bytes
-    assert sum(home.state_here_bytes for home in updated) == state_bytes
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
-    tight = compiled(model, TIGHT_BF16)  # another region that has no room for it: it goes home, and the run goes on
-    assert train(model, tight, optimizer, range(3, 6)) == losses[3:]
-    assert not any(home.updated_here for home in updated if home.name not in regions()[-1].plan.updated_here)
-    assert engine.pool.lent_for(Use.STATE) > others_bytes
-    assert not torch.equal(saved["1.into.weight"], weights(model)["1.into.weight"])
-    assert all(torch.equal(value, after[name]) for name, value in weights(model).items())
-
-
-def test_a_step_takes_as_long_as_the_host_memory_does() -> None:
-    problem, plan = small_plan()
-    assert step_ns(problem, plan.forecast) == plan.forecast.makespan_ns  # nothing is known of the host's memory
-    slow = replace(problem, links=replace(problem.links, host_bytes_per_s=10**6))
-    sunk_bytes = sum(storage.nbytes for storage in problem.storages if storage.kind is Kind.SUNK)
-    moved_bytes = plan.forecast.d2h_bytes + plan.forecast.h2d_bytes
-    # of fp32: gradient and weight once, three arrays read and written
-    assert step_ns(slow, plan.forecast) >= (8 * sunk_bytes + moved_bytes) * 1000
-    least = make_plan(slow, "teraio")
-    assert least.forecast.d2h_bytes + least.forecast.h2d_bytes <= moved_bytes
-    fast = replace(problem, links=replace(problem.links, host_bytes_per_s=10**15))
-    assert step_ns(fast, plan.forecast) == plan.forecast.makespan_ns
 
 
 def test_what_stays_and_what_is_recomputed_change_the_lives_of_parameters() -> None:

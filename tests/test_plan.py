@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import GIB, problems, problems_with_trips, transformer
 
+from tencache_fx.buffers import pool_classes, size_classes, staging_classes
 from tencache_fx.errors import BudgetError
 from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.plan import (
@@ -20,11 +21,8 @@ from tencache_fx.plan import (
     held_at,
     inactive_intervals,
     live_bytes,
-    pool_classes,
     program,
     round_up,
-    size_classes,
-    staging_classes,
     total_bytes,
 )
 from tencache_fx.values import from_json, to_json

@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tencache_fx.buffers import size_classes
 from tencache_fx.errors import InvariantError, OptionError, TencacheError, UsageError
-from tencache_fx.plan import PoolClass, Step, Tier, size_classes
+from tencache_fx.plan import PoolClass, Step, Tier
 from tencache_fx.runtime.custody import Custody
 from tencache_fx.runtime.flights import Flights
 from tencache_fx.runtime.gradients import HomeGradient, Lease

@@ -10,13 +10,13 @@ work from the same queue, so each does as much of it as it is fast.
 
 import heapq
 import itertools
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch import Tensor
 from tencache_fx.errors import TencacheError
 from tencache_fx.runtime.streams import Event, Lane, Streams
 
-log = logging.getLogger("tencache_fx")
+_T = TypeVar("_T")
 
 _POLL_S = 0.0005  # CUDA events do not notify
 _DEPTH = 3  # pieces under way on the device: one coming in, one worked on, one going out
@@ -52,14 +52,13 @@ class _Task:
     def __lt__(self, other: "_Task") -> bool:
         return self.urgency < other.urgency
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Do `work`, the last of the task, and say how it went."""
+    def run(self, work: Callable[[], _T]) -> _T:
+        """Do some of the task's work; if that fails, the task has."""
         try:
-            work()
-        except BaseException as error:  # raised by whoever waits for it
+            return work()
+        except BaseException as error:  # raised here for the thread, and by whoever waits for the task
             self.future.set_exception(error)
-        else:
-            self.future.set_result(None)
+            raise
 
 
 @dataclass(slots=True)
@@ -136,9 +135,10 @@ class Updates:
         self._ready: list[_Task] = []
         self._count = itertools.count()
         self._cond = threading.Condition()
-        self._threads: dict[str, threading.Thread] = {}
+        self._on_host = ThreadPoolExecutor(1, thread_name_prefix="tencache-update")
+        self._on_device = ThreadPoolExecutor(1, thread_name_prefix="tencache-update-device")
         self._room: Room | None = None
-        self._stopping = False
+        self._under_way: deque[tuple[_Task, Callable[[], None]]] = deque()  # on the device
 
     @property
     def streams_through_device(self) -> bool:
@@ -161,60 +161,60 @@ class Updates:
         task = _Task((urgency, next(self._count)), update, can_begin)
         with self._cond:
             self._waiting.append(task)
-            self._start("update", self._work_on_host)
-            if self._room is not None:
-                self._start("update-device", self._work_on_device)
             self._cond.notify_all()
+        self._on_host.submit(self._one_on_host)
+        if self._room is not None:
+            self._on_device.submit(self._one_on_device, self._room)
         return task.future
 
     def stop(self) -> None:
         """Finish all work, and join the threads."""
-        with self._cond:
-            self._stopping = True
-            self._cond.notify_all()
-        for thread in self._threads.values():
-            thread.join()
+        self._on_host.shutdown(wait=True)
+        self._on_device.shutdown(wait=True)
 
-    def _start(self, name: str, work: Callable[[], None]) -> None:
-        if name not in self._threads:
-            self._threads[name] = threading.Thread(target=work, name=f"tencache-{name}", daemon=True)
-            self._threads[name].start()
-
-    def _work_on_host(self) -> None:
-        while (task := self._take()) is not None:
+    def _one_on_host(self) -> None:
+        """Do one task, if the other thread has left one: each is called once for each task."""
+        if (task := self._take()) is not None:
             task.run(task.update.on_host)
-            del task  # it holds gradients
+            task.future.set_result(None)
 
-    def _work_on_device(self) -> None:
-        """Issue one update while the one before is under way: between two, nothing stands still."""
-        assert self._room is not None
-        under_way: deque[tuple[_Task, Callable[[], None]]] = deque()
-        while True:
-            task = self._take(wait=not under_way)
-            if task is not None:
-                try:
-                    under_way.append((task, task.update.on_device(self._room)))
-                except BaseException as error:
-                    task.future.set_exception(error)
-            elif not under_way:
-                return
-            if under_way and (task is None or len(under_way) > 1):
-                done, finish = under_way.popleft()
-                done.run(finish)
-                del done, finish
-            del task
+    def _one_on_device(self, room: Room) -> None:
+        """Issue one task, while the one before is under way: between two, nothing stands still."""
+        task = self._take(wait=not self._under_way)
+        if task is None:
+            self._finish(0)
+            task = self._take()
+        if task is not None:
+            self._under_way.append((task, task.run(partial(task.update.on_device, room))))
+        self._finish(1 if self._has_ready() else 0)
+
+    def _finish(self, rest: int) -> None:
+        """Wait for what is under way on the device, but for the last `rest` tasks."""
+        while len(self._under_way) > rest:
+            task, finish = self._under_way.popleft()
+            task.run(finish)
+            task.future.set_result(None)
+
+    def _has_ready(self) -> bool:
+        with self._cond:
+            self._sort_in()
+            return bool(self._ready)
 
     def _take(self, *, wait: bool = True) -> _Task | None:
-        """Return the task to do next; None when there will be none, or without `wait` when there is none now."""
+        """Return the task to do next; None when there is none left, or without `wait` when none can begin now."""
         with self._cond:
             while True:
-                while self._waiting and _can_begin(self._waiting[0]):
-                    heapq.heappush(self._ready, self._waiting.popleft())
+                self._sort_in()
                 if self._ready:
                     return heapq.heappop(self._ready)
-                if not wait or (self._stopping and not self._waiting):
+                if not wait or not self._waiting:
                     return None
-                self._cond.wait(_POLL_S if self._waiting else None)
+                self._cond.wait(_POLL_S)
+
+    def _sort_in(self) -> None:
+        """Let those that can begin now wait by urgency. Lock held."""
+        while self._waiting and _can_begin(self._waiting[0]):
+            heapq.heappush(self._ready, self._waiting.popleft())
 
 
 def _can_begin(task: _Task) -> bool:

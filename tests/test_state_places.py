@@ -1,0 +1,147 @@
+"""Where updates run and state is: on the host, through the device, on the device; the same training each way."""
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from faulty_streams import FaultyCpuStreams
+from tied_model import HIDDEN, ROOMY, TIGHT, TIGHT_BF16, batch, compiled, network, small_plan, train, trained, weights
+
+import tencache_fx
+from tencache_fx.errors import InvariantError
+from tencache_fx.model_state import find_home
+from tencache_fx.optim import AdamW
+from tencache_fx.passes.moves import step_ns
+from tencache_fx.passes.planner import make_plan
+from tencache_fx.passes.verify_plan import verify_plan
+from tencache_fx.plan import Kind, Step, Way
+from tencache_fx.runtime.pool import Use
+from tencache_fx.runtime.registry import engines, install_engine
+from tencache_fx.session import regions
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+    tencache_fx.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_that_stream_through_the_device_are_those_of_the_host(
+    new_engine: Callable[..., object], dtype: torch.dtype
+) -> None:
+    losses, after = trained(home=False, dtype=dtype, steps=6)
+    install_engine(new_engine(streams=FaultyCpuStreams(delay_s=0.002)))
+    (engine,) = engines()
+    engine.homes.updates.open_room(8 << 20)
+    model = tencache_fx.offload(network(dtype))
+    optimizer = AdamW(model.parameters(), weight_decay=0.1)
+    budget = TIGHT if dtype == torch.float32 else TIGHT_BF16
+    assert train(model, compiled(model, budget), optimizer, range(6)) == losses
+    assert all(torch.equal(value, after[name]) for name, value in weights(model).items())
+    counts = engine.stats.take()
+    updated = sum(home.parameter.requires_grad for home in engine.homes)
+    assert 0 < counts["device_updates"] < counts["updates"] == 6 * updated
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_with_room_for_it_state_is_on_the_device_and_nothing_travels(now: bool) -> None:  # noqa: FBT001
+    losses, after = trained(home=False, dtype=torch.bfloat16, steps=6)
+    model = tencache_fx.offload(network(torch.bfloat16))
+    optimizer = AdamW(model.parameters(), weight_decay=0.1, step_in_backward=now)
+    assert train(model, compiled(model, ROOMY), optimizer, range(3)) == losses[:3]
+    (engine,) = engines()
+    updated = [home for home in engine.homes if home.parameter.requires_grad]
+    assert all(home.updated_here for home in updated)
+    others_bytes = engine.pool.lent_for(Use.STATE)  # of the embedding, which is too small for a home
+    assert others_bytes == 12 * 128 * HIDDEN
+    record = regions()[-1]
+    state_bytes = sum(6 * home.nbytes for home in updated)
+    assert record.problem.outside_bytes - record.captured.outside_bytes == state_bytes
+    assert sum(home.state_here_bytes for home in updated) == state_bytes
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    tight = compiled(model, TIGHT_BF16)  # another region that has no room for it: it goes home, and the run goes on
+    assert train(model, tight, optimizer, range(3, 6)) == losses[3:]
+    assert not any(home.updated_here for home in updated if home.name not in regions()[-1].plan.updated_here)
+    assert engine.pool.lent_for(Use.STATE) > others_bytes
+    assert not torch.equal(saved["1.into.weight"], weights(model)["1.into.weight"])
+    assert all(torch.equal(value, after[name]) for name, value in weights(model).items())
+
+
+def test_nothing_of_it_is_on_the_device_between_steps() -> None:
+    model = tencache_fx.offload(network())
+    homes = [home for p in model.parameters() if (home := find_home(p)) is not None]
+    assert len(homes) == 1 + 3 * 2
+    assert not any(home.on_device for home in homes)
+    optimizer = AdamW(model.parameters())
+    train(model, compiled(model), optimizer, range(2))
+    record = regions()[-1]
+    away = [home for home in homes if home.name not in record.plan.resident]
+    assert len(away) >= 4
+    assert not any(home.on_device for home in away)
+    assert record.plan.forecast.peak_bytes <= 7e5
+    kinds = {storage.kind for storage in record.problem.storages}
+    assert kinds >= {Kind.FETCHED, Kind.SUNK}
+    (engine,) = engines()
+    optimizer.state_dict()
+    home_bytes = sum(home.buffer.nbytes for home in homes)
+    updated = [home for home in homes if home.parameter.requires_grad]
+    assert engine.pool.lent_for(Use.STATE) == sum(3 * home.nbytes for home in updated)
+    assert engine.stats.take()["host_lent_bytes"] == home_bytes + engine.pool.lent_for(Use.STATE)
+    del optimizer
+    gc.collect()
+    assert engine.stats.take()["host_lent_bytes"] == home_bytes
+
+
+def test_with_room_parameters_stay_and_are_not_copied_in() -> None:
+    model = tencache_fx.offload(network())
+    optimizer = AdamW(model.parameters())
+    train(model, compiled(model, None), optimizer, range(2))
+    optimizer.state_dict()  # waits for updates under way
+    (engine,) = engines()
+    assert all(home.on_device for home in engine.homes)
+    assert not any(home.updated_here for home in engine.homes)
+    updated = sum(home.nbytes for home in engine.homes if home.parameter.requires_grad)
+    assert engine.stats.take()["h2d_bytes"] == 2 * updated  # once after each update, and not for reading
+    with torch.no_grad():  # a region that has no room takes them away again, for as long as it runs
+        small = compiled(model, "400kB")
+        torch.testing.assert_close(small(batch(0)), compiled(model, None)(batch(0)))
+
+
+@pytest.mark.parametrize(
+    ("way", "change", "rule"),
+    [
+        (Way.IN, {"fetch": Step(0), "back": Step(1)}, "move-in"),
+        (Way.IN, {"nbytes": 1}, "same-bytes"),
+        (Way.IN, {"way": Way.OUT}, "one-way"),
+        (Way.OUT, {"gone": Step(0)}, "move-out"),
+        (Way.OUT, {"back": Step(0)}, "move-out"),
+        (Way.IN, None, "every-move"),
+        (Way.OUT, None, "every-move"),
+    ],
+)
+def test_each_rule_of_one_way_trips_is_checked(way: Way, change: dict[str, object] | None, rule: str) -> None:
+    problem, plan = small_plan()
+    verify_plan(problem, plan)
+    victim = [spill for spill in plan.spills if spill.way is way][-1]
+    others = [spill for spill in plan.spills if spill is not victim]
+    broken = others if change is None else [*others, replace(victim, **change)]
+    with pytest.raises(InvariantError, match=rule):
+        verify_plan(problem, replace(plan, spills=tuple(broken)))
+
+
+def test_a_step_takes_as_long_as_the_host_memory_does() -> None:
+    problem, plan = small_plan()
+    assert step_ns(problem, plan.forecast) == plan.forecast.makespan_ns  # nothing is known of the host's memory
+    slow = replace(problem, links=replace(problem.links, host_bytes_per_s=10**6))
+    sunk_bytes = sum(storage.nbytes for storage in problem.storages if storage.kind is Kind.SUNK)
+    moved_bytes = plan.forecast.d2h_bytes + plan.forecast.h2d_bytes
+    # of fp32: gradient and weight once, three arrays read and written
+    assert step_ns(slow, plan.forecast) >= (8 * sunk_bytes + moved_bytes) * 1000
+    least = make_plan(slow, "teraio")
+    assert least.forecast.d2h_bytes + least.forecast.h2d_bytes <= moved_bytes
+    fast = replace(problem, links=replace(problem.links, host_bytes_per_s=10**15))
+    assert step_ns(fast, plan.forecast) == plan.forecast.makespan_ns
