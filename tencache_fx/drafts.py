@@ -29,6 +29,7 @@ from tencache_fx.passes.region import choose_for_region
 from tencache_fx.passes.symbols import unbacked_symbols
 from tencache_fx.passes.weigh_code import UnreadableCodeError, code_peak_bytes
 from tencache_fx.plan import Budgets, Kind, Links, Plan, Problem, Step, live_bytes
+from tencache_fx.runtime.disk_states import LINE_BYTES
 from tencache_fx.runtime.registry import Usage, usage
 from tencache_fx.sizes import SizeFormulas, Sizes
 from tencache_fx.study import Study, study
@@ -307,7 +308,8 @@ class Drafts:
         sunk = [item.storage for item in known.storages if item.storage.kind is Kind.SUNK]
         # What its first step will take is not free for trips.
         more_bytes = max(0, sum(each.nbytes for each in sunk) - away.gradient_lent_bytes)
-        more_bytes += max(0, sum(each.state_bytes for each in sunk) - away.state_lent_bytes)
+        state_bytes = LINE_BYTES if options.spill_budget else sum(each.state_bytes for each in sunk)
+        more_bytes += max(0, state_bytes - away.state_lent_bytes) if sunk else 0
         problem = Problem(
             ops=known.ops,
             boundary=capture.boundary,

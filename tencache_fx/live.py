@@ -82,7 +82,7 @@ class LiveRegion(ABC):
         homes = find_homes(args, self.device)
         if homes.keys() != self._homes.keys():
             self._plan_anew(args, homes)
-        self._homes = homes
+        self._homes, planned = homes, self.record
         self._arrange()
         if self._footprint is not None:
             formulas = self._footprint.formulas
@@ -94,6 +94,8 @@ class LiveRegion(ABC):
             if not self._fits(self._footprint, sizes):
                 self._rival = None
                 self._plan_again(formulas, sizes, "its plan, or what is held beside it, is over the budget")
+        if self.record is not planned:
+            self._arrange()
         assert self._compiled is not None
         results = self._compiled(*args)
         if homes and torch.is_grad_enabled():
@@ -137,8 +139,10 @@ class LiveRegion(ABC):
         """
         for index, home in self._homes.items():
             name, here = self._home_names[index], self._updated_here
-            if here is not None:
-                home.updated_here = name in here
+            if here is not None and name in here:
+                home.updated_here = True
+            elif here is not None:
+                home.update_elsewhere()
             if name not in self._resident and not home.updated_here:
                 home.leave()
         for index, home in self._homes.items():

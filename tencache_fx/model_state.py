@@ -79,6 +79,7 @@ def summon(model: nn.Module, *, write: bool = True) -> Iterator[nn.Module]:
 @contextlib.contextmanager
 def _summoned(home: Home, *, write: bool) -> Iterator[None]:
     """Have one parameter on the device meanwhile."""
+    home.settle()
     home.come_home()  # so that what is done to it here can be dropped
     brought, home.summoned = home.bring(), True
     if torch.is_grad_enabled():

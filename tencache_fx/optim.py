@@ -16,6 +16,7 @@ during backward, as gradients land.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -30,8 +31,19 @@ from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.model_state import engine_of, find_home
 from tencache_fx.optim_checks import check_group, check_options, check_sizes
 from tencache_fx.optim_kernels import ADAMW, adamw_kernel, adamw_numbers
-from tencache_fx.optim_updates import HomeUpdate, flat, update_here
-from tencache_fx.runtime.engine import Engine
+from tencache_fx.optim_places import Places, hold_state
+from tencache_fx.optim_updates import (
+    HomeUpdate,
+    accumulates,
+    dense_like,
+    flat,
+    read_later,
+    send_home,
+    update_here,
+    weakly,
+)
+from tencache_fx.plan import Tier
+from tencache_fx.runtime.disk_states import DiskState
 from tencache_fx.runtime.gradients import HomeGradient, Lease
 from tencache_fx.runtime.homes import Home
 from tencache_fx.runtime.rounds import PIECE_BYTES, Piece, work_at_home
@@ -81,8 +93,9 @@ class AdamW(torch.optim.Optimizer):
         step_in_backward: bool = False,
     ) -> None:
         self._written: dict[Tensor, Tensor] = {}  # each weight as the last step left it
-        self._states: dict[Tensor, State] = {}  # where what `state` has of each parameter is kept
-        self._versions: dict[Tensor, int] = {}  # of each home, as the last step left it
+        self._states: dict[Tensor, State | DiskState] = {}  # where what `state` has of each parameter is kept
+        self._places = Places(len(_STATE))
+        self._versions: dict[Tensor, tuple[weakref.ref[Home], int]] = {}  # of each home, as the last step left it
         self._urgency: dict[Tensor, int] = {}  # by the order in which the next forward will read, as far as is known
         self._early: dict[Tensor, Lease] = {}  # gradients by which updates began before autograd told of them
         self._in_backward = step_in_backward
@@ -92,7 +105,10 @@ class AdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._written, self._versions, self._states, self._early, self._in_backward = {}, {}, {}, {}, False
+        self._places = Places(len(_STATE))
         self._urgency = {p: index for index, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        for parameter in self._urgency:
+            self._places.add(parameter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for torch; raises `OptionError` when its options or its parameters cannot be used."""
@@ -104,6 +120,7 @@ class AdamW(torch.optim.Optimizer):
             raise
         for parameter in self.param_groups[-1]["params"]:
             self._urgency[parameter] = len(self._urgency)
+            self._places.add(parameter)
             if self._in_backward and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._step_now)
 
@@ -131,6 +148,10 @@ class AdamW(torch.optim.Optimizer):
                 raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
         at_home = [(p, home) for _, p in todo if (home := find_home(p)) is not None]
         for parameter, home in at_home:
+            if parameter not in self._states:  # before anything is updated: there may be no room for it
+                home.settle()
+                self._ready(parameter)
+        for parameter, home in at_home:
             self._update(parameter, home, parameter.grad)
             home.parts = {part for part in home.parts if not part.started}
         for parameter in (p for p in self._urgency if p.grad is None):
@@ -142,8 +163,9 @@ class AdamW(torch.optim.Optimizer):
             for device, some in groupby(sorted(todo, key=_device_name), key=_device_name):
                 here = list(some)
                 count = sum(-(-p.numel() // _most(p)) for _, p in here)
+                most_bytes = max(min(p.nbytes, PIECE_BYTES) for _, p in here)
                 with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
-                    work_at_home(engine_of(torch.device(device)), self._pieces(here), count, _run)
+                    work_at_home(engine_of(torch.device(device)), self._pieces(here), count, _run, most_bytes)
         except BaseException as error:
             new = sum(self._steps(parameter) > steps for parameter, steps in before.items())
             error.add_note(
@@ -154,9 +176,18 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, once the updates under way are done, as torch does."""
+        """Return the state, once the updates under way are done, as torch does.
+
+        What is on disk is copied to a file without a name there, which its tensors are mapped from.
+        """
         self._settle()
-        return super().state_dict()
+        packed: dict[str, Any] = super().state_dict()
+        parameters = (p for group in self.param_groups for p in group["params"])
+        indices = (index for group in packed["param_groups"] for index in group["params"])
+        for index, parameter in zip(indices, parameters, strict=True):
+            if isinstance(held := self._states.get(parameter), DiskState):
+                packed["state"][index] = {**packed["state"][index], **held.read()}
+        return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the state of this class or of `torch.optim.AdamW`; a master weight that is missing is the weight.
@@ -176,7 +207,7 @@ class AdamW(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._states = {}
         for parameter, saved in saved_of.items():
-            self._keep(parameter, saved, here=_belongs_here(parameter))
+            self._keep(parameter, saved, self._places.of(parameter, None))
         self._written, self._versions = {}, {}
 
     def _settle(self) -> None:
@@ -188,9 +219,9 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def _step_now(self, parameter: Tensor) -> None:
         """Update a parameter whose gradient has just come, if it has a home; where it left, that may have begun."""
-        if (home := find_home(parameter)) is None:
+        if (home := find_home(parameter)) is None or parameter.grad is None:  # another optimizer may have taken it
             return
-        home.update_now = _early_step(self, parameter)
+        home.update_now = weakly(self._step_early, parameter)
         home.parts = {part for part in home.parts if not part.started}
         gradient, begun = parameter.grad, self._early.pop(parameter, None)
         parameter.grad = None
@@ -198,17 +229,22 @@ class AdamW(torch.optim.Optimizer):
         if begun is not None:
             engine = engine_of(parameter.device)
             engine.stats.add(h2d_bytes=home.end_readers(engine.streams.record_compute()))
-        if begun is None or not isinstance(gradient, HomeGradient) or gradient.lease is not begun:
+        if begun is None:
             self._update(parameter, home, gradient)
+        elif not isinstance(gradient, HomeGradient) or gradient.lease is not begun:
+            raise UsageError(
+                f"{home.name} was updated by a gradient that is a part of it only: it is read in a compiled region "
+                "and where nothing is known of it; leave step_in_backward out, or read it in modules only."
+            )
 
     @torch.no_grad()
     def _step_early(self, parameter: Tensor, lease: Lease) -> None:
         """Update a parameter by a gradient that has just left, if nobody else wants it first."""
-        if parameter.grad is not None or parameter._backward_hooks:
+        if parameter.grad is not None or parameter._backward_hooks or not accumulates(parameter):
             return
         hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
         home = find_home(parameter)
-        if home is not None and hooks is not None and len(hooks) == 1:
+        if home is not None and not home.updated_here and hooks is not None and len(hooks) == 1:
             self._early[parameter] = lease
             self._begin(parameter, home, lease, None)
 
@@ -219,18 +255,20 @@ class AdamW(torch.optim.Optimizer):
             self._begin(parameter, home, self._lease(parameter, gradient), engine.streams.record_compute())
             return
         home.bring()
-        state = self._ready(parameter)
+        state, held = self._ready(parameter), self._states[parameter]
+        assert isinstance(held, State)
         change = gradient.lease.device() if isinstance(gradient, HomeGradient) else gradient
         update_here(
-            change=flat(_dense_like(parameter, change.to(parameter.dtype))),
+            change=flat(dense_like(parameter, change.to(parameter.dtype))),
             weight=flat(parameter.data),
-            arrays=self._states[parameter].arrays,
+            arrays=held.arrays,
             numbers=adamw_numbers(self._group(parameter), int(state["step"]) + 1),
             kernel=adamw_kernel(parameter.dtype, parameter.device),
             fresh=self._is_fresh(parameter, home),
         )
         home.note_update_here()
         self._count(parameter)
+        increment_version(parameter)
         engine.stats.add(updates=1, device_updates=1)
 
     def _group(self, parameter: Tensor) -> dict[str, Any]:
@@ -238,15 +276,15 @@ class AdamW(torch.optim.Optimizer):
 
     def _is_fresh(self, parameter: Tensor, home: Home) -> bool:
         """Say whether the weight may have been set since its master was made; asked once for each update."""
-        fresh = self._versions.get(parameter) != home.version
-        self._versions[parameter] = home.version
-        return fresh
+        reference, version = self._versions.get(parameter, (None, -1))
+        self._versions[parameter] = weakref.ref(home), home.version
+        return reference is None or reference() is not home or version != home.version
 
     def _lease(self, parameter: Tensor, gradient: Tensor) -> Lease:
         """Return where a gradient is at home; one of a module that ran by itself is sent there."""
         if not isinstance(gradient, HomeGradient):
             engine = engine_of(parameter.device)
-            gradient = _send_home(engine, _dense_like(parameter, gradient.to(parameter.dtype)))
+            gradient = send_home(engine, dense_like(parameter, gradient.to(parameter.dtype)))
         return gradient.lease
 
     def _begin(self, parameter: Tensor, home: Home, lease: Lease, readers: Event | None) -> None:
@@ -254,14 +292,15 @@ class AdamW(torch.optim.Optimizer):
         engine = engine_of(parameter.device)
         if lease.changes:
             lease.host()
-        factor = None if lease.factor is None else _read_later(engine, lease.factor)
+        factor = None if lease.factor is None else read_later(engine, lease.factor)
         home.settle()
         home.put_away()  # brought by a module that ran by itself, whose backward is over
         state = self._ready(parameter)
+        held = self._states[parameter]
         update = HomeUpdate(
             home=home,
             lease=lease,
-            arrays=self._states[parameter].arrays,
+            state=held,
             numbers=adamw_numbers(self._group(parameter), int(state["step"]) + 1),
             factor=factor,
             fresh=self._is_fresh(parameter, home),
@@ -270,29 +309,37 @@ class AdamW(torch.optim.Optimizer):
             stats=engine.stats,
         )
         update.prepare(engine.homes.updates)
-        begun = engine.homes.updates.submit(update, self._urgency[parameter], lambda: lease.has_landed)
-        lease.reading = begun
-        home.begin_update(begun, readers)
+        home.come_home()
+
+        def submit() -> "Future[None]":
+            where = {"on_disk": held.place is Tier.NVME}
+            return engine.homes.updates.submit(update, self._urgency[parameter], lambda: lease.has_landed, **where)
+
+        lease.reading = home.begin_update(submit, readers)
+        increment_version(parameter)
 
     def _pieces(self, todo: Iterable[tuple[dict[str, Any], Tensor]]) -> Iterator[Piece[_Update]]:
         """Yield what is to be updated, parameter by parameter; a step counts once a parameter's last piece is done."""
         for group, parameter in todo:
             state = self._ready(parameter)
             assert parameter.grad is not None
-            gradient = flat(_dense_like(parameter, parameter.grad.to(parameter.dtype)))
+            gradient = flat(dense_like(parameter, parameter.grad.to(parameter.dtype)))
             weight = flat(parameter.data)  # whose version is its own: pieces arrive whenever they do
             homes = tuple(map(flat, (self._written[parameter], *(state[name] for name in _STATE))))
             numbers, most = adamw_numbers(group, int(state["step"]) + 1), _most(parameter)
             if not weight.numel():
-                self._count(parameter)
+                self._count_all(parameter)
             for start in range(0, weight.numel(), most):
                 part = slice(start, start + most)
-                done = partial(self._count, parameter) if part.stop >= weight.numel() else None
+                done = partial(self._count_all, parameter) if part.stop >= weight.numel() else None
                 update = _Update(state=tuple(home[part] for home in homes), numbers=numbers, done=done)
                 yield Piece(sources=(gradient[part], weight[part]), target=weight[part], about=update)
 
     def _count(self, parameter: Tensor) -> None:
         self.state[parameter]["step"] += 1
+
+    def _count_all(self, parameter: Tensor) -> None:
+        self._count(parameter)
         increment_version(parameter)
 
     def _steps(self, parameter: Tensor) -> int:
@@ -302,54 +349,35 @@ class AdamW(torch.optim.Optimizer):
         """Return the parameter's state, made at its first step, in the order the parameter has in memory now."""
         state: dict[str, Any] = self.state[parameter]
         home, held = find_home(parameter), self._states.get(parameter)
-        here = _belongs_here(parameter)
-        known = held is not None and held.stride == parameter.stride() and held.on_device == here
-        if held is None or not known or any(state[name] is not held.tensors[name] for name in _STATE):
+        place = self._places.of(parameter, held)
+        known = held is not None and held.stride == parameter.stride() and held.place == place
+        if held is None or not known or any(state.get(name) is not each for name, each in held.tensors.items()):
             for name in _STATE:
                 if name in state and state[name].shape != parameter.shape:
                     raise UsageError(
                         f"a parameter has size {tuple(parameter.shape)}, and its {name} {tuple(state[name].shape)}; a "
                         "parameter whose size has changed needs a new optimizer."
                     )
-            state = self._keep(parameter, state or {"step": 0}, here=here)
+            more = held.read() if isinstance(held, DiskState) else {}
+            state = self._keep(parameter, {**state, **more} or {"step": 0}, place)
         if home is not None:
-            home.state_here_bytes = self._states[parameter].nbytes if here else 0
+            kept = self._states[parameter]
+            home.state = weakref.ref(kept) if isinstance(kept, State) else None
+            home.place_state = weakly(self._ready, parameter)
             return state
         written = self._written.get(parameter)
-        written = state["master"].to(parameter.dtype, copy=True) if written is None else _dense_like(parameter, written)
+        written = state["master"].to(parameter.dtype, copy=True) if written is None else dense_like(parameter, written)
         self._written[parameter] = written
         return state
 
-    def _keep(self, parameter: Tensor, saved: Mapping[str, Any], *, here: bool) -> dict[str, Any]:
+    def _keep(self, parameter: Tensor, saved: Mapping[str, Any], place: Tier) -> dict[str, Any]:
         """Make a parameter's state of what was `saved` of it; a master that is missing is NaN until a step."""
-        held = State(engine_of(parameter.device).homes, parameter, _STATE, on_device=here)
-        for name, tensor in held.tensors.items():
-            if name in saved:
-                tensor.copy_(saved[name])
-            else:
-                tensor.fill_(_MISSING[name])
+        values = {name: saved.get(name, _MISSING[name]) for name in _STATE}
+        held = hold_state(parameter, values, place)
         step = torch.tensor(float(saved["step"]), dtype=torch.float32, device="cpu")
         state: dict[str, Any] = {"step": step, **held.tensors}
         self._states[parameter], self.state[parameter] = held, state
         return state
-
-
-def _early_step(optimizer: AdamW, parameter: Tensor) -> Callable[[Lease], None]:
-    """Return what begins a parameter's update; a home must not keep its optimizer alive."""
-    references = weakref.ref(optimizer), weakref.ref(parameter)
-
-    def step(lease: Lease) -> None:
-        stepped, updated = references[0](), references[1]()
-        if stepped is not None and updated is not None:
-            stepped._step_early(updated, lease)
-
-    return step
-
-
-def _belongs_here(parameter: Tensor) -> bool:
-    """Say whether a parameter's state is to be on its device."""
-    home = find_home(parameter)
-    return home is not None and home.updated_here
 
 
 def _run(update: _Update, copies: tuple[Tensor, ...]) -> None:
@@ -365,32 +393,3 @@ def _most(parameter: Tensor) -> int:
 
 def _device_name(todo: tuple[dict[str, Any], Tensor]) -> str:
     return str(todo[1].device)
-
-
-def _send_home(engine: Engine, gradient: Tensor) -> HomeGradient:
-    """Return a gradient in host memory for one on the device."""
-    handle = engine.sink(gradient)
-    engine.release(handle, gradient)
-    homed = engine.homed(handle)
-    assert isinstance(homed, HomeGradient)
-    return homed
-
-
-def _read_later(engine: Engine, number: Tensor) -> Callable[[], float]:
-    """Return what gives the value that `number` has now, in any thread, without waiting for what comes later."""
-    held = torch.empty((), dtype=number.dtype, pin_memory=number.is_cuda)
-    held.copy_(number, non_blocking=True)
-    copied = engine.streams.record_compute()
-
-    def read() -> float:
-        copied.synchronize()
-        return float(held)
-
-    return read
-
-
-def _dense_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return `value` with the parameter's strides; a copy where it has others."""
-    if value.stride() == parameter.stride():
-        return value
-    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)

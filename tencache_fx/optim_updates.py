@@ -1,14 +1,19 @@
 """One parameter's update at home: on the host, or streamed through the device, with the same bits either way."""
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tencache_fx.runtime.gradients import Lease
+from tencache_fx.runtime.disk_states import DiskState
+from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.gradients import HomeGradient, Lease
 from tencache_fx.runtime.homes import Home
+from tencache_fx.runtime.states import State
 from tencache_fx.runtime.stats import Stats
 from tencache_fx.runtime.updates import Room, Updates
 
@@ -17,16 +22,16 @@ _CPU = torch.device("cpu")
 
 @dataclass(kw_only=True, eq=False)
 class HomeUpdate:
-    """What an update needs: a gradient (`lease`), the weight's `home`, and the optimizer's fp32 `arrays`.
+    """What an update needs: a gradient (`lease`), the weight's `home`, and the optimizer's fp32 `state`.
 
-    The first of `arrays` is the master weight; `fresh` says that the weight may have been set since it was made from
-    that. `numbers` are what the kernel multiplies with, the first of them the gradient, which `factor` scales as well.
-    `kernels` gives the kernel for a device.
+    The first of the state's arrays is the master weight; `fresh` says that the weight may have been set since it was
+    made from that. `numbers` are what the kernel multiplies with, the first of them the gradient, which `factor` scales
+    as well. `kernels` gives the kernel for a device.
     """
 
     home: Home
     lease: Lease
-    arrays: Sequence[Tensor]
+    state: State | DiskState
     numbers: Tensor
     factor: Callable[[], float] | None
     fresh: bool
@@ -43,10 +48,10 @@ class HomeUpdate:
     @torch.no_grad()
     def on_host(self) -> None:
         """Update in host memory."""
-        gradient, weight, numbers = self._begin()
+        gradient, weight, numbers, arrays = self._begin()
         self.home.write_after()
         begin_ns = time.perf_counter_ns()
-        self.kernels(_CPU)(gradient, weight, *self.arrays, numbers)
+        self.kernels(_CPU)(gradient, weight, *arrays, numbers)
         self.stats.add(updates=1, update_ns=time.perf_counter_ns() - begin_ns)
         self._end()
 
@@ -54,15 +59,15 @@ class HomeUpdate:
     def on_device(self, room: Room) -> Callable[[], None]:
         """Issue the update's pieces; return what waits for the last of them."""
         device = self.home.parameter.device
-        gradient, weight, on_host = self._begin()
+        gradient, weight, on_host, arrays = self._begin()
         kernel, numbers = self.kernels(device), room.bring(on_host)
 
         def work(pieces: Sequence[Tensor]) -> None:
-            change, *arrays, value = pieces
-            kernel(change, value, *arrays, numbers)
+            change, *some, value = pieces
+            kernel(change, value, *some, numbers)
 
         reading = () if self.home.left is None else (self.home.left,)
-        last = room.stream(len(weight), [gradient, *self.arrays], [*self.arrays, weight], work, reading)
+        last = room.stream(len(weight), [gradient, *arrays], [*arrays, weight], work, reading)
 
         def finish() -> None:
             last.synchronize()
@@ -71,14 +76,42 @@ class HomeUpdate:
 
         return finish
 
-    def _begin(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradient, the weight, and the numbers, once they are known; set a master that is out of date."""
-        gradient, weight, master = flat(self.lease.landed()), flat(self.home.host), self.arrays[0]
-        if self.fresh:
-            master.copy_(torch.where(is_rounded(master, weight), master, weight))
-        if self.factor is None:
-            return gradient, weight, self.numbers
-        return gradient, weight, torch.cat([self.numbers[:1] * self.factor(), self.numbers[1:]])
+    @torch.no_grad()
+    def on_disk(self) -> Callable[[], None]:
+        """Begin with the first piece of a state that is on disk; return what waits for the last."""
+        assert isinstance(self.state, DiskState)
+        gradient, weight, numbers, _ = self._begin()
+        kernel = self.kernels(_CPU)
+        self.home.write_after()
+
+        @torch.no_grad()
+        def work(part: slice, arrays: Sequence[Tensor]) -> None:
+            if self.fresh:
+                set_master(arrays[0], weight[part])
+            kernel(gradient[part], weight[part], *arrays, numbers)
+
+        done = self.state.begin(work)
+
+        def finish() -> None:
+            done.result()
+            self.stats.add(updates=1)
+            self._end()
+
+        return finish
+
+    def _begin(self) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
+        """Return the gradient, the weight, the numbers, once they are known, and the arrays, if these are in memory.
+
+        A master that is out of date is set.
+        """
+        gradient, weight = flat(self.lease.landed()), flat(self.home.host)
+        arrays = self.state.arrays if isinstance(self.state, State) else ()
+        if self.fresh and arrays:
+            set_master(arrays[0], weight)
+        numbers = self.numbers
+        if self.factor is not None:
+            numbers = torch.cat([numbers[:1] * self.factor(), numbers[1:]])
+        return gradient, weight, numbers, arrays
 
     def _end(self) -> None:
         self.count()
@@ -100,7 +133,7 @@ def update_here(
     `arrays`, `numbers` and `fresh` are as for `HomeUpdate`.
     """
     if fresh:
-        arrays[0].copy_(torch.where(is_rounded(arrays[0], weight), arrays[0], weight))
+        set_master(arrays[0], weight)
     if weight.is_cuda:
         numbers = numbers.pin_memory().to(weight.device, non_blocking=True)
     kernel(change, weight, *arrays, numbers)
@@ -111,6 +144,56 @@ def flat(dense: Tensor) -> Tensor:
     return dense.as_strided((dense.numel(),), (1,))
 
 
-def is_rounded(master: Tensor, weight: Tensor) -> Tensor:
-    """Say where a master weight, rounded, is the weight: it has more digits there, which are worth keeping."""
-    return master.to(weight.dtype) == weight
+def set_master(master: Tensor, weight: Tensor) -> None:
+    """Take over a weight that somebody may have set: where its master, rounded, is the same, that has more digits."""
+    master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))
+
+
+def send_home(engine: Engine, gradient: Tensor) -> HomeGradient:
+    """Return a gradient in host memory for one on the device."""
+    handle = engine.sink(gradient)
+    engine.release(handle, gradient)
+    homed = engine.homed(handle)
+    assert isinstance(homed, HomeGradient)
+    return homed
+
+
+def read_later(engine: Engine, number: Tensor) -> Callable[[], float]:
+    """Return what gives the value that `number` has now, in any thread, without waiting for what comes later."""
+    held = torch.empty((), dtype=number.dtype, pin_memory=number.is_cuda)
+    held.copy_(number, non_blocking=True)
+    copied = engine.streams.record_compute()
+
+    def read() -> float:
+        copied.synchronize()
+        return float(held)
+
+    return read
+
+
+def weakly(method: Callable[..., object], parameter: Tensor) -> Callable[..., None]:
+    """Return `method` of an optimizer for a parameter: a home must not keep either alive."""
+    bound, reference = weakref.WeakMethod(method), weakref.ref(parameter)
+
+    def call(*more: Any) -> None:
+        called, given = bound(), reference()
+        if called is not None and given is not None:
+            called(given, *more)
+
+    return call
+
+
+def accumulates(parameter: Tensor) -> bool:
+    """Say whether the backward that runs adds to a parameter's gradient: `torch.autograd.grad` does not."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # what it asks for is this very gradient
+        return False
+
+
+def dense_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return `value` with the parameter's strides; a copy where it has others."""
+    if value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)

@@ -1,5 +1,6 @@
 """Updates that begin where a gradient leaves: only where that is all of it, and with what nobody has changed since."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -12,6 +13,7 @@ from harness import Block
 from torch import Tensor, nn
 
 import tencache_fx
+from tencache_fx.errors import UsageError
 from tencache_fx.optim import AdamW
 from tencache_fx.runtime.streams import Event
 
@@ -150,3 +152,50 @@ def test_an_optimizer_is_not_kept_alive_by_the_homes_of_its_parameters() -> None
         return gone() is None
 
     assert eventually(is_gone)
+
+
+@pytest.mark.parametrize("how", ["grad", "inputs"])
+def test_a_backward_that_asks_for_other_gradients_updates_nothing(how: str) -> None:
+    model = tencache_fx.offload(nn.Sequential(Block(HIDDEN)))
+    optimizer = AdamW(model.parameters(), step_in_backward=True)
+    options = {"device_budget": "1MB", "compiler": "eager", "calibrate": False}
+    run = torch.compile(model, backend="tencache", options=options)
+    for _ in range(2):
+        run(torch.randn(8, HIDDEN)).square().mean().backward()
+    optimizer.state_dict()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x = torch.randn(8, HIDDEN, requires_grad=True)
+    loss = run(x).square().mean()
+    if how == "grad":
+        torch.autograd.grad(loss, [x])
+    else:
+        loss.backward(inputs=[x])
+    optimizer.state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert int(optimizer.state[model[0].into.weight]["step"]) == 2
+
+
+def test_a_gradient_that_has_unknown_parts_is_not_taken_twice() -> None:
+    model = tencache_fx.offload(nn.Sequential(Block(HIDDEN)))
+    AdamW(model.parameters(), step_in_backward=True)
+    run = torch.compile(model, backend="tencache", options={"compiler": "eager", "calibrate": False})
+    run(torch.randn(8, HIDDEN)).square().mean().backward()
+    with pytest.raises(UsageError, match=r"0\.into\.weight was updated by a gradient that is a part of it only"):
+        (run(torch.randn(8, HIDDEN)).square().mean() + model[0].into.weight.square().sum()).backward()
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_inside_summon_an_optimizer_of_ours_leaves_the_weights_there(now: bool) -> None:  # noqa: FBT001
+    found = []
+    for summoned in (False, True):
+        torch.manual_seed(0)
+        model = tencache_fx.offload(nn.Sequential(Block(HIDDEN)))
+        optimizer = AdamW(model.parameters(), step_in_backward=now)
+        run = torch.compile(model, backend="tencache", options={"compiler": "eager", "calibrate": False})
+        with tencache_fx.summon(model) if summoned else contextlib.nullcontext():
+            run(torch.ones(8, HIDDEN)).square().mean().backward()
+            optimizer.step()
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+        torch.compiler.reset()
+        tencache_fx.close()
+    torch.testing.assert_close(*found, rtol=0, atol=0)

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from faulty_streams import FaultyCpuStreams
+from harness import Block
 from tied_model import HIDDEN, ROOMY, TIGHT, TIGHT_BF16, batch, compiled, network, small_plan, train, trained, weights
+from torch import nn
 
 import tencache_fx
 from tencache_fx.errors import InvariantError
@@ -145,3 +147,44 @@ def test_a_step_takes_as_long_as_the_host_memory_does() -> None:
     assert least.forecast.d2h_bytes + least.forecast.h2d_bytes <= moved_bytes
     fast = replace(problem, links=replace(problem.links, host_bytes_per_s=10**15))
     assert step_ns(fast, plan.forecast) == plan.forecast.makespan_ns
+
+
+def test_a_plan_with_less_room_takes_the_state_off_the_device_before_it_runs() -> None:
+    """The first larger batch is planned anew in its call, and runs in what that plan counts."""
+    torch.manual_seed(0)
+    model = tencache_fx.offload(nn.Sequential(*(Block(160) for _ in range(3))))
+    optimizer = AdamW(model.parameters(), step_in_backward=True)
+    options = {"device_budget": "4MB", "compiler": "eager", "calibrate": False, "recompute": "none"}
+    run = torch.compile(model, backend="tencache", dynamic=True, options=options)
+    homes = list(engines()[0].homes)
+    seen = []
+
+    def look(*_: object) -> None:
+        seen.append((sum(home.updated_here for home in homes), sum(home.state_here_bytes for home in homes)))
+
+    model[2].norm.weight.register_hook(look)
+    for rows in (8, 8, 700, 700):
+        run(torch.randn(rows, 160)).square().mean().backward()
+    optimizer.state_dict()
+    assert seen[1] == (6, 6 * 12 * 160 * 160)
+    planned = len(regions()[-1].plan.updated_here)
+    assert planned < 6
+    assert seen[2] == seen[3] == (planned, planned * 12 * 160 * 160)
+
+
+def test_weights_loaded_into_an_ordinary_model_are_taken_over_when_it_gets_homes_again() -> None:
+    model = tencache_fx.offload(nn.Sequential(nn.Linear(192, 192)))
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    for loaded in (False, True):
+        if loaded:
+            tencache_fx.close()
+            torch.compiler.reset()
+            with torch.no_grad():
+                model[0].weight.fill_(0.5)
+            tencache_fx.offload(model)
+        run = compiled(model, None)
+        run(torch.ones(4, 192)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weight = model.state_dict()["0.weight"]
+    assert (weight - 0.5).abs().max() < 2e-3

@@ -22,6 +22,7 @@ TOP = {
     "session",
     "sizes",
     "optim",
+    "optim_places",
     "optim_updates",
     "live",
     "model_state",

@@ -100,6 +100,21 @@ def test_both_threads_take_from_one_queue_and_one_failure_stops_nothing(streams:
     assert not any(thread.name.startswith("tencache-update") for thread in threading.enumerate())
 
 
+def test_a_failure_beside_others_leaves_nothing_unfinished(streams: FaultyCpuStreams) -> None:
+    """Also where the device was given to updates only after some had been handed in."""
+    updates, done = Updates(streams), []
+    begin = threading.Event()
+    early = [updates.submit(Noted(f"{index}", done), 0, begin.is_set) for index in range(3)]
+    updates.open_room(8 << 20)
+    names = ["3", "broken", "4", "broken", "5"]
+    late = [updates.submit(Noted(name, done), 0, begin.is_set) for name in names]
+    begin.set()
+    for future in (*early, *late):
+        assert future.exception(30) is None or "injected" in str(future.exception())
+    updates.stop()
+    assert sorted(line.split()[0] for line in done) == ["0", "1", "2", "3", "4", "5"]
+
+
 def test_room_that_is_too_small_to_be_of_use_is_not_taken(streams: FaultyCpuStreams) -> None:
     updates = Updates(streams)
     updates.open_room(1 << 20)

@@ -21,6 +21,7 @@ from tencache_fx.buffers import size_classes
 from tencache_fx.errors import InvariantError, OptionError, TencacheError, UsageError
 from tencache_fx.plan import PoolClass, Step, Tier
 from tencache_fx.runtime.custody import Custody
+from tencache_fx.runtime.disk_states import DiskLine
 from tencache_fx.runtime.flights import Flights
 from tencache_fx.runtime.gradients import HomeGradient, Lease
 from tencache_fx.runtime.homes import Homes
@@ -58,6 +59,7 @@ class Engine:
         self.stats = Stats(self._gauges)
         self.homes = Homes(self.pool, self.streams)
         self.flights = Flights()
+        self._disk_line: DiskLine | None = None
         self._custody = Custody(self.pool, self.streams, self.stats)
         self._lock = self._custody.lock
         self._slots = self._custody.slots
@@ -70,6 +72,13 @@ class Engine:
     def store(self) -> Store | None:
         """Return the spill store, if there is one."""
         return self._custody.store
+
+    @property
+    def disk_line(self) -> DiskLine:
+        """Return what keeps optimizers' state in the store, which there has to be."""
+        if self._disk_line is None:
+            self._disk_line = DiskLine(self.pool, self._custody.need_store(), self.stats.add)
+        return self._disk_line
 
     @property
     def closed(self) -> bool:
@@ -288,8 +297,12 @@ class Engine:
             if not at_exit:
                 steps.callback(self._bring_all)
             steps.callback(self._custody.stop)
-            steps.callback(self.homes.updates.stop)
             steps.callback(self.pool.stop)
+            if self._disk_line is not None:
+                steps.callback(self._disk_line.stop)
+                if not at_exit:
+                    steps.callback(self._disk_line.bring_back)
+            steps.callback(self.homes.updates.stop)
 
     def _bring_all(self) -> None:
         for home in self.homes:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tencache_fx.errors import InvariantError, UsageError
+from tencache_fx.plan import Tier
 from tencache_fx.runtime.pool import Buffer, Pool, Use
 from tencache_fx.runtime.slots import Layout, raw_bytes
 from tencache_fx.runtime.streams import Event, Lane, Streams
@@ -24,6 +25,7 @@ from tencache_fx.runtime.updates import Updates
 
 if TYPE_CHECKING:
     from tencache_fx.runtime.gradients import Lease
+    from tencache_fx.runtime.states import State
 
 
 class Home:
@@ -42,7 +44,8 @@ class Home:
         )
         self.resident = False
         self.updated_here = False  # it stays on the device, and so do its gradient and its optimizer's state
-        self.state_here_bytes = 0  # of that state
+        self.state: weakref.ref[State] | None = None  # as its optimizer keeps it
+        self.place_state: Callable[[], None] | None = None  # has its optimizer move that where it belongs
         self.summoned = False
         self.version = 0
         self.left: Event | None = None  # the last copy that reads `host`
@@ -54,6 +57,7 @@ class Home:
         self._readers: Event | None = None  # behind it, nobody reads the value before the update on the device
         self._stale = False  # on the device is the value before the update still
         self._newer_here = False  # at home is
+        self._renewed: Tensor | None = None
         self._lock = threading.RLock()  # the bytes on the device come and go under it
 
     @property
@@ -69,6 +73,19 @@ class Home:
         return parameter
 
     @property
+    def state_here_bytes(self) -> int:
+        """Return the bytes of its optimizer's state that are on the device."""
+        state = None if self.state is None else self.state()
+        return state.nbytes if state is not None and state.place is Tier.DEVICE else 0
+
+    def update_elsewhere(self) -> None:
+        """Have the parameter updated at home again; its optimizer's state leaves the device."""
+        if self.updated_here:
+            self.updated_here = False
+            if self.place_state is not None:
+                self.place_state()
+
+    @property
     def host(self) -> Tensor:
         """Return the parameter at home, in its shape and strides: a tensor of the CPU. Blocks if it was out of date."""
         self.come_home()
@@ -82,15 +99,18 @@ class Home:
     @property
     def updating(self) -> bool:
         """Say whether an update is under way."""
-        return self._update is not None and not self._update.done()
+        with self._lock:
+            return self._update is not None and not self._update.done()
 
-    def begin_update(self, update: "Future[None]", readers: Event | None) -> None:
-        """Have readers wait for `update` from now on; nothing else may be under way.
+    def begin_update(self, submit: "Callable[[], Future[None]]", readers: Event | None) -> "Future[None]":
+        """Have readers wait from now on for the update that `submit` hands in; nothing else may be under way.
 
         What is on the device is renewed behind `readers`; None while more of them may come, up to `end_readers`.
         """
-        with self._lock:
-            self._update, self._readers = update, readers
+        with self._lock:  # an update that ends at once finds its readers
+            self._readers = readers
+            self._update = submit()
+            return self._update
 
     def end_readers(self, readers: Event) -> int:
         """Have what is on the device renewed behind `readers`, now or once the update is done; return bytes copied."""
@@ -144,13 +164,13 @@ class Home:
     def stay(self) -> None:
         """Have the parameter stay on the device."""
         if not self.resident:
-            self.resident = True
             self.bring()
+            self.resident = True
 
     def leave(self) -> None:
         """Have a parameter that stayed on the device away again."""
         if self.resident:
-            self.come_home()
+            self.settle()
             self.resident = False
             self.put_away()
 
@@ -161,7 +181,6 @@ class Home:
     def refresh(self) -> None:
         """Copy what is at home over what is on the device."""
         after = self._streams.record_compute()
-        self.come_home()
         self._stale = False
         self._streams.wait_compute(self.copy_in(self.parameter.detach(), (after,)))
 
@@ -175,7 +194,8 @@ class Home:
             if self._stale or not self.on_device:
                 return 0
             assert self._readers is not None
-            self.copy_in(self.parameter.detach(), (self._readers,))
+            self._renewed = self.parameter.detach()  # its memory outlives the copy, even if the parameter does not
+            self.copy_in(self._renewed, (self._readers,))
             return self.nbytes
 
     def take(self) -> None:
@@ -199,7 +219,8 @@ class Home:
     def put_away(self) -> None:
         """Free the device bytes, unless a plan counts on them; what runs on the compute stream still reads them."""
         with self._lock:
-            if not self.resident and self.on_device:
+            if not self.resident and not self.summoned and self.on_device:
+                self.come_home()
                 if self.left is not None:
                     self._streams.wait_compute(self.left)  # the allocator hands them out in that stream's order
                 self.parameter.untyped_storage().resize_(0)

@@ -112,6 +112,11 @@ class Pool:
         with self._cond:
             return sum(buffer.nbytes for buffer in self._buffers if buffer.use is use and buffer.holds)
 
+    def allocated_for(self, use: Use) -> int:
+        """Return the bytes of all buffers for `use`, lent or free."""
+        with self._cond:
+            return sum(buffer.nbytes for buffer in self._buffers if buffer.use is use)
+
     def resize_budget(self, budget_bytes: int) -> None:
         """Set the budget; gives idle buffers back to the system if need be.
 

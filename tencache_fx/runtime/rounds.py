@@ -21,6 +21,9 @@ PIECE_BYTES = 32 << 20
 _DEPTH = 4  # pieces under way: one coming out, one worked on, one going in, and one to spare
 _SOURCES = 2  # each in a buffer of its own: compilers take two views of one memory for the same
 
+ROUND_BYTES = _SOURCES * _DEPTH * PIECE_BYTES
+"""Host memory that a step takes, at most."""
+
 _T = TypeVar("_T")
 
 
@@ -37,9 +40,15 @@ class Piece(Generic[_T]):
 
 
 def work_at_home(
-    engine: Engine, pieces: Iterable[Piece[_T]], count: int, work: Callable[[_T, tuple[Tensor, ...]], None]
+    engine: Engine,
+    pieces: Iterable[Piece[_T]],
+    count: int,
+    work: Callable[[_T, tuple[Tensor, ...]], None],
+    most_bytes: int = PIECE_BYTES,
 ) -> None:
     """Copy the sources of each of `count` pieces out; let `work(about, copies)` turn the first into what goes in.
+
+    None of a piece's sources has more than `most_bytes`.
 
     Returns once all work is done; what the caller's compute stream does next comes behind the last copy in. A piece is
     read and written behind all that this stream had been given when the piece was taken from `pieces`. Raises
@@ -52,7 +61,7 @@ def work_at_home(
     came_in: list[Event] = []
     try:
         while len(lent) < _SOURCES * min(count, _DEPTH):
-            lent.append(pool.lend(PIECE_BYTES, Use.ROUND))
+            lent.append(pool.lend(most_bytes, Use.ROUND))
         free = deque(zip(*(lent[k::_SOURCES] for k in range(_SOURCES)), strict=True))
         for piece in itertools.chain(pieces, itertools.repeat(None)):
             if piece is not None:

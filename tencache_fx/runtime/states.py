@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tencache_fx.plan import round_up
+from tencache_fx.plan import Tier, round_up
 from tencache_fx.runtime.homes import Homes
 
 _ALIGN_BYTES = 64
@@ -23,7 +23,7 @@ class State:
 
     def __init__(self, homes: Homes, parameter: Tensor, names: Sequence[str], *, on_device: bool) -> None:
         self.stride = parameter.stride()
-        self.on_device = on_device
+        self.place = Tier.DEVICE if on_device else Tier.HOST
         count = parameter.numel()
         each_bytes = round_up(4 * count, _ALIGN_BYTES)
         self.nbytes = each_bytes * len(names)

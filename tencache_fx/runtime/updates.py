@@ -1,18 +1,20 @@
-"""Work on what is at home, by two threads: the most urgent first, of what can begin.
+"""Work on what is at home, by a few threads: the most urgent first, of what can begin.
 
 An optimizer's updates are wanted in the order in which the next forward reads, and their gradients land in the other
 order. So whoever is next is chosen when a thread is free, and not when the work is handed in.
 
 One thread updates on the host. The other, where it was given device memory to work in (`open_room`), streams its
 updates through the device, piece by piece: host memory, the links and the device are then all busy. Both take their
-work from the same queue, so each does as much of it as it is fast.
+work from the same queue, so each does as much of it as it is fast. What has its state on disk waits for that in a queue
+of its own.
 """
 
+import contextlib
 import heapq
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,13 +35,16 @@ _ALIGN = 128  # elements
 
 
 class Update(Protocol):
-    """One parameter's update, which may run in either place, with the same result."""
+    """One parameter's update, which may run in either place, with the same result; or one with its state on disk."""
 
     def on_host(self) -> None:
         """Carry it out."""
 
     def on_device(self, room: "Room") -> Callable[[], None]:
         """Issue it; return what blocks until it is done, and ends it."""
+
+    def on_disk(self) -> Callable[[], None]:
+        """Begin it with state that is on disk; return what blocks until it is done, and ends it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +105,7 @@ class Room:
         slot_bytes = self._slots[0].memory.numel()
         most = slot_bytes // sum(array.itemsize for array in arrays) // _ALIGN * _ALIGN
         last: Event = streams.record_compute()
-        with streams.beside():
+        with streams.beside(), self._settled_on_failure():
             for start in range(0, count, most):
                 slot = self._slots[0]
                 self._slots.rotate(-1)
@@ -116,6 +121,15 @@ class Room:
                 slot.after = (last,)
         return last
 
+    @contextlib.contextmanager
+    def _settled_on_failure(self) -> Iterator[None]:
+        """Wait for all copies if something fails: whoever handles that may free or write what they touch."""
+        try:
+            yield
+        except BaseException:
+            self._streams.settle([event for slot in self._slots for event in slot.after])
+            raise
+
 
 def _cut(memory: Tensor, arrays: Sequence[Tensor], most: int, count: int) -> list[Tensor]:
     """Return `count` elements of each array's dtype out of `memory`, which has room for `most` of each."""
@@ -126,81 +140,25 @@ def _cut(memory: Tensor, arrays: Sequence[Tensor], most: int, count: int) -> lis
     return pieces
 
 
-class Updates:
-    """The threads and their tasks. Thread-safe."""
+class _Queue:
+    """Tasks that wait for their gradients, and then for their turn."""
 
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+    def __init__(self) -> None:
         self._waiting: deque[_Task] = deque()
         self._ready: list[_Task] = []
-        self._count = itertools.count()
         self._cond = threading.Condition()
-        self._on_host = ThreadPoolExecutor(1, thread_name_prefix="tencache-update")
-        self._on_device = ThreadPoolExecutor(1, thread_name_prefix="tencache-update-device")
-        self._room: Room | None = None
-        self._under_way: deque[tuple[_Task, Callable[[], None]]] = deque()  # on the device
 
-    @property
-    def streams_through_device(self) -> bool:
-        """Say whether some of the updates run on the device."""
-        return self._room is not None
-
-    def open_room(self, nbytes: int) -> None:
-        """Let updates run on the device, too, in `nbytes` of its memory, held until the engine is closed.
-
-        Does nothing the second time, or where that is too little to be worth it.
-        """
-        if self._room is None and nbytes // _DEPTH >= 20 * _LEAST_COUNT:
-            self._room = Room(self._streams, nbytes)
-
-    def submit(self, update: Update, urgency: int, can_begin: Callable[[], bool]) -> "Future[None]":
-        """Have `update` done once it can begin, before all that is less urgent (a higher number) and can begin, too.
-
-        None is asked whether it can begin before those that were submitted earlier can: gradients land one by one.
-        """
-        task = _Task((urgency, next(self._count)), update, can_begin)
+    def put(self, task: _Task) -> None:
         with self._cond:
             self._waiting.append(task)
             self._cond.notify_all()
-        self._on_host.submit(self._one_on_host)
-        if self._room is not None:
-            self._on_device.submit(self._one_on_device, self._room)
-        return task.future
 
-    def stop(self) -> None:
-        """Finish all work, and join the threads."""
-        self._on_host.shutdown(wait=True)
-        self._on_device.shutdown(wait=True)
-
-    def _one_on_host(self) -> None:
-        """Do one task, if the other thread has left one: each is called once for each task."""
-        if (task := self._take()) is not None:
-            task.run(task.update.on_host)
-            task.future.set_result(None)
-
-    def _one_on_device(self, room: Room) -> None:
-        """Issue one task, while the one before is under way: between two, nothing stands still."""
-        task = self._take(wait=not self._under_way)
-        if task is None:
-            self._finish(0)
-            task = self._take()
-        if task is not None:
-            self._under_way.append((task, task.run(partial(task.update.on_device, room))))
-        self._finish(1 if self._has_ready() else 0)
-
-    def _finish(self, rest: int) -> None:
-        """Wait for what is under way on the device, but for the last `rest` tasks."""
-        while len(self._under_way) > rest:
-            task, finish = self._under_way.popleft()
-            task.run(finish)
-            task.future.set_result(None)
-
-    def _has_ready(self) -> bool:
+    def has_ready(self) -> bool:
         with self._cond:
             self._sort_in()
             return bool(self._ready)
 
-    def _take(self, *, wait: bool = True) -> _Task | None:
+    def take(self, *, wait: bool = True) -> _Task | None:
         """Return the task to do next; None when there is none left, or without `wait` when none can begin now."""
         with self._cond:
             while True:
@@ -215,6 +173,110 @@ class Updates:
         """Let those that can begin now wait by urgency. Lock held."""
         while self._waiting and _can_begin(self._waiting[0]):
             heapq.heappush(self._ready, self._waiting.popleft())
+
+
+class _Ahead:
+    """A thread that issues one task while the one before is under way: between two, nothing stands still."""
+
+    def __init__(self, queue: _Queue, issue: Callable[[Update], Callable[[], None]], name: str) -> None:
+        self._queue, self._issue = queue, issue
+        self._under_way: deque[tuple[_Task, Callable[[], None]]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._noted = 0  # calls of `_do_one` to come
+        self._lock = threading.Lock()
+
+    def note(self) -> None:
+        """Say that there is one task more; others may do it first."""
+        with self._lock:
+            self._noted += 1
+        self._thread.submit(self._do_one)
+
+    def stop(self) -> None:
+        """Finish, and join the thread."""
+        self._thread.shutdown(wait=True)
+
+    def _do_one(self) -> None:
+        with self._lock:
+            self._noted -= 1
+        try:
+            task = self._queue.take(wait=not self._under_way)
+            if task is None:
+                self._finish(0)
+                task = self._queue.take()
+            if task is not None:
+                self._under_way.append((task, task.run(partial(self._issue, task.update))))
+        finally:  # nobody else would, if no call is to follow
+            self._finish(1 if self._noted and self._queue.has_ready() else 0)
+
+    def _finish(self, rest: int) -> None:
+        """Wait for what is under way, but for the last `rest` tasks; for all of these, even if one has failed."""
+        ending = [self._under_way.popleft() for _ in range(len(self._under_way) - rest)]
+        with contextlib.ExitStack() as steps:
+            for task, finish in reversed(ending):  # the last one first: it ends them in their order
+                steps.callback(_end, task, finish)
+
+
+class Updates:
+    """The threads and their tasks. Thread-safe."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._count = itertools.count()
+        self._shared, self._disk = _Queue(), _Queue()
+        self._on_host = ThreadPoolExecutor(1, thread_name_prefix="tencache-update")
+        self._on_device: _Ahead | None = None
+        self._on_disk = _Ahead(self._disk, lambda update: update.on_disk(), "tencache-update-begin")
+
+    @property
+    def streams_through_device(self) -> bool:
+        """Say whether some of the updates run on the device."""
+        return self._on_device is not None
+
+    def open_room(self, nbytes: int) -> None:
+        """Let updates run on the device, too, in `nbytes` of its memory, held until the engine is closed.
+
+        Does nothing the second time, or where that is too little to be worth it.
+        """
+        if self._on_device is None and nbytes // _DEPTH >= 20 * _LEAST_COUNT:
+            room = Room(self._streams, nbytes)
+            self._on_device = _Ahead(self._shared, lambda update: update.on_device(room), "tencache-update-device")
+
+    def submit(
+        self, update: Update, urgency: int, can_begin: Callable[[], bool], *, on_disk: bool = False
+    ) -> "Future[None]":
+        """Have `update` done once it can begin, before all that is less urgent (a higher number) and can begin, too.
+
+        None is asked whether it can begin before those that were submitted earlier can: gradients land one by one.
+        """
+        task = _Task((urgency, next(self._count)), update, can_begin)
+        if on_disk:
+            self._disk.put(task)
+            self._on_disk.note()
+            return task.future
+        self._shared.put(task)
+        self._on_host.submit(self._one_on_host)
+        if self._on_device is not None:
+            self._on_device.note()
+        return task.future
+
+    def stop(self) -> None:
+        """Finish all work, and join the threads."""
+        self._on_host.shutdown(wait=True)
+        self._on_disk.stop()
+        if self._on_device is not None:
+            self._on_device.stop()
+            self._on_device = None  # and with it the device memory
+
+    def _one_on_host(self) -> None:
+        """Do one task, if the other thread has left one: this is called once for each task."""
+        if (task := self._shared.take()) is not None:
+            task.run(task.update.on_host)
+            task.future.set_result(None)
+
+
+def _end(task: _Task, finish: Callable[[], None]) -> None:
+    task.run(finish)
+    task.future.set_result(None)
 
 
 def _can_begin(task: _Task) -> bool:

@@ -1,0 +1,82 @@
+"""Where the state of each parameter is to be: on the device, in host memory, or, for what that has no room, on disk."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tencache_fx.errors import BudgetError
+from tencache_fx.model_state import engine_of, find_home
+from tencache_fx.plan import Tier
+from tencache_fx.runtime.disk_states import LINE_BYTES, DiskState
+from tencache_fx.runtime.pool import Use
+from tencache_fx.runtime.rounds import ROUND_BYTES
+from tencache_fx.runtime.states import State
+
+
+class Places:
+    """Decides it for the parameters of one optimizer, each with so many fp32 `arrays`, and remembers."""
+
+    def __init__(self, arrays: int) -> None:
+        self._arrays = arrays
+        self._order: dict[Tensor, None] = {}
+        self._on_disk: dict[Tensor, bool] = {}
+
+    def add(self, parameter: Tensor) -> None:
+        """Add a parameter, behind those that are read before it."""
+        self._order[parameter] = None
+
+    def of(self, parameter: Tensor, held: State | DiskState | None) -> Tier:
+        """Return where a parameter's state is to be, given where it is now."""
+        home = find_home(parameter)
+        if home is None:
+            return Tier.HOST
+        if home.updated_here:
+            return Tier.DEVICE
+        if held is not None and held.place in (Tier.HOST, Tier.NVME):
+            return held.place
+        if engine_of(parameter.device).store is None:
+            return Tier.HOST
+        if parameter not in self._on_disk:
+            self._choose(parameter.device)
+        return Tier.NVME if self._on_disk.get(parameter) else Tier.HOST
+
+    def _choose(self, device: torch.device) -> None:
+        """Give host memory to those that the next forward reads first: they are wanted soonest after their gradients.
+
+        All states are read and written once a step, so which of them are on disk changes nothing else.
+        """
+        pool = engine_of(device).pool
+        homes = {p: find_home(p) for p in self._order if p.device == device and p.requires_grad}
+        updated = [p for p, home in homes.items() if home is not None and not home.updated_here]
+        gradient_bytes = max(0, sum(p.nbytes for p in updated) - pool.allocated_for(Use.GRADIENT))  # none was there yet
+        room_bytes = pool.budget_bytes - pool.allocated_bytes - gradient_bytes - LINE_BYTES - ROUND_BYTES
+        for parameter in updated:
+            if parameter in self._on_disk:
+                continue
+            nbytes = 4 * parameter.numel() * self._arrays
+            self._on_disk[parameter] = nbytes > room_bytes
+            room_bytes -= 0 if self._on_disk[parameter] else nbytes
+
+
+def hold_state(parameter: Tensor, values: Mapping[str, Tensor | float], place: Tier) -> State | DiskState:
+    """Return a parameter's state with these values; on disk, too, if there is a store and host memory has no room.
+
+    Raises `BudgetError` or `StoreError` when neither has.
+    """
+    engine, home = engine_of(parameter.device), find_home(parameter)
+    if place is not Tier.NVME:
+        try:
+            held = State(engine.homes, parameter, tuple(values), on_device=place is Tier.DEVICE)
+        except BudgetError:
+            if engine.store is None or home is None:
+                raise
+        else:
+            for name, tensor in held.tensors.items():
+                value = values[name]
+                if isinstance(value, Tensor):
+                    tensor.copy_(value)
+                else:
+                    tensor.fill_(value)
+            return held
+    return DiskState(engine.disk_line, parameter, values, "a parameter" if home is None else home.name)

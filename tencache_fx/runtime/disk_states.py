@@ -1,0 +1,307 @@
+"""What an optimizer keeps of a parameter, on disk, and the line of work that brings it in, piece by piece, and back.
+
+    read piece k + 1  |  update piece k  |  write piece k - 1
+
+A piece has some elements of each array, one array behind the other, in an extent of its own that is written where it
+was read. If that fails, its buffer is where it is from then on: what is on hand is always whole, the old or the new.
+"""
+
+import tempfile
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_futures
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tencache_fx.errors import StoreError
+from tencache_fx.plan import Tier
+from tencache_fx.runtime.pool import Buffer, Pool, Use
+from tencache_fx.runtime.store import Extent, Store
+
+PIECE_COUNT = 2 << 20
+"""Elements of each array in one piece."""
+
+_DEPTH = 5  # buffers: two being read, one updated, two being written
+_AHEAD = 2
+_ARRAYS = 3  # of a state, at most
+
+BUFFER_BYTES = 4 * PIECE_COUNT * _ARRAYS
+LINE_BYTES = _DEPTH * BUFFER_BYTES
+"""Host memory that the line takes, from its first pass on."""
+
+Work = Callable[[slice, Sequence[Tensor]], None]
+"""Updates the arrays of one piece, given which elements of the parameter these are."""
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    part: slice
+    extent: Extent
+    writing: "Future[None] | None" = None
+    kept: Buffer | None = None  # the value, after a write that failed
+
+    @property
+    def count(self) -> int:
+        return int(self.part.stop - self.part.start)
+
+
+class DiskState:
+    """The fp32 arrays of one parameter, by `names`. `values` says what they are at first: a tensor, or one number.
+
+    `place` is NVME until the store is closed, then None. Raises `BudgetError` or `StoreError` when there is no room.
+    """
+
+    def __init__(self, line: "DiskLine", parameter: Tensor, values: Mapping[str, Tensor | float], label: str) -> None:
+        self.stride = parameter.stride()
+        self.place: Tier | None = Tier.NVME
+        self.names = tuple(values)
+        self.tensors: dict[str, Tensor] = {}  # none of them is in memory
+        self.nbytes = 4 * parameter.numel() * len(values)
+        self._layout = parameter.size(), parameter.stride()
+        self._line = line
+        self._left: dict[str, Tensor] | None = None
+        self.pieces: list[_Piece] = []
+        weakref.finalize(self, line.free_later, self.pieces).atexit = False
+        line.drain()
+        for start in range(0, parameter.numel(), PIECE_COUNT):
+            part = slice(start, min(start + PIECE_COUNT, parameter.numel()))
+            nbytes = 4 * (part.stop - part.start) * len(values)
+            self.pieces.append(_Piece(part, line.store.allocate(nbytes, f"the optimizer's state of {label}")))
+
+        def fill(part: slice, arrays: Sequence[Tensor]) -> None:
+            for array, value in zip(arrays, values.values(), strict=True):
+                if isinstance(value, Tensor):
+                    array.copy_(_flat_as(value, parameter)[part])
+                else:
+                    array.fill_(value)
+
+        line.run(self, fill, reads=False)
+
+    def read(self) -> dict[str, Tensor]:
+        """Return the arrays, in the parameter's shape.
+
+        They are in a file without a name beside the store: host memory has as much of them as it has room for.
+        """
+        if self._left is not None:
+            return self._left
+        size, stride = self._layout
+        count = size.numel()
+        with tempfile.NamedTemporaryFile(prefix="tencache-", dir=self._line.store.directories[0]) as file:
+            file.truncate(max(4, self.nbytes))
+            found = torch.from_file(file.name, shared=True, size=count * len(self.names), dtype=torch.float32)
+        arrays = [found[k * count : (k + 1) * count] for k in range(len(self.names))]
+
+        def copy(part: slice, pieces: Sequence[Tensor]) -> None:
+            for array, piece in zip(arrays, pieces, strict=True):
+                array[part].copy_(piece)
+
+        self._line.run(self, copy, writes=False)
+        return {
+            name: array.as_strided(size, stride, array.storage_offset())
+            for name, array in zip(self.names, arrays, strict=True)
+        }
+
+    def leave(self) -> None:
+        """Leave the store, for good: `read` finds the arrays elsewhere."""
+        self._left = self.read()
+        self.place = None
+
+    def begin(self, work: Work) -> "Future[None]":
+        """Begin to have all pieces updated by `work`, in order; see `DiskLine.begin`."""
+        return self._line.begin(self, work)
+
+
+def _flat_as(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return the elements of `value` in the order that those of `parameter` have in memory."""
+    if value.stride() != parameter.stride():
+        value = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+    return value.as_strided((value.numel(),), (1,), value.storage_offset())
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """All pieces of one state, worked on in order."""
+
+    state: DiskState
+    work: Work
+    reads: bool
+    writes: bool
+    left: int
+    done: "Future[None]"
+
+
+class DiskLine:
+    """Brings pieces in, has them worked on in a thread of its own, and writes them, several passes in a row at once."""
+
+    def __init__(self, pool: Pool, store: Store, count: Callable[..., None]) -> None:
+        self.store = store
+        self._pool = pool
+        self._count = count  # adds to counters
+        self._buffers: deque[Buffer] = deque()
+        self._lent = 0
+        self._free = threading.Condition()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tencache-update-disk")
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="tencache-state-read")
+        self._writers = ThreadPoolExecutor(2, thread_name_prefix="tencache-state-write")
+        self._coming: deque[tuple[_Pass, _Piece, Buffer, Future[None]]] = deque()
+        self._waiting: deque[tuple[_Pass, _Piece]] = deque()
+        self._states: weakref.WeakSet[DiskState] = weakref.WeakSet()
+        self._gone: deque[list[_Piece]] = deque()
+
+    def run(self, state: DiskState, work: Work, *, reads: bool = True, writes: bool = True) -> None:
+        """Do one pass over a state's pieces; returns when `work` is done, if not yet written. Raises what failed."""
+        self.begin(state, work, reads=reads, writes=writes).result()
+
+    def begin(self, state: DiskState, work: Work, *, reads: bool = True, writes: bool = True) -> "Future[None]":
+        """Begin a pass, behind those that were begun before it."""
+        begun = _Pass(state, work, reads, writes, len(state.pieces), Future())
+        if not state.pieces:
+            begun.done.set_result(None)
+        self.drain()
+        self._states.add(state)
+        self._waiting.extend([(begun, piece) for piece in state.pieces])
+        for _ in state.pieces:
+            self._worker.submit(self._do_one)
+        return begun.done
+
+    def free_later(self, pieces: list[_Piece]) -> None:
+        """Have the disk space of a state given back by the next call of ours: safe to call from a finalizer."""
+        self._gone.append(pieces)
+
+    def drain(self) -> None:
+        """Give back the disk space and buffers of states that have died, once nothing of them is being written."""
+        for _ in range(len(self._gone)):
+            pieces = self._gone.popleft()
+            if any(piece.writing is not None and not piece.writing.done() for piece in pieces):
+                self._gone.append(pieces)
+                continue
+            for piece in pieces:
+                self.store.free(piece.extent)
+                if piece.kept is not None:
+                    self._pool.give_back(piece.kept)
+
+    def bring_back(self) -> None:
+        """Read all states from the store, which is about to be closed, to where `read` finds them."""
+        for state in self._states:
+            state.leave()
+
+    def stop(self) -> None:
+        """Finish all work, write everything, and join the threads."""
+        for threads in (self._worker, self._readers, self._writers):
+            threads.shutdown(wait=True)
+
+    def _do_one(self) -> None:
+        """Work on the next piece, with those behind it on their way in: called once for each piece."""
+        self._bring_or_fail()
+        if not self._coming:
+            return
+        going, piece, buffer, read = self._coming.popleft()
+        writing = False
+        try:
+            read.result()
+            if going.done.done():
+                return  # an earlier piece failed
+            self._bring_or_fail()
+            going.work(piece.part, _arrays(buffer, piece.count, len(going.state.names)))
+            if going.writes:
+                writing = True
+                piece.writing = self._writers.submit(self._write, piece, buffer)
+            going.left -= 1
+            if going.left == 0:
+                going.done.set_result(None)
+        except BaseException as error:
+            if not going.done.done():
+                going.done.set_exception(error)
+            raise
+        finally:
+            if not writing and piece.kept is not buffer:
+                self._give_back(buffer)
+
+    def _bring_or_fail(self) -> None:
+        try:
+            self._bring()
+        except BaseException as error:
+            going, _ = self._waiting.popleft()
+            if not going.done.done():
+                going.done.set_exception(error)
+            raise
+
+    def _bring(self) -> None:
+        """Have pieces on their way in as far as there are buffers; at least one. Only the worker calls it."""
+        while self._waiting and len(self._coming) < _AHEAD:
+            going, piece = self._waiting[0]
+            buffer = piece.kept if piece.kept is not None else self._take(wait=not self._coming)
+            if buffer is None:
+                return
+            self._waiting.popleft()
+            self._coming.append((going, piece, buffer, self._readers.submit(self._read, going, piece, buffer)))
+
+    def _read(self, going: _Pass, piece: _Piece, buffer: Buffer) -> None:
+        if piece.writing is not None:
+            wait_futures([piece.writing])
+        if not going.reads or piece.kept is buffer:
+            return
+        if piece.kept is not None:  # that write has failed meanwhile
+            buffer.memory.copy_(piece.kept.memory)
+            return
+        self.store.read(piece.extent, buffer.view[: _whole_pages(piece.extent.nbytes)])
+        self._count(disk_read_bytes=piece.extent.nbytes)
+
+    def _write(self, piece: _Piece, buffer: Buffer) -> None:
+        """Write a piece; if that fails, its buffer is where it is, and another one takes its place in the line."""
+        before = piece.kept
+        try:
+            self.store.write(piece.extent, buffer.view[: _whole_pages(piece.extent.nbytes)])
+        except StoreError as error:
+            piece.kept = buffer
+            self._count(disk_write_failures=1)
+            if before is None:
+                self._note_lost()
+                warnings.warn(f"{error} The run goes on, with this in host memory.", stacklevel=2)
+            elif before is not buffer:
+                self._give_back(before)
+            return
+        piece.kept = None
+        self._count(disk_write_bytes=piece.extent.nbytes)
+        if before is buffer:
+            self._pool.give_back(buffer)
+            return
+        self._give_back(buffer)
+        if before is not None:
+            self._pool.give_back(before)
+
+    def _note_lost(self) -> None:
+        with self._free:
+            self._lent -= 1
+            self._free.notify_all()
+
+    def _take(self, *, wait: bool) -> Buffer | None:
+        with self._free:
+            while not self._buffers:
+                if self._lent < _DEPTH:
+                    buffer = self._pool.lend(BUFFER_BYTES, Use.STATE)
+                    self._lent += 1
+                    return buffer
+                if not wait:
+                    return None
+                self._free.wait()
+            return self._buffers.popleft()
+
+    def _give_back(self, buffer: Buffer) -> None:
+        with self._free:
+            self._buffers.append(buffer)
+            self._free.notify_all()
+
+
+def _arrays(buffer: Buffer, count: int, number: int) -> list[Tensor]:
+    return [buffer.memory[4 * count * k : 4 * count * (k + 1)].view(torch.float32) for k in range(number)]
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096
