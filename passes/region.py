@@ -23,7 +23,8 @@ def choose_for_region(captured: Problem) -> tuple[str, ...]:
     limit = captured.budgets.device_bytes
     if limit is None or not captured.recipes or not any(storage.state_bytes for storage in captured.storages):
         return first
-    room_bytes = max(0, limit - floor_bytes(captured))
+    if (room_bytes := limit - floor_bytes(captured)) <= 0:
+        return first
     rooms = (captured.with_less(int(room_bytes * share)) for share in _STATE_ROOMS)
     choices = dict.fromkeys((first, *(choose_recomputed(room) for room in rooms)))
     return min(choices, key=lambda names: _needed_ns(captured, names)) if len(choices) > 1 else first

@@ -10,6 +10,7 @@ from torch import Tensor
 from tencache_fx import compat
 
 _EXAMPLE_LENGTH = 1 << 20  # so many elements that it is compiled for all threads
+_LEAST_LENGTH = 1 << 12
 
 
 def adamw_numbers(group: Mapping[str, Any], step: int) -> Tensor:
@@ -70,5 +71,6 @@ ADAMW: Callable[..., None] = torch.compile(_adamw, dynamic=True)
 def adamw_kernel(dtype: torch.dtype, device: torch.device) -> Callable[..., None]:
     """Return `adamw_at_home` for weights and gradients of `dtype`, compiled for `device` at the first call."""
     dtypes = (dtype, dtype, *[torch.float32] * 3)
-    tensors = [torch.zeros(_EXAMPLE_LENGTH, dtype=each, device=device) for each in dtypes]
+    length = _EXAMPLE_LENGTH if device.type == "cpu" else _LEAST_LENGTH  # of a device, a budget may be all but full
+    tensors = [torch.zeros(length, dtype=each, device=device) for each in dtypes]
     return compat.compile_for_threads(adamw_at_home, [*tensors, torch.ones(8, device=device)])

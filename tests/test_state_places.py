@@ -15,10 +15,12 @@ import tencache_fx
 from tencache_fx.errors import InvariantError
 from tencache_fx.model_state import find_home
 from tencache_fx.optim import AdamW
+from tencache_fx.passes import region
 from tencache_fx.passes.moves import step_ns
-from tencache_fx.passes.planner import make_plan
+from tencache_fx.passes.planner import floor_bytes, make_plan
+from tencache_fx.passes.region import choose_for_region
 from tencache_fx.passes.verify_plan import verify_plan
-from tencache_fx.plan import Kind, Step, Way
+from tencache_fx.plan import Kind, Problem, Recipe, Step, Way
 from tencache_fx.runtime.pool import Use
 from tencache_fx.runtime.registry import engines, install_engine
 from tencache_fx.session import regions
@@ -188,3 +190,22 @@ def test_weights_loaded_into_an_ordinary_model_are_taken_over_when_it_gets_homes
         optimizer.zero_grad()
     weight = model.state_dict()["0.weight"]
     assert (weight - 0.5).abs().max() < 2e-3
+
+
+def test_what_is_recomputed_is_chosen_for_the_room_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, _ = small_plan()
+    problem = replace(problem.within(device_bytes=2_000_000), recipes=(Recipe(name="x", steps=(Step(1),)),))
+    asked: list[int] = []
+
+    def choose(room: Problem) -> tuple[str, ...]:
+        asked.append(room.budgets.device_bytes)
+        return (f"{len(asked)}",)
+
+    monkeypatch.setattr(region, "choose_recomputed", choose)
+    monkeypatch.setattr(region, "_needed_ns", lambda captured, names: {"1": 3, "2": 1, "3": 2}[names[0]])
+    assert choose_for_region(problem) == ("2",)
+    assert asked[0] == 2_000_000 > asked[1] > asked[2] >= floor_bytes(problem)
+    asked.clear()
+    unlimited = problem.within(device_bytes=None)
+    assert choose_for_region(unlimited) == ("1",)
+    assert len(asked) == 1
