@@ -30,7 +30,7 @@ from tencache_fx.plan import (
     total_bytes,
 )
 from tencache_fx.simulate import simulate
-from tencache_fx.tables import format_bytes
+from tencache_fx.tables import at_least, format_bytes
 
 Policy = Callable[[Problem], tuple[Spill, ...]]
 
@@ -40,7 +40,6 @@ _RESIDENT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _STATE_SHARES = tuple(eighth / 8 for eighth in range(8, 0, -1))
 _ENOUGH = 3  # of these shares, from the largest on that there is room for
 
-_MIB = 1 << 20
 _ROUNDS = 6  # times a policy is asked, each time with less of what its plan overran
 
 
@@ -294,7 +293,7 @@ def _refuse_device(problem: Problem, spills: Sequence[Spill], note: str) -> None
         f"step {step} ({op.name}) needs {needs} on the device, {note}; the budget is {budget}.\n"
         f"  Held there: {', '.join(parts)}.\n"
         f"  The floor of this region is {format_bytes(floor)}.\n"
-        f"  Set device_budget to {_at_least(needed)} or more, {other}or shrink the batch."
+        f"  Set device_budget to {at_least(needed)} or more, {other}or shrink the batch."
     )
 
 
@@ -308,19 +307,21 @@ def _check_tiers(problem: Problem, plan: Plan) -> None:
     """Raise `BudgetError` if the buffers or extents of `plan` do not fit."""
     budgets, forecast = problem.budgets, plan.forecast
     if forecast.host_bytes > budgets.host_bytes:
-        needs, budget = _told_apart(forecast.host_bytes, budgets.host_bytes)
+        taken = budgets.host_taken_bytes
+        needs, budget = _told_apart(forecast.host_bytes + taken, budgets.host_bytes + taken)
         hint = "" if budgets.disk_bytes else "set spill_dir, "
+        others = f", with {format_bytes(taken)} for what is or will be there besides" if taken else ""
         raise BudgetError(
-            f"the trips that fit the region into its device budget need {needs} of pinned host memory; host_budget is "
-            f"{budget}, and the disk may hold {format_bytes(budgets.disk_bytes)}.\n"
-            f"  Set host_budget to {_at_least(forecast.host_bytes)} or more, {hint}"
+            f"the trips that fit the region into its device budget need {needs} of pinned host memory{others}; "
+            f"host_budget is {budget}, and the disk may hold {format_bytes(budgets.disk_bytes)}.\n"
+            f"  Set host_budget to {at_least(forecast.host_bytes + taken)} or more, {hint}"
             "raise device_budget, or shrink the batch."
         )
     if forecast.disk_bytes > budgets.disk_bytes:
         needs, budget = _told_apart(forecast.disk_bytes, budgets.disk_bytes)
         raise BudgetError(
             f"the trips to NVMe need {needs} of disk; the budget is {budget}.\n"
-            f"  Set spill_budget to {_at_least(forecast.disk_bytes)} or more, raise host_budget, or shrink the batch."
+            f"  Set spill_budget to {at_least(forecast.disk_bytes)} or more, raise host_budget, or shrink the batch."
         )
 
 
@@ -328,8 +329,3 @@ def _told_apart(one: int, other: int) -> tuple[str, str]:
     """Return both sizes as text; as exact bytes where the rounded ones would look the same."""
     texts = format_bytes(one), format_bytes(other)
     return texts if texts[0] != texts[1] else (f"{one:,} bytes", f"{other:,} bytes")
-
-
-def _at_least(nbytes: int) -> str:
-    """Return `nbytes` as an option's value, rounded up so that it is enough."""
-    return f"{-(-nbytes // _MIB)}MiB"

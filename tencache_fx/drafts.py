@@ -29,7 +29,7 @@ from tencache_fx.passes.region import choose_for_region
 from tencache_fx.passes.symbols import unbacked_symbols
 from tencache_fx.passes.weigh_code import UnreadableCodeError, code_peak_bytes
 from tencache_fx.plan import Budgets, Kind, Links, Plan, Problem, Step, live_bytes
-from tencache_fx.runtime.disk_states import LINE_BYTES
+from tencache_fx.runtime.disk_states import line_bytes
 from tencache_fx.runtime.registry import Usage, usage
 from tencache_fx.sizes import SizeFormulas, Sizes
 from tencache_fx.study import Study, study
@@ -269,6 +269,7 @@ class Drafts:
             budgets,
             host_bytes=min(budgets.host_bytes, most_bytes),
             disk_bytes=min(budgets.disk_bytes, most_bytes),
+            host_taken_bytes=0,
         )
         digest = hashlib.sha256(to_json(dataclasses.replace(problem, budgets=capped)).encode()).hexdigest()
         key = {"what": "choice", "problem": digest}
@@ -308,7 +309,9 @@ class Drafts:
         sunk = [item.storage for item in known.storages if item.storage.kind is Kind.SUNK]
         # What its first step will take is not free for trips.
         more_bytes = max(0, sum(each.nbytes for each in sunk) - away.gradient_lent_bytes)
-        state_bytes = LINE_BYTES if options.spill_budget else sum(each.state_bytes for each in sunk)
+        state_bytes = sum(each.state_bytes for each in sunk)
+        if options.spill_budget:
+            state_bytes = min(state_bytes, line_bytes(options.host_budget))
         more_bytes += max(0, state_bytes - away.state_lent_bytes) if sunk else 0
         problem = Problem(
             ops=known.ops,
@@ -318,6 +321,7 @@ class Drafts:
             budgets=Budgets(
                 device_bytes=options.device_budget,
                 host_bytes=max(0, options.host_budget - away.host_lent_bytes - more_bytes),
+                host_taken_bytes=away.host_lent_bytes + more_bytes,
                 disk_bytes=max(0, options.spill_budget - away.disk_lent_bytes),
             ),
             fences=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and runs_heavy(node)),

@@ -83,7 +83,7 @@ def _summoned(home: Home, *, write: bool) -> Iterator[None]:
     home.come_home()  # so that what is done to it here can be dropped
     brought, home.summoned = home.bring(), True
     if torch.is_grad_enabled():
-        home.parts.add(_ALONE)
+        home.expect(_ALONE)
     try:
         yield
     finally:
@@ -218,7 +218,7 @@ def _before_forward(module: Any, args: Any) -> None:
     own = list(_own_homes(module).values())
     if torch.is_grad_enabled():
         for home in own:
-            home.parts.add(_ALONE)
+            home.expect(_ALONE)
     module._tencache_brought.append([home for home in own if home.bring()])
 
 

@@ -15,9 +15,9 @@ during backward, as gradients land.
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any, overload
@@ -30,14 +30,16 @@ from torch.optim.optimizer import ParamsT
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.model_state import engine_of, find_home
 from tencache_fx.optim_checks import check_group, check_options, check_sizes
-from tencache_fx.optim_kernels import ADAMW, adamw_kernel, adamw_numbers
+from tencache_fx.optim_kernels import adamw_kernel, adamw_numbers
 from tencache_fx.optim_places import Places, hold_state
 from tencache_fx.optim_updates import (
     HomeUpdate,
+    PieceUpdate,
     accumulates,
     dense_like,
     flat,
     read_later,
+    run_piece,
     send_home,
     update_here,
     weakly,
@@ -53,15 +55,6 @@ from tencache_fx.runtime.streams import Event
 _MISSING = {"master": float("nan"), "exp_avg": 0.0, "exp_avg_sq": 0.0}
 _STATE = tuple(_MISSING)
 _RECOMPILE_LIMIT = 64  # the update is compiled for each dtype, for lengths of 1, for each number of threads, ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Update:
-    """What a piece's update needs: its slice of the state, the numbers of its group and step, what to do behind it."""
-
-    state: tuple[Tensor, ...]
-    numbers: Tensor
-    done: Callable[[], None] | None
 
 
 class AdamW(torch.optim.Optimizer):
@@ -97,14 +90,21 @@ class AdamW(torch.optim.Optimizer):
         self._places = Places(len(_STATE))
         self._versions: dict[Tensor, tuple[weakref.ref[Home], int]] = {}  # of each home, as the last step left it
         self._urgency: dict[Tensor, int] = {}  # by the order in which the next forward will read, as far as is known
-        self._early: dict[Tensor, Lease] = {}  # gradients by which updates began before autograd told of them
         self._in_backward = step_in_backward
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied and pickled: what is on disk, too."""
+        self._settle()
+        packed: dict[str, Any] = super().__getstate__()
+        on_disk = {p: held.read() for p, held in self._states.items() if isinstance(held, DiskState)}
+        state = {p: {**kept, **on_disk.get(p, {})} for p, kept in self.state.items()}
+        return {**packed, "state": defaultdict(dict, state)}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._written, self._versions, self._states, self._early, self._in_backward = {}, {}, {}, {}, False
+        self._written, self._versions, self._states, self._in_backward = {}, {}, {}, False
         self._places = Places(len(_STATE))
         self._urgency = {p: index for index, p in enumerate(p for g in self.param_groups for p in g["params"])}
         for parameter in self._urgency:
@@ -136,7 +136,7 @@ class AdamW(torch.optim.Optimizer):
         Returns when the host is done; the device goes on with whatever comes next once the last weight is in. Updates
         of parameters with a home are begun only; what one of them raises is raised by whoever reads the parameter next.
         Raises `UsageError` for a sparse gradient, before anything is updated, and `BudgetError` when the host budget
-        has no room for a few buffers of 32 MiB.
+        has no room for state, or for a few buffers of 32 MiB at most.
         """
         loss = None
         if closure is not None:
@@ -153,7 +153,7 @@ class AdamW(torch.optim.Optimizer):
                 self._ready(parameter)
         for parameter, home in at_home:
             self._update(parameter, home, parameter.grad)
-            home.parts = {part for part in home.parts if not part.started}
+            home.end_parts()
         for parameter in (p for p in self._urgency if p.grad is None):
             if (frozen := find_home(parameter)) is not None:
                 frozen.put_away()
@@ -165,7 +165,7 @@ class AdamW(torch.optim.Optimizer):
                 count = sum(-(-p.numel() // _most(p)) for _, p in here)
                 most_bytes = max(min(p.nbytes, PIECE_BYTES) for _, p in here)
                 with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
-                    work_at_home(engine_of(torch.device(device)), self._pieces(here), count, _run, most_bytes)
+                    work_at_home(engine_of(torch.device(device)), self._pieces(here), count, run_piece, most_bytes)
         except BaseException as error:
             new = sum(self._steps(parameter) > steps for parameter, steps in before.items())
             error.add_note(
@@ -222,9 +222,9 @@ class AdamW(torch.optim.Optimizer):
         if (home := find_home(parameter)) is None or parameter.grad is None:  # another optimizer may have taken it
             return
         home.update_now = weakly(self._step_early, parameter)
-        home.parts = {part for part in home.parts if not part.started}
-        gradient, begun = parameter.grad, self._early.pop(parameter, None)
-        parameter.grad = None
+        home.end_parts()
+        gradient, begun = parameter.grad, home.early
+        parameter.grad = home.early = None
         assert gradient is not None
         if begun is not None:
             engine = engine_of(parameter.device)
@@ -245,8 +245,8 @@ class AdamW(torch.optim.Optimizer):
         hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
         home = find_home(parameter)
         if home is not None and not home.updated_here and hooks is not None and len(hooks) == 1:
-            self._early[parameter] = lease
             self._begin(parameter, home, lease, None)
+            home.early = lease
 
     def _update(self, parameter: Tensor, home: Home, gradient: Tensor) -> None:
         """Begin the update of a parameter with a home, where that is to be; its readers so far are all there are."""
@@ -318,7 +318,7 @@ class AdamW(torch.optim.Optimizer):
         lease.reading = home.begin_update(submit, readers)
         increment_version(parameter)
 
-    def _pieces(self, todo: Iterable[tuple[dict[str, Any], Tensor]]) -> Iterator[Piece[_Update]]:
+    def _pieces(self, todo: Iterable[tuple[dict[str, Any], Tensor]]) -> Iterator[Piece[PieceUpdate]]:
         """Yield what is to be updated, parameter by parameter; a step counts once a parameter's last piece is done."""
         for group, parameter in todo:
             state = self._ready(parameter)
@@ -332,7 +332,7 @@ class AdamW(torch.optim.Optimizer):
             for start in range(0, weight.numel(), most):
                 part = slice(start, start + most)
                 done = partial(self._count_all, parameter) if part.stop >= weight.numel() else None
-                update = _Update(state=tuple(home[part] for home in homes), numbers=numbers, done=done)
+                update = PieceUpdate(state=tuple(home[part] for home in homes), numbers=numbers, done=done)
                 yield Piece(sources=(gradient[part], weight[part]), target=weight[part], about=update)
 
     def _count(self, parameter: Tensor) -> None:
@@ -378,12 +378,6 @@ class AdamW(torch.optim.Optimizer):
         state: dict[str, Any] = {"step": step, **held.tensors}
         self._states[parameter], self.state[parameter] = held, state
         return state
-
-
-def _run(update: _Update, copies: tuple[Tensor, ...]) -> None:
-    ADAMW(*copies, *update.state, update.numbers)
-    if update.done is not None:
-        update.done()
 
 
 def _most(parameter: Tensor) -> int:

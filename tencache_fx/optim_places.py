@@ -8,7 +8,7 @@ from torch import Tensor
 from tencache_fx.errors import BudgetError
 from tencache_fx.model_state import engine_of, find_home
 from tencache_fx.plan import Tier
-from tencache_fx.runtime.disk_states import LINE_BYTES, DiskState
+from tencache_fx.runtime.disk_states import DiskState, line_bytes
 from tencache_fx.runtime.pool import Use
 from tencache_fx.runtime.rounds import ROUND_BYTES
 from tencache_fx.runtime.states import State
@@ -50,7 +50,8 @@ class Places:
         homes = {p: find_home(p) for p in self._order if p.device == device and p.requires_grad}
         updated = [p for p, home in homes.items() if home is not None and not home.updated_here]
         gradient_bytes = max(0, sum(p.nbytes for p in updated) - pool.allocated_for(Use.GRADIENT))  # none was there yet
-        room_bytes = pool.budget_bytes - pool.allocated_bytes - gradient_bytes - LINE_BYTES - ROUND_BYTES
+        room_bytes = pool.budget_bytes - pool.allocated_bytes - gradient_bytes
+        room_bytes -= line_bytes(pool.budget_bytes) + ROUND_BYTES
         for parameter in updated:
             if parameter in self._on_disk:
                 continue

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tencache_fx.optim_kernels import ADAMW
 from tencache_fx.runtime.disk_states import DiskState
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.gradients import HomeGradient, Lease
@@ -18,6 +19,16 @@ from tencache_fx.runtime.stats import Stats
 from tencache_fx.runtime.updates import Room, Updates
 
 _CPU = torch.device("cpu")
+_MASTERS = 1 << 22  # elements looked at at once: what that takes besides is in no plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceUpdate:
+    """What a piece's update needs: its slice of the state, the numbers of its group and step, what to do behind it."""
+
+    state: tuple[Tensor, ...]
+    numbers: Tensor
+    done: Callable[[], None] | None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -146,7 +157,8 @@ def flat(dense: Tensor) -> Tensor:
 
 def set_master(master: Tensor, weight: Tensor) -> None:
     """Take over a weight that somebody may have set: where its master, rounded, is the same, that has more digits."""
-    master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))
+    for some, values in zip(master.split(_MASTERS), weight.split(_MASTERS), strict=True):
+        some.copy_(torch.where(some.to(values.dtype) == values, some, values))
 
 
 def send_home(engine: Engine, gradient: Tensor) -> HomeGradient:
@@ -197,3 +209,10 @@ def dense_like(parameter: Tensor, value: Tensor) -> Tensor:
     if value.stride() == parameter.stride():
         return value
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def run_piece(update: PieceUpdate, copies: tuple[Tensor, ...]) -> None:
+    """Update a piece whose copies, the gradient and the weight, are in host memory."""
+    ADAMW(*copies, *update.state, update.numbers)
+    if update.done is not None:
+        update.done()

@@ -111,11 +111,16 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """Most bytes of each tier; `device_bytes` None means no limit, 0 disk bytes means no disk."""
+    """Most bytes of each tier; `device_bytes` None means no limit, 0 disk bytes means no disk.
+
+    `host_bytes` are for trips: `host_taken_bytes` more are held, or kept free, for parameters, gradients, optimizer
+    state and other regions.
+    """
 
     device_bytes: int | None
     host_bytes: int
     disk_bytes: int = 0
+    host_taken_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

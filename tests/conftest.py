@@ -19,6 +19,7 @@ from hypothesis import settings
 from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
+from tqdm import TMonitor
 
 import tencache_fx
 from tencache_fx import machine
@@ -157,18 +158,23 @@ def hollow_kernels() -> Iterator[None]:
         yield
 
 
+def own_threads() -> set[threading.Thread]:
+    """Return the threads there are, but for the one that the first progress bar starts for good."""
+    return {thread for thread in threading.enumerate() if not isinstance(thread, TMonitor)}
+
+
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
     """Fail when the test leaves an engine, a thread or a file open."""
     gc.collect()
-    threads, files = set(threading.enumerate()), open_files()
+    threads, files = own_threads(), open_files()
     yield
     gc.collect()
     left = engines()
     for engine in left:
         engine.close()
     assert not left, "an engine was left open"
-    assert eventually(lambda: set(threading.enumerate()) <= threads), threading.enumerate()
+    assert eventually(lambda: own_threads() <= threads), threading.enumerate()
     assert open_files() <= files
 
 

@@ -2,7 +2,8 @@
 
 import copy
 import gc
-from collections.abc import Iterator
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,32 +11,27 @@ import torch
 from conftest import eventually
 from faulty_streams import FaultyCpuStreams, FaultyIO
 from tied_model import TIGHT, compiled, network, train, trained, weights
+from torch import Tensor
 
 import tencache_fx
-from tencache_fx import drafts, optim_places
+from tencache_fx import optim_places
 from tencache_fx.errors import InvariantError
 from tencache_fx.optim import AdamW
 from tencache_fx.plan import Tier
-from tencache_fx.runtime import disk_states
+from tencache_fx.runtime.disk_states import DiskState, line_bytes
 from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.pool import Use
 from tencache_fx.runtime.registry import engines, install_engine
 from tencache_fx.runtime.store import Store
 
 HOST_BYTES = 3_700_000
-PIECE = 5000  # no whole number of pages
+BUFFER_BYTES = line_bytes(HOST_BYTES) // 5
+PIECE = BUFFER_BYTES // 12  # elements of each of three arrays
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(disk_states, "PIECE_COUNT", PIECE)
-    monkeypatch.setattr(disk_states, "BUFFER_BYTES", 12 * PIECE)
-    for user in (optim_places, drafts):
-        monkeypatch.setattr(user, "LINE_BYTES", 5 * 15 * 4096)
+def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optim_places, "ROUND_BYTES", 100_000)
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-    tencache_fx.close()
 
 
 def engine_with(tmp_path: Path, io: FaultyIO | None = None, delay_s: float = 0.0, *, checksum: bool = True) -> Engine:
@@ -147,3 +143,62 @@ def test_nothing_is_left_of_an_optimizer_that_is_gone(tmp_path: Path) -> None:
     assert eventually(is_free)
     assert list(tmp_path.iterdir()) == []
     assert engines() == (engine,)
+
+
+def test_a_kept_piece_is_read_and_updated_again_while_it_is_written(tmp_path: Path) -> None:
+    """Each pass begins as soon as the one before is done, which is before it is written; some writes fail."""
+    io = FaultyIO(seed=3)
+    io.delay_s = 0.002
+    engine = engine_with(tmp_path, io)
+    parameter = torch.zeros(2 * PIECE + 7)
+    state = DiskState(engine.disk_line, parameter, {"a": parameter, "b": 1.0}, "it")
+
+    def add(part: slice, arrays: Sequence[Tensor]) -> None:
+        arrays[0].add_(1)
+        arrays[1].mul_(2)
+
+    def update_twelve_times() -> None:
+        for step in range(12):
+            io.write_errors = [5] if step % 3 == 0 else []
+            state.begin(add).result(30)
+            engine.disk_line.run(state, lambda part, arrays: None, writes=False)
+
+    with pytest.warns(UserWarning, match="with this in host memory"):
+        update_twelve_times()
+    found = state.read()
+    assert torch.equal(found["a"], torch.full_like(parameter, 12))
+    assert torch.equal(found["b"], torch.full_like(parameter, 2.0**12))
+    assert engine.stats.take()["disk_write_failures"] >= 2
+    lent = engine.pool.lent_for(Use.STATE)
+    assert lent <= (5 + sum(piece.kept is not None for piece in state.pieces)) * BUFFER_BYTES
+
+
+def test_a_copy_of_an_optimizer_has_what_is_on_disk(tmp_path: Path) -> None:
+    engine_with(tmp_path)
+    model = tencache_fx.offload(network())
+    optimizer = AdamW(model.parameters())
+    train(model, compiled(model, **options(tmp_path)), optimizer, range(2))
+    on_disk = [held for held in optimizer._states.values() if held.place is Tier.NVME]
+    assert on_disk
+    packed = optimizer.__getstate__()["state"]
+    saved = optimizer.state_dict()["state"]
+    for kept, each in zip(packed.values(), saved.values(), strict=True):
+        assert kept.keys() == each.keys()
+        assert all(torch.equal(kept[name], each[name]) for name in kept)
+
+
+def test_states_that_die_while_the_store_is_closed_are_no_obstacle(tmp_path: Path) -> None:
+    io = FaultyIO()
+    engine = engine_with(tmp_path, io)
+    parameter = torch.zeros(PIECE)
+    states = [DiskState(engine.disk_line, parameter, {"a": float(k)}, f"state {k}") for k in range(6)]
+    kept = states[3]
+    io.read_gate = threading.Event()
+    closing = threading.Thread(target=tencache_fx.close)
+    closing.start()
+    assert io.reading.wait(30)
+    states.clear()
+    io.read_gate.set()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert torch.equal(kept.read()["a"], torch.full_like(parameter, 3))

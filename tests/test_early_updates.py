@@ -4,7 +4,7 @@ import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,14 +21,6 @@ HIDDEN = 160
 STEPS = 4
 
 Loss = Callable[[nn.Module, Callable[[Tensor], Tensor], Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-    tencache_fx.close()
 
 
 def once(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -199,3 +191,28 @@ def test_inside_summon_an_optimizer_of_ours_leaves_the_weights_there(now: bool) 
         torch.compiler.reset()
         tencache_fx.close()
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_after_a_backward_that_failed_training_goes_on() -> None:
+    """Updates that had begun before the failure are not taken for parts of the next gradients."""
+    model = tencache_fx.offload(nn.Sequential(Block(HIDDEN), Block(HIDDEN)))
+    optimizer = AdamW(model.parameters(), step_in_backward=True)
+    options = {"device_budget": "1MB", "compiler": "eager", "calibrate": False}
+    run = torch.compile(model, backend="tencache", options=options)
+    failing = [False]
+
+    def fail(gradient: Tensor) -> None:
+        if failing[0]:
+            raise RuntimeError("injected")
+
+    model[0].norm.weight.register_hook(fail)
+    kept = []
+    for step in range(4):
+        failing[0] = step == 2
+        loss = run(torch.randn(8, HIDDEN)).square().mean()
+        kept.append(loss)  # so that its graph does not die
+        with pytest.raises(RuntimeError, match="injected") if failing[0] else contextlib.nullcontext():
+            loss.backward()
+    model(torch.randn(8, HIDDEN)).square().mean().backward()
+    optimizer.state_dict()
+    assert int(optimizer.state[model[1].into.weight]["step"]) == 5

@@ -1,7 +1,7 @@
 """Models with parameters at home: the same training as without, whatever copies and updates do meanwhile."""
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
@@ -22,13 +22,6 @@ from tencache_fx.recompute import recompute
 from tencache_fx.runtime.gradients import HomeGradient
 from tencache_fx.runtime.registry import engines, install_engine
 from tencache_fx.session import regions
-
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    yield
-    torch.compiler.reset()
-    tencache_fx.close()
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def check_moves(policy: str, problem: Problem) -> None:
     if plan is None:
         event("device refused" if "on the device" in refusal else "tier refused")
         return
-    staying = keep_resident(problem, plan.resident)
+    staying = keep_resident(problem, plan.resident, plan.updated_here)
     event(f"resident: {bool(plan.resident)}, travelling: {any(s.way is Way.IN for s in plan.spills)}")
     verify_plan(staying, plan)
     assert plan.forecast.makespan_ns >= sum(op.duration_ns for op in problem.ops)

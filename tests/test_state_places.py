@@ -1,7 +1,7 @@
 """Where updates run and state is: on the host, through the device, on the device; the same training each way."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -24,13 +24,6 @@ from tencache_fx.plan import Kind, Problem, Recipe, Step, Way
 from tencache_fx.runtime.pool import Use
 from tencache_fx.runtime.registry import engines, install_engine
 from tencache_fx.session import regions
-
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    yield
-    torch.compiler.reset()
-    tencache_fx.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,6 +6,7 @@ A piece has some elements of each array, one array behind the other, in an exten
 was read. If that fails, its buffer is where it is from then on: what is on hand is always whole, the old or the new.
 """
 
+import contextlib
 import tempfile
 import threading
 import warnings
@@ -19,21 +20,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tencache_fx.errors import StoreError
-from tencache_fx.plan import Tier
+from tencache_fx.errors import BudgetError, StoreError
+from tencache_fx.plan import Tier, round_up
 from tencache_fx.runtime.pool import Buffer, Pool, Use
 from tencache_fx.runtime.store import Extent, Store
 
-PIECE_COUNT = 2 << 20
-"""Elements of each array in one piece."""
-
+_MOST_BYTES = 24 << 20  # of a buffer
+_SHARE = 8  # what of the host budget the line's buffers take at most
 _DEPTH = 5  # buffers: two being read, one updated, two being written
 _AHEAD = 2
-_ARRAYS = 3  # of a state, at most
+_PAGE_BYTES = 4096
 
-BUFFER_BYTES = 4 * PIECE_COUNT * _ARRAYS
-LINE_BYTES = _DEPTH * BUFFER_BYTES
-"""Host memory that the line takes, from its first pass on."""
+
+def line_bytes(host_budget_bytes: int) -> int:
+    """Return the host memory that the line takes of such a budget, from its first pass on."""
+    return _DEPTH * _buffer_bytes(host_budget_bytes)
+
+
+def _buffer_bytes(host_budget_bytes: int) -> int:
+    pages = host_budget_bytes // _SHARE // _DEPTH // _PAGE_BYTES
+    return min(_MOST_BYTES, max(1, pages) * _PAGE_BYTES)
+
 
 Work = Callable[[slice, Sequence[Tensor]], None]
 """Updates the arrays of one piece, given which elements of the parameter these are."""
@@ -66,11 +73,13 @@ class DiskState:
         self._layout = parameter.size(), parameter.stride()
         self._line = line
         self._left: dict[str, Tensor] | None = None
+        self._lost: StoreError | None = None
         self.pieces: list[_Piece] = []
         weakref.finalize(self, line.free_later, self.pieces).atexit = False
         line.drain()
-        for start in range(0, parameter.numel(), PIECE_COUNT):
-            part = slice(start, min(start + PIECE_COUNT, parameter.numel()))
+        most = line.buffer_bytes // (4 * len(values))  # elements
+        for start in range(0, parameter.numel(), most):
+            part = slice(start, min(start + most, parameter.numel()))
             nbytes = 4 * (part.stop - part.start) * len(values)
             self.pieces.append(_Piece(part, line.store.allocate(nbytes, f"the optimizer's state of {label}")))
 
@@ -86,8 +95,11 @@ class DiskState:
     def read(self) -> dict[str, Tensor]:
         """Return the arrays, in the parameter's shape.
 
-        They are in a file without a name beside the store: host memory has as much of them as it has room for.
+        They are in a file without a name beside the store: host memory has as much of them as it has room for. Raises
+        `StoreError` when they cannot be read.
         """
+        if self._lost is not None:
+            raise StoreError(str(self._lost)) from self._lost
         if self._left is not None:
             return self._left
         size, stride = self._layout
@@ -108,9 +120,14 @@ class DiskState:
         }
 
     def leave(self) -> None:
-        """Leave the store, for good: `read` finds the arrays elsewhere."""
-        self._left = self.read()
-        self.place = None
+        """Leave the store, for good: `read` finds the arrays elsewhere, or raises what stopped this."""
+        try:
+            self._left = self.read()
+        except StoreError as error:
+            self._lost = error
+            raise
+        finally:
+            self.place = None
 
     def begin(self, work: Work) -> "Future[None]":
         """Begin to have all pieces updated by `work`, in order; see `DiskLine.begin`."""
@@ -141,6 +158,7 @@ class DiskLine:
 
     def __init__(self, pool: Pool, store: Store, count: Callable[..., None]) -> None:
         self.store = store
+        self.buffer_bytes = _buffer_bytes(pool.budget_bytes)
         self._pool = pool
         self._count = count  # adds to counters
         self._buffers: deque[Buffer] = deque()
@@ -153,13 +171,14 @@ class DiskLine:
         self._waiting: deque[tuple[_Pass, _Piece]] = deque()
         self._states: weakref.WeakSet[DiskState] = weakref.WeakSet()
         self._gone: deque[list[_Piece]] = deque()
+        self._draining = threading.Lock()
 
     def run(self, state: DiskState, work: Work, *, reads: bool = True, writes: bool = True) -> None:
         """Do one pass over a state's pieces; returns when `work` is done, if not yet written. Raises what failed."""
         self.begin(state, work, reads=reads, writes=writes).result()
 
     def begin(self, state: DiskState, work: Work, *, reads: bool = True, writes: bool = True) -> "Future[None]":
-        """Begin a pass, behind those that were begun before it."""
+        """Begin a pass, behind those that were begun before it; those over the same state are done by now."""
         begun = _Pass(state, work, reads, writes, len(state.pieces), Future())
         if not state.pieces:
             begun.done.set_result(None)
@@ -176,20 +195,25 @@ class DiskLine:
 
     def drain(self) -> None:
         """Give back the disk space and buffers of states that have died, once nothing of them is being written."""
-        for _ in range(len(self._gone)):
-            pieces = self._gone.popleft()
-            if any(piece.writing is not None and not piece.writing.done() for piece in pieces):
-                self._gone.append(pieces)
-                continue
-            for piece in pieces:
-                self.store.free(piece.extent)
-                if piece.kept is not None:
-                    self._pool.give_back(piece.kept)
+        with self._draining:
+            for _ in range(len(self._gone)):
+                pieces = self._gone.popleft()
+                if any(piece.writing is not None and not piece.writing.done() for piece in pieces):
+                    self._gone.append(pieces)
+                    continue
+                for piece in pieces:
+                    self.store.free(piece.extent)
+                    if piece.kept is not None:
+                        self._pool.give_back(piece.kept)
 
     def bring_back(self) -> None:
-        """Read all states from the store, which is about to be closed, to where `read` finds them."""
-        for state in self._states:
-            state.leave()
+        """Read all states from the store, which is about to be closed, to where `read` finds them.
+
+        Raises what the last one raised that could not be read, once all others were.
+        """
+        with contextlib.ExitStack() as steps:
+            for state in tuple(self._states):  # reading one adds to this set
+                steps.callback(state.leave)
 
     def stop(self) -> None:
         """Finish all work, write everything, and join the threads."""
@@ -220,7 +244,7 @@ class DiskLine:
                 going.done.set_exception(error)
             raise
         finally:
-            if not writing and piece.kept is not buffer:
+            if not writing:
                 self._give_back(buffer)
 
     def _bring_or_fail(self) -> None:
@@ -236,8 +260,7 @@ class DiskLine:
         """Have pieces on their way in as far as there are buffers; at least one. Only the worker calls it."""
         while self._waiting and len(self._coming) < _AHEAD:
             going, piece = self._waiting[0]
-            buffer = piece.kept if piece.kept is not None else self._take(wait=not self._coming)
-            if buffer is None:
+            if (buffer := self._take(wait=not self._coming)) is None:
                 return
             self._waiting.popleft()
             self._coming.append((going, piece, buffer, self._readers.submit(self._read, going, piece, buffer)))
@@ -245,33 +268,33 @@ class DiskLine:
     def _read(self, going: _Pass, piece: _Piece, buffer: Buffer) -> None:
         if piece.writing is not None:
             wait_futures([piece.writing])
-        if not going.reads or piece.kept is buffer:
+        if not going.reads:
             return
-        if piece.kept is not None:  # that write has failed meanwhile
+        if piece.kept is not None:
             buffer.memory.copy_(piece.kept.memory)
             return
-        self.store.read(piece.extent, buffer.view[: _whole_pages(piece.extent.nbytes)])
+        self.store.read(piece.extent, buffer.view[: round_up(piece.extent.nbytes, _PAGE_BYTES)])
         self._count(disk_read_bytes=piece.extent.nbytes)
 
     def _write(self, piece: _Piece, buffer: Buffer) -> None:
-        """Write a piece; if that fails, its buffer is where it is, and another one takes its place in the line."""
+        """Write a piece; if that fails, its buffer is where it is, and another one takes its place in the line.
+
+        No pass of the same state is under way but the one that writes: nobody reads what was kept before.
+        """
         before = piece.kept
         try:
-            self.store.write(piece.extent, buffer.view[: _whole_pages(piece.extent.nbytes)])
+            self.store.write(piece.extent, buffer.view[: round_up(piece.extent.nbytes, _PAGE_BYTES)])
         except StoreError as error:
             piece.kept = buffer
             self._count(disk_write_failures=1)
             if before is None:
                 self._note_lost()
                 warnings.warn(f"{error} The run goes on, with this in host memory.", stacklevel=2)
-            elif before is not buffer:
+            else:
                 self._give_back(before)
             return
         piece.kept = None
         self._count(disk_write_bytes=piece.extent.nbytes)
-        if before is buffer:
-            self._pool.give_back(buffer)
-            return
         self._give_back(buffer)
         if before is not None:
             self._pool.give_back(before)
@@ -282,16 +305,26 @@ class DiskLine:
             self._free.notify_all()
 
     def _take(self, *, wait: bool) -> Buffer | None:
+        """Return a free buffer, or one more; without `wait`, None while all are in use.
+
+        Where host memory has no room for another, those there are have to do. Raises `BudgetError` if there are none.
+        """
         with self._free:
-            while not self._buffers:
-                if self._lent < _DEPTH:
-                    buffer = self._pool.lend(BUFFER_BYTES, Use.STATE)
+            if self._buffers:
+                return self._buffers.popleft()
+            grows, first = self._lent < _DEPTH, self._lent == 0
+        if grows:
+            with contextlib.ExitStack() as quietly:
+                if not first:
+                    quietly.enter_context(contextlib.suppress(BudgetError))
+                buffer = self._pool.lend(self.buffer_bytes, Use.STATE)
+                with self._free:
                     self._lent += 1
-                    return buffer
-                if not wait:
-                    return None
+                return buffer
+        with self._free:
+            while wait and not self._buffers:
                 self._free.wait()
-            return self._buffers.popleft()
+            return self._buffers.popleft() if self._buffers else None
 
     def _give_back(self, buffer: Buffer) -> None:
         with self._free:
@@ -301,7 +334,3 @@ class DiskLine:
 
 def _arrays(buffer: Buffer, count: int, number: int) -> list[Tensor]:
     return [buffer.memory[4 * count * k : 4 * count * (k + 1)].view(torch.float32) for k in range(number)]
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // 4096) * 4096

@@ -41,7 +41,7 @@ class Flights:
             return
         flight = Flight(homes)
         for home in homes.values():
-            home.parts.add(flight)
+            home.expect(flight)
         node = next((found for each in tensors if (found := _backward_of(each.grad_fn)) is not None), None)
         if node is None:  # its gradients will come unannounced
             flight.started = True

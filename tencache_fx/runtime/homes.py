@@ -50,6 +50,7 @@ class Home:
         self.version = 0
         self.left: Event | None = None  # the last copy that reads `host`
         self.parts: set[Any] = set()  # what a part of its gradient may still come from, see `flights`
+        self.early: Lease | None = None  # the gradient by which its update began before autograd told of it
         self.update_now: Callable[[Lease], None] | None = None  # begins its update, if its optimizer wants that
         self._parameter = weakref.ref(parameter)
         self._streams = streams
@@ -117,6 +118,17 @@ class Home:
         with self._lock:
             self._readers = readers
             return self.renew() if self._stale else 0
+
+    def expect(self, part: object) -> None:
+        """Note what a part of the gradient may come from; a backward before it is over, or has failed."""
+        self.early = None
+        self.parts.add(part)
+
+    def end_parts(self) -> None:
+        """Say that all parts of a gradient have been added up of which the backward has begun."""
+        for part in self.parts.copy():  # others die meanwhile
+            if part.started:
+                self.parts.discard(part)
 
     def settle(self) -> None:
         """Block the host until what is at home is right; raises what an update raised, to whoever asks first."""
@@ -248,6 +260,7 @@ class Homes:
         self._discarded: deque[Buffer] = deque()
         self._left_behind: deque[Home] = deque()
         self._guard: Any = None
+        self._draining = threading.Lock()  # threads take turns; finalizers only append
 
     def __iter__(self) -> Iterator[Home]:
         return iter(tuple(self._by_storage.values()))
@@ -315,16 +328,17 @@ class Homes:
 
         The memory of a home goes with the last tensor that shares it, such as one of a `state_dict`.
         """
-        while self._gone:
-            self._pool.give_back(self._gone.popleft())
-        while self._discarded:
-            self._pool.discard(self._discarded.popleft())
-        for _ in range(len(self._left_behind)):
-            home = self._left_behind.popleft()
-            if home.left is None or home.left.query():
-                self._pool.discard(home.buffer)
-            else:
-                self._left_behind.append(home)
+        with self._draining:
+            while self._gone:
+                self._pool.give_back(self._gone.popleft())
+            while self._discarded:
+                self._pool.discard(self._discarded.popleft())
+            for _ in range(len(self._left_behind)):
+                home = self._left_behind.popleft()
+                if home.left is None or home.left.query():
+                    self._pool.discard(home.buffer)
+                else:
+                    self._left_behind.append(home)
 
     def forget_all(self) -> None:
         """Let go of all homes; parameters that are not on the device are lost."""
