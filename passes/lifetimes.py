@@ -19,7 +19,7 @@ from tencache_fx.passes.fusion import Registers
 from tencache_fx.passes.model_state import is_away
 from tencache_fx.passes.products import fused_product
 from tencache_fx.passes.symbols import SymbolSource, symbol_source
-from tencache_fx.plan import STATE_BYTES, Kind, Step, Storage, round_up
+from tencache_fx.plan import Kind, Step, Storage, round_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ class _Walk:
         if node.target is DEPART:
             for key in read:
                 self._known[key].kind, self._known[key].home = Kind.SUNK, node.meta["tencache_home"]
-                self._known[key].state_bytes = STATE_BYTES * byte_hint(_only_value(node).numel())
+                self._known[key].state_bytes = node.meta["tencache_state_bytes"]
             return
         for key, tensor in self._storages(node):
             twice_made = key in self._known and key not in read

@@ -25,8 +25,10 @@ from tencache_fx.ops import ARRIVE, DEPART, key_tensor
 from tencache_fx.passes.fusion import is_view, readers_of
 
 
-def write_moves(capture: Capture, homes: Mapping[int, str]) -> frozenset[str]:
+def write_moves(capture: Capture, homes: Mapping[int, str], state_bytes: Mapping[str, int]) -> frozenset[str]:
     """Write `arrive` and `depart` for the parameters in `homes`, which gives names by position among the inputs.
+
+    `state_bytes` are what an optimizer keeps, or may keep, of each.
 
     Returns the names of those that have to be on the device as they are: that this region writes to, hands out, or
     saves a part of for its backward. O(nodes).
@@ -43,7 +45,7 @@ def write_moves(capture: Capture, homes: Mapping[int, str]) -> frozenset[str]:
             if twin is not None:
                 _write_arrival(twin, home)
     if capture.backward is not None:
-        _write_departures(capture.backward, inputs, homes)
+        _write_departures(capture.backward, inputs, homes, state_bytes)
     return staying
 
 
@@ -147,7 +149,9 @@ def _write_arrival(parameter: fx.Node, home: str) -> None:
         reader.replace_input_with(parameter, arrival)
 
 
-def _write_departures(backward: fx.Graph, inputs: tuple[fx.Node, ...], homes: Mapping[int, str]) -> None:
+def _write_departures(
+    backward: fx.Graph, inputs: tuple[fx.Node, ...], homes: Mapping[int, str], state_bytes: Mapping[str, int]
+) -> None:
     """Let the gradients of `homes` leave, but for those that are not the graph's own, or lie there twice."""
     (output,) = backward.find_nodes(op="output")
     values = list(output_args(backward))
@@ -171,7 +175,7 @@ def _write_departures(backward: fx.Graph, inputs: tuple[fx.Node, ...], homes: Ma
         last = max((base, gradient, *readers, *arrivals), key=lambda node: order[node])
         with backward.inserting_after(last):
             departure = backward.call_function(DEPART, (gradient,), name=f"depart_{inputs[index].name}")
-        departure.meta["tencache_home"] = home
+        departure.meta["tencache_home"], departure.meta["tencache_state_bytes"] = home, state_bytes[home]
         with value.fake_mode:
             departure.meta["val"] = key_tensor()
         values[index] = departure

@@ -149,6 +149,10 @@ class Settled(Protocol):
         """Say whether its gradient and its optimizer's state are, or are to be."""
 
     @property
+    def state_bytes(self) -> int:
+        """Return what its optimizer keeps of it, or may keep."""
+
+    @property
     def state_here_bytes(self) -> int:
         """Return the bytes of that state that are there now."""
 
@@ -212,7 +216,7 @@ class Drafts:
         options = self._options
         if options.device_budget is None and not capture.homes and unbacked_symbols(capture):
             return None
-        staying = write_moves(capture, capture.homes)
+        staying = write_moves(capture, capture.homes, {name: home.state_bytes for name, home in self._homes.items()})
         staying_bytes = sum(self._homes[name].nbytes for name in staying)
         held_now_bytes = self._held_beside(training=capture.backward is not None) + staying_bytes
         known = study(capture, options, self._around.roofline, measure=self._around.measures)

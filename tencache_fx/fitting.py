@@ -135,10 +135,7 @@ class _Trial:
         if main_device(inputs) != self._device:
             return gm.forward
         keys = {index: id(value) for index, value in enumerate(inputs) if id(value) in self._at_home}
-        settlers = {
-            index: Settler(name=self._parameters[key][0], nbytes=_nbytes(self._parameters[key][1]))
-            for index, key in keys.items()
-        }
+        settlers = {index: _settler(*self._parameters[key]) for index, key in keys.items()}
         trained = [p for key, (_, p) in self._parameters.items() if key in self._at_home and p.requires_grad]
         elsewhere_bytes = sum(_nbytes(p) for p in trained if id(p) not in keys.values())
         around = Surroundings(
@@ -300,3 +297,7 @@ def _left_bytes(problem: Problem, plan: Plan) -> int:
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _settler(name: str, parameter: Tensor) -> Settler:
+    return Settler(name=name, nbytes=_nbytes(parameter), state_bytes=STATE_BYTES * parameter.numel())

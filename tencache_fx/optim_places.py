@@ -1,12 +1,15 @@
 """Where the state of each parameter is to be: on the device, in host memory, or, for what that has no room, on disk."""
 
+import copy
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.model_state import engine_of, find_home
+from tencache_fx.optim_rules import MASTER
 from tencache_fx.plan import Tier
 from tencache_fx.runtime.disk_states import DiskState, line_bytes
 from tencache_fx.runtime.pool import Use
@@ -15,16 +18,17 @@ from tencache_fx.runtime.states import State
 
 
 class Places:
-    """Decides it for the parameters of one optimizer, each with so many fp32 `arrays`, and remembers."""
+    """Decides it for the parameters of one optimizer, and remembers."""
 
-    def __init__(self, arrays: int) -> None:
-        self._arrays = arrays
-        self._order: dict[Tensor, None] = {}
+    def __init__(self) -> None:
+        self._order: dict[Tensor, int] = {}
         self._on_disk: dict[Tensor, bool] = {}
 
-    def add(self, parameter: Tensor) -> None:
-        """Add a parameter, behind those that are read before it."""
-        self._order[parameter] = None
+    def add(self, parameter: Tensor, state_bytes: int) -> None:
+        """Add a parameter that is to have so much state, behind those that are read before it."""
+        self._order[parameter] = state_bytes
+        if (home := find_home(parameter)) is not None:
+            home.state_bytes = state_bytes
 
     def of(self, parameter: Tensor, held: State | DiskState | None) -> Tier:
         """Return where a parameter's state is to be, given where it is now."""
@@ -55,12 +59,14 @@ class Places:
         for parameter in updated:
             if parameter in self._on_disk:
                 continue
-            nbytes = 4 * parameter.numel() * self._arrays
+            nbytes = self._order[parameter]
             self._on_disk[parameter] = nbytes > room_bytes
             room_bytes -= 0 if self._on_disk[parameter] else nbytes
 
 
-def hold_state(parameter: Tensor, values: Mapping[str, Tensor | float], place: Tier) -> State | DiskState:
+def hold_state(
+    parameter: Tensor, dtypes: Mapping[str, torch.dtype], values: Mapping[str, Tensor | float], place: Tier
+) -> State | DiskState:
     """Return a parameter's state with these values; on disk, too, if there is a store and host memory has no room.
 
     Raises `BudgetError` or `StoreError` when neither has.
@@ -68,7 +74,7 @@ def hold_state(parameter: Tensor, values: Mapping[str, Tensor | float], place: T
     engine, home = engine_of(parameter.device), find_home(parameter)
     if place is not Tier.NVME:
         try:
-            held = State(engine.homes, parameter, tuple(values), on_device=place is Tier.DEVICE)
+            held = State(engine.homes, parameter, dtypes, on_device=place is Tier.DEVICE)
         except BudgetError:
             if engine.store is None or home is None:
                 raise
@@ -80,4 +86,23 @@ def hold_state(parameter: Tensor, values: Mapping[str, Tensor | float], place: T
                 else:
                     tensor.fill_(value)
             return held
-    return DiskState(engine.disk_line, parameter, values, "a parameter" if home is None else home.name)
+    label = "a parameter" if home is None else home.name
+    return DiskState(engine.disk_line, parameter, dtypes, values, label)
+
+
+def shown_of(held: State | DiskState) -> Mapping[str, Tensor]:
+    """Return the arrays that are in an optimizer's `state`: of a parameter that has made no step, only the master."""
+    return {name: tensor for name, tensor in held.tensors.items() if held.stepped or name == MASTER}
+
+
+def is_in(held: State | DiskState, state: Mapping[str, Any]) -> bool:
+    """Say whether the arrays in `state` are those that are held."""
+    return all(state.get(name) is tensor for name, tensor in shown_of(held).items())
+
+
+def on_cpu(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of what an optimizer has of a parameter besides arrays."""
+    return {
+        name: value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in scalars.items()
+    }

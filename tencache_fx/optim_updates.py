@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tencache_fx.optim_kernels import ADAMW
+from tencache_fx.model_state import engine_of
+from tencache_fx.optim_rules import Step
 from tencache_fx.runtime.disk_states import DiskState
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.gradients import HomeGradient, Lease
@@ -24,37 +25,35 @@ _MASTERS = 1 << 22  # elements looked at at once: what that takes besides is in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceUpdate:
-    """What a piece's update needs: its slice of the state, the numbers of its group and step, what to do behind it."""
+    """What a piece's update needs: its slice of the state, its parameter's step, and what to do behind it."""
 
     state: tuple[Tensor, ...]
-    numbers: Tensor
+    step: Step
     done: Callable[[], None] | None
 
 
 @dataclass(kw_only=True, eq=False)
 class HomeUpdate:
-    """What an update needs: a gradient (`lease`), the weight's `home`, and the optimizer's fp32 `state`.
+    """What an update needs: a gradient (`lease`), the weight's `home`, the optimizer's `state`, the `step` it takes.
 
-    The first of the state's arrays is the master weight; `fresh` says that the weight may have been set since it was
-    made from that. `numbers` are what the kernel multiplies with, the first of them the gradient, which `factor` scales
-    as well. `kernels` gives the kernel for a device.
+    `factor` scales the gradient. The first of the state's arrays is the master weight; `fresh` says that the weight may
+    have been set since it was made from that.
     """
 
     home: Home
     lease: Lease
     state: State | DiskState
-    numbers: Tensor
+    step: Step
     factor: Callable[[], float] | None
     fresh: bool
-    kernels: Callable[[torch.device], Callable[..., None]]
     count: Callable[[], None]
     stats: Stats
 
     def prepare(self, updates: Updates) -> None:
         """Have the kernels compiled now, in the caller's thread."""
-        self.kernels(_CPU)
+        self._kernel(_CPU)
         if updates.streams_through_device:
-            self.kernels(self.home.parameter.device)
+            self._kernel(self.home.parameter.device)
 
     @torch.no_grad()
     def on_host(self) -> None:
@@ -62,7 +61,7 @@ class HomeUpdate:
         gradient, weight, numbers, arrays = self._begin()
         self.home.write_after()
         begin_ns = time.perf_counter_ns()
-        self.kernels(_CPU)(gradient, weight, *arrays, numbers)
+        self._kernel(_CPU)(gradient, weight, *arrays, numbers)
         self.stats.add(updates=1, update_ns=time.perf_counter_ns() - begin_ns)
         self._end()
 
@@ -71,7 +70,7 @@ class HomeUpdate:
         """Issue the update's pieces; return what waits for the last of them."""
         device = self.home.parameter.device
         gradient, weight, on_host, arrays = self._begin()
-        kernel, numbers = self.kernels(device), room.bring(on_host)
+        kernel, numbers = self._kernel(device), room.bring(on_host)
 
         def work(pieces: Sequence[Tensor]) -> None:
             change, *some, value = pieces
@@ -92,7 +91,7 @@ class HomeUpdate:
         """Begin with the first piece of a state that is on disk; return what waits for the last."""
         assert isinstance(self.state, DiskState)
         gradient, weight, numbers, _ = self._begin()
-        kernel = self.kernels(_CPU)
+        kernel = self._kernel(_CPU)
         self.home.write_after()
 
         @torch.no_grad()
@@ -119,10 +118,13 @@ class HomeUpdate:
         arrays = self.state.arrays if isinstance(self.state, State) else ()
         if self.fresh and arrays:
             set_master(arrays[0], weight)
-        numbers = self.numbers
+        numbers = self.step.numbers
         if self.factor is not None:
             numbers = torch.cat([numbers[:1] * self.factor(), numbers[1:]])
         return gradient, weight, numbers, arrays
+
+    def _kernel(self, device: torch.device) -> Callable[..., None]:
+        return self.step.kernel.compiled(self.home.layout.dtype, device)
 
     def _end(self) -> None:
         self.count()
@@ -130,24 +132,17 @@ class HomeUpdate:
 
 
 @torch.no_grad()
-def update_here(
-    *,
-    change: Tensor,
-    weight: Tensor,
-    arrays: Sequence[Tensor],
-    numbers: Tensor,
-    kernel: Callable[..., None],
-    fresh: bool,
-) -> None:
+def update_here(*, change: Tensor, weight: Tensor, arrays: Sequence[Tensor], step: Step, fresh: bool) -> None:
     """Update a parameter all of whose state is on its device, on the caller's stream: `weight` by `change`, both [n].
 
-    `arrays`, `numbers` and `fresh` are as for `HomeUpdate`.
+    `arrays`, `step` and `fresh` are as for `HomeUpdate`.
     """
     if fresh:
         set_master(arrays[0], weight)
+    numbers = step.numbers
     if weight.is_cuda:
         numbers = numbers.pin_memory().to(weight.device, non_blocking=True)
-    kernel(change, weight, *arrays, numbers)
+    step.kernel.compiled(weight.dtype, weight.device)(change, weight, *arrays, numbers)
 
 
 def flat(dense: Tensor) -> Tensor:
@@ -168,6 +163,13 @@ def send_home(engine: Engine, gradient: Tensor) -> HomeGradient:
     homed = engine.homed(handle)
     assert isinstance(homed, HomeGradient)
     return homed
+
+
+def lease_of(parameter: Tensor, gradient: Tensor) -> Lease:
+    """Return where a parameter's gradient is at home; one of a module that ran by itself is sent there."""
+    if not isinstance(gradient, HomeGradient):
+        gradient = send_home(engine_of(parameter.device), dense_like(parameter, gradient.to(parameter.dtype)))
+    return gradient.lease
 
 
 def read_later(engine: Engine, number: Tensor) -> Callable[[], float]:
@@ -213,6 +215,6 @@ def dense_like(parameter: Tensor, value: Tensor) -> Tensor:
 
 def run_piece(update: PieceUpdate, copies: tuple[Tensor, ...]) -> None:
     """Update a piece whose copies, the gradient and the weight, are in host memory."""
-    ADAMW(*copies, *update.state, update.numbers)
+    update.step.kernel.staged(*copies, *update.state, update.step.numbers)
     if update.done is not None:
         update.done()

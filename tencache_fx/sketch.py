@@ -28,6 +28,7 @@ class Settler:
 
     name: str
     nbytes: int
+    state_bytes: int
     on_device: bool = False
     updated_here: bool = False
     state_here_bytes: int = 0

@@ -11,7 +11,7 @@ from torch import nn
 
 import tencache_fx
 from tencache_fx.optim import AdamW
-from tencache_fx.optim_kernels import adamw_kernel, adamw_numbers
+from tencache_fx.optim_rules import MASTER, Rule
 from tencache_fx.runtime.engine import Engine, resolve_device
 from tencache_fx.runtime.registry import install_engine
 from tencache_fx.session import regions
@@ -76,16 +76,24 @@ def test_the_peak_is_within_the_budget() -> None:
     assert torch.cuda.max_memory_allocated() <= 272 * MIB * 1.02
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_an_update_has_the_same_bits_on_the_device_as_on_the_host(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+def test_an_update_has_the_same_bits_on_the_device_as_on_the_host(
+    optimizer_class: type[torch.optim.Optimizer], dtype: torch.dtype, state_dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(0)
     count = 1_000_003
     change, weight = (torch.randn(count, generator=generator).to(dtype) for _ in range(2))
-    state = [torch.randn(count, generator=generator) for _ in range(2)] + [torch.rand(count, generator=generator)]
-    group = {"betas": (0.9, 0.999), "lr": 1e-3, "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
-    numbers = adamw_numbers(group, 3)
+    rule = Rule(optimizer_class, state_dtype)
+    group = rule.defaults({} if optimizer_class is torch.optim.AdamW else {"momentum": 0.9})
+    step = rule.step(group, {"step": torch.tensor(3.0)}, first=False)
+    state = [
+        torch.rand(count, generator=generator).to(torch.float32 if name == MASTER else state_dtype)
+        for name in rule.arrays(group)
+    ]
     on_host = [change, weight, *state]
     on_device = [each.cuda() for each in on_host]
-    adamw_kernel(dtype, torch.device("cpu"))(*on_host, numbers)
-    adamw_kernel(dtype, torch.device("cuda", 0))(*on_device, numbers.cuda())
+    step.kernel.compiled(dtype, torch.device("cpu"))(*on_host, step.numbers)
+    step.kernel.compiled(dtype, torch.device("cuda", 0))(*on_device, step.numbers.cuda())
     assert all(torch.equal(one, other.cpu()) for one, other in zip(on_host, on_device, strict=True))

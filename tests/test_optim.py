@@ -11,7 +11,7 @@ from faulty_streams import FaultyCpuStreams
 from torch import Tensor, nn
 
 import tencache_fx
-from tencache_fx import optim
+from tencache_fx import optim_home
 from tencache_fx.errors import BudgetError, OptionError, UsageError
 from tencache_fx.optim import AdamW
 from tencache_fx.runtime import rounds
@@ -96,7 +96,7 @@ def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Every parameter in one piece, and in many."""
     if request.param is not None:
         monkeypatch.setattr(rounds, "PIECE_BYTES", request.param)
-        monkeypatch.setattr(optim, "PIECE_BYTES", request.param)
+        monkeypatch.setattr(optim_home, "PIECE_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -299,9 +299,9 @@ def test_autograd_notices_a_weight_updated_before_backward() -> None:
 @pytest.mark.parametrize(
     ("parameter", "options", "message"),
     [
-        (torch.ones(2), {"lr": -1.0}, "lr is -1.0"),
-        (torch.ones(2), {"betas": (0.9, 1.0)}, "betas are"),
-        (torch.ones(2), {"eps": float("nan")}, "eps is nan"),
+        (torch.ones(2), {"lr": -1.0}, "AdamW cannot be made with these options: Invalid learning rate: -1.0"),
+        (torch.ones(2), {"betas": (0.9, 1.0)}, "Invalid beta parameter at index 1"),
+        (torch.ones(2), {"eps": float("nan")}, "Invalid epsilon value: nan"),
         (torch.ones(2, dtype=torch.complex64), {}, "complex64"),
         (torch.ones(2, dtype=torch.float64), {}, "float64, and master weights are fp32"),
         (torch.ones(1).expand(3), {}, "strides"),
@@ -311,13 +311,6 @@ def test_autograd_notices_a_weight_updated_before_backward() -> None:
 def test_what_cannot_be_used_is_refused(parameter: Tensor, options: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         AdamW([parameter.detach().requires_grad_()], **options)
-
-
-def test_state_made_with_other_options_is_refused() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    other = torch.optim.AdamW([parameter], amsgrad=True)
-    with pytest.raises(OptionError, match="amsgrad"):
-        AdamW([parameter]).load_state_dict(other.state_dict())
 
 
 def test_a_sparse_gradient_is_refused_before_anything_is_updated() -> None:
@@ -353,7 +346,7 @@ def test_a_failing_copy_says_what_was_updated_and_the_next_step_runs(new_engine:
         parameter.grad = torch.ones(8)
     with pytest.raises(Exception, match="copy") as failure:
         optimizer.step()
-    counts = [int(optimizer.state[p]["step"]) if p in optimizer.state else 0 for p in parameters]
+    counts = [int(optimizer.state[p].get("step", 0)) if p in optimizer.state else 0 for p in parameters]
     assert f"Of 5 parameters {sum(counts)} have been updated" in "\n".join(failure.value.__notes__)
     assert counts == sorted(counts, reverse=True)
     assert sum(counts) == 2

@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass
@@ -59,17 +59,27 @@ class _Piece:
 
 
 class DiskState:
-    """The fp32 arrays of one parameter, by `names`. `values` says what they are at first: a tensor, or one number.
+    """The arrays of one parameter, of `dtypes` by name, the widest first. `values` says what they are at first: each a
+    tensor, or one number.
 
     `place` is NVME until the store is closed, then None. Raises `BudgetError` or `StoreError` when there is no room.
     """
 
-    def __init__(self, line: "DiskLine", parameter: Tensor, values: Mapping[str, Tensor | float], label: str) -> None:
+    def __init__(
+        self,
+        line: "DiskLine",
+        parameter: Tensor,
+        dtypes: Mapping[str, torch.dtype],
+        values: Mapping[str, Tensor | float],
+        label: str,
+    ) -> None:
         self.stride = parameter.stride()
+        self.dtypes = dict(dtypes)
+        self.stepped = False  # set by the optimizer: whether it has updated what was there at first
         self.place: Tier | None = Tier.NVME
-        self.names = tuple(values)
         self.tensors: dict[str, Tensor] = {}  # none of them is in memory
-        self.nbytes = 4 * parameter.numel() * len(values)
+        each_bytes = sum(dtype.itemsize for dtype in dtypes.values())  # of an element
+        self.nbytes = parameter.numel() * each_bytes
         self._layout = parameter.size(), parameter.stride()
         self._line = line
         self._left: dict[str, Tensor] | None = None
@@ -77,14 +87,15 @@ class DiskState:
         self.pieces: list[_Piece] = []
         weakref.finalize(self, line.free_later, self.pieces).atexit = False
         line.drain()
-        most = line.buffer_bytes // (4 * len(values))  # elements
+        most = line.buffer_bytes // each_bytes  # elements
         for start in range(0, parameter.numel(), most):
             part = slice(start, min(start + most, parameter.numel()))
-            nbytes = 4 * (part.stop - part.start) * len(values)
+            nbytes = (part.stop - part.start) * each_bytes
             self.pieces.append(_Piece(part, line.store.allocate(nbytes, f"the optimizer's state of {label}")))
 
         def fill(part: slice, arrays: Sequence[Tensor]) -> None:
-            for array, value in zip(arrays, values.values(), strict=True):
+            for array, name in zip(arrays, dtypes, strict=True):
+                value = values[name]
                 if isinstance(value, Tensor):
                     array.copy_(_flat_as(value, parameter)[part])
                 else:
@@ -106,8 +117,8 @@ class DiskState:
         count = size.numel()
         with tempfile.NamedTemporaryFile(prefix="tencache-", dir=self._line.store.directories[0]) as file:
             file.truncate(max(4, self.nbytes))
-            found = torch.from_file(file.name, shared=True, size=count * len(self.names), dtype=torch.float32)
-        arrays = [found[k * count : (k + 1) * count] for k in range(len(self.names))]
+            found = torch.from_file(file.name, shared=True, size=self.nbytes, dtype=torch.uint8)
+        arrays = _arrays(found, count, self.dtypes.values())
 
         def copy(part: slice, pieces: Sequence[Tensor]) -> None:
             for array, piece in zip(arrays, pieces, strict=True):
@@ -116,7 +127,7 @@ class DiskState:
         self._line.run(self, copy, writes=False)
         return {
             name: array.as_strided(size, stride, array.storage_offset())
-            for name, array in zip(self.names, arrays, strict=True)
+            for name, array in zip(self.dtypes, arrays, strict=True)
         }
 
     def leave(self) -> None:
@@ -232,7 +243,7 @@ class DiskLine:
             if going.done.done():
                 return  # an earlier piece failed
             self._bring_or_fail()
-            going.work(piece.part, _arrays(buffer, piece.count, len(going.state.names)))
+            going.work(piece.part, _arrays(buffer.memory, piece.count, going.state.dtypes.values()))
             if going.writes:
                 writing = True
                 piece.writing = self._writers.submit(self._write, piece, buffer)
@@ -332,5 +343,11 @@ class DiskLine:
             self._free.notify_all()
 
 
-def _arrays(buffer: Buffer, count: int, number: int) -> list[Tensor]:
-    return [buffer.memory[4 * count * k : 4 * count * (k + 1)].view(torch.float32) for k in range(number)]
+def _arrays(memory: Tensor, count: int, dtypes: Iterable[torch.dtype]) -> list[Tensor]:
+    """Return arrays of `count` elements each that share bytes of `memory`, one behind the other."""
+    found, start = [], 0
+    for dtype in dtypes:
+        end = start + count * dtype.itemsize
+        found.append(memory[start:end].view(dtype))
+        start = end
+    return found

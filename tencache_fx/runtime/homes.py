@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tencache_fx.errors import InvariantError, UsageError
-from tencache_fx.plan import Tier
+from tencache_fx.plan import STATE_BYTES, Tier
 from tencache_fx.runtime.pool import Buffer, Pool, Use
 from tencache_fx.runtime.slots import Layout, raw_bytes
 from tencache_fx.runtime.streams import Event, Lane, Streams
@@ -42,6 +42,7 @@ class Home:
         self._host = torch.empty(0, dtype=parameter.dtype).set_(
             buffer.memory.untyped_storage(), 0, parameter.size(), parameter.stride()
         )
+        self.state_bytes = STATE_BYTES * parameter.numel()  # what its optimizer keeps of it, once that has told
         self.resident = False
         self.updated_here = False  # it stays on the device, and so do its gradient and its optimizer's state
         self.state: weakref.ref[State] | None = None  # as its optimizer keeps it

@@ -1,7 +1,8 @@
-"""What an optimizer keeps of a parameter: fp32 arrays in pinned host memory, within its budget, or on the device."""
+"""What an optimizer keeps of a parameter: arrays in pinned host memory, within its budget, or on the device."""
 
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,19 +15,22 @@ _LEAST_BYTES = 64 << 10  # less is not worth a mapping of its own
 
 
 class State:
-    """The arrays of one parameter, by `names`: as 1-D `arrays`, and as `tensors` of its shape that share their memory.
+    """The arrays of one parameter, of `dtypes` by name: 1-D `arrays`, and `tensors` of its shape that share memory.
 
     They are in host memory, or `on_device`, which is the parameter's. A buffer in host memory goes back with the last
     reference to this, its memory with the last tensor that shares it. Raises `BudgetError` when the host budget has no
     room.
     """
 
-    def __init__(self, homes: Homes, parameter: Tensor, names: Sequence[str], *, on_device: bool) -> None:
+    def __init__(self, homes: Homes, parameter: Tensor, dtypes: Mapping[str, torch.dtype], *, on_device: bool) -> None:
         self.stride = parameter.stride()
+        self.dtypes = dict(dtypes)
+        self.stepped = False  # set by the optimizer: whether it has updated what was there at first
         self.place = Tier.DEVICE if on_device else Tier.HOST
         count = parameter.numel()
-        each_bytes = round_up(4 * count, _ALIGN_BYTES)
-        self.nbytes = each_bytes * len(names)
+        sizes = [round_up(count * dtype.itemsize, _ALIGN_BYTES) for dtype in dtypes.values()]
+        starts = list(itertools.accumulate(sizes, initial=0))
+        self.nbytes = starts.pop()
         if on_device or self.nbytes < _LEAST_BYTES:
             device = parameter.device if on_device else "cpu"
             memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
@@ -34,9 +38,11 @@ class State:
             buffer = homes.lend_state(self.nbytes)
             memory = buffer.memory
             weakref.finalize(self, homes.discard_later, buffer).atexit = False
-        starts = [index * each_bytes for index in range(len(names))]
-        self.arrays = tuple(memory[start : start + 4 * count].view(torch.float32) for start in starts)
+        self.arrays = tuple(
+            memory[start : start + count * dtype.itemsize].view(dtype)
+            for start, dtype in zip(starts, dtypes.values(), strict=True)
+        )
         self.tensors = {
-            name: array.as_strided(parameter.size(), parameter.stride())
-            for name, array in zip(names, self.arrays, strict=True)
+            name: array.as_strided(parameter.size(), parameter.stride(), array.storage_offset())
+            for name, array in zip(dtypes, self.arrays, strict=True)
         }

@@ -1,0 +1,400 @@
+"""An optimizer whose state is at home, in host memory: the device holds weights and gradients only.
+
+A step takes gradients out and weights in, piece by piece, beside the update: one pass of a kernel that Inductor
+compiles for the CPU (bf16 gradient in, fp32 state updated, bf16 weight out; ZeRO-Offload, arXiv 2101.06840, does this
+with kernels of its own, and casts apart from them). Of a parameter with a home (`tencache_fx.offload`) the gradient is
+there already, and the update runs by itself: `step` returns at once, and the next reader waits for that update only.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from functools import partial
+from itertools import groupby
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import ParamsT
+
+from tencache_fx.errors import OptionError, UsageError
+from tencache_fx.model_state import engine_of, find_home
+from tencache_fx.optim_checks import check_group, check_sizes
+from tencache_fx.optim_places import Places, hold_state, is_in, on_cpu, shown_of
+from tencache_fx.optim_rules import MASTER, Step, rule_of
+from tencache_fx.optim_updates import (
+    HomeUpdate,
+    PieceUpdate,
+    accumulates,
+    dense_like,
+    flat,
+    lease_of,
+    read_later,
+    run_piece,
+    update_here,
+    weakly,
+)
+from tencache_fx.plan import Tier
+from tencache_fx.runtime.disk_states import DiskState
+from tencache_fx.runtime.gradients import HomeGradient, Lease
+from tencache_fx.runtime.homes import Home
+from tencache_fx.runtime.rounds import PIECE_BYTES, Piece, work_at_home
+from tencache_fx.runtime.states import State
+from tencache_fx.runtime.streams import Event
+
+_RECOMPILE_LIMIT = 64  # the update is compiled for each dtype, for lengths of 1, for each number of threads, ...
+
+
+class HomeOptimizer(torch.optim.Optimizer):
+    """Any torch optimizer class that updates each element by itself, with an fp32 master weight, all state at home.
+
+        HomeOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    `options` are those of `optimizer_class`; they may differ by group. `params` are bf16, fp16 or fp32 parameters on
+    one or more cuda or cpu devices, as for torch. A parameter that is changed from outside between two steps, by
+    loading weights for instance, is taken as it is then. `state_dict` is the class's own with the master weights beside
+    what that has; either loads the other's.
+
+    `state_dtype`, float32 or bfloat16, is that of what is kept for each element besides the master; bfloat16 is rounded
+    stochastically.
+
+    `step_in_backward` updates a parameter with a home as soon as its gradient is there, once for each backward, with
+    the learning rate of that moment, and leaves its `.grad` None: nothing that looks at all gradients first, such as
+    clipping by their norm, or that adds up those of several backwards, can be had with it.
+
+    Raises `OptionError` for options it cannot use, and for a class that does more than arithmetic on single elements.
+    The class is found out by having its `step` run on a few elements: see `optim_traced`.
+    """
+
+    updates_at_home = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        step_in_backward: bool = False,
+        state_dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        self._written: dict[Tensor, Tensor] = {}  # each weight as the last step left it
+        self._states: dict[Tensor, State | DiskState] = {}  # where what `state` has of each parameter is kept
+        self._places = Places()
+        self._versions: dict[Tensor, tuple[weakref.ref[Home], int]] = {}  # of each home, as the last step left it
+        self._group_of: dict[Tensor, int] = {}
+        self._urgency: dict[Tensor, int] = {}  # by the order in which the next forward will read, as far as is known
+        self._in_backward = step_in_backward
+        self._rule = rule_of(optimizer_class, state_dtype)  # type: ignore[arg-type]
+        super().__init__(params, self._rule.defaults(options))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied and pickled: what is on disk, too."""
+        self._settle()
+        packed: dict[str, Any] = super().__getstate__()
+        on_disk = {p: held.read() for p, held in self._states.items() if isinstance(held, DiskState)}
+        state = {p: {**kept, **on_disk.get(p, {})} for p, kept in self.state.items()}
+        return {**packed, "state": defaultdict(dict, state), "_rule": self._rule}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._written, self._versions, self._states, self._in_backward = {}, {}, {}, False
+        self._places, self._urgency, self._group_of = Places(), {}, {}
+        for index in range(len(self.param_groups)):
+            self._place(index)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as for torch; raises `OptionError` when its options or its parameters cannot be used."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_group(group)
+            self._place(len(self.param_groups) - 1)
+        except OptionError:
+            self.param_groups.pop()
+            raise
+        for parameter in group["params"]:
+            if self._in_backward and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._step_now)
+
+    def _place(self, index: int) -> None:
+        """Take note of the parameters of a group, behind all others."""
+        group = self.param_groups[index]
+        each_bytes = sum(dtype.itemsize for dtype in self._rule.arrays(group).values())
+        for parameter in group["params"]:
+            self._group_of[parameter] = index
+            self._urgency[parameter] = len(self._urgency)
+            self._places.add(parameter, each_bytes * parameter.numel())
+
+    @overload
+    def step(self, closure: None = ...) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; return what `closure`, which is called first, returns.
+
+        Returns when the host is done; the device goes on with whatever comes next once the last weight is in. Updates
+        of parameters with a home are begun only; what one of them raises is raised by whoever reads the parameter next.
+        Raises `UsageError` for a sparse gradient, before anything is updated, and `BudgetError` when the host budget
+        has no room for state, or for a few buffers of 32 MiB at most.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        todo = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for _, parameter in todo:
+            if parameter.grad.is_sparse:
+                raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
+        at_home = [(p, home) for _, p in todo if (home := find_home(p)) is not None]
+        for parameter, home in at_home:
+            if parameter not in self._states:  # before anything is updated: there may be no room for it
+                home.settle()
+                self._ready(parameter)
+        for parameter, home in at_home:
+            self._update(parameter, home, parameter.grad)
+            home.end_parts()
+        for parameter in (p for p in self._urgency if p.grad is None):
+            if (frozen := find_home(parameter)) is not None:
+                frozen.put_away()
+        todo = [(group, p) for group, p in todo if find_home(p) is None]
+        updated: list[Tensor] = []
+        by_device: Callable[[Any], str] = lambda each: str(each[1].device)  # noqa: E731
+        try:
+            for device, some in groupby(sorted(todo, key=by_device), key=by_device):
+                here = list(some)
+                count = sum(-(-p.numel() // _most(p)) for _, p in here)
+                most_bytes = max(min(p.nbytes, PIECE_BYTES) for _, p in here)
+                with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+                    work_at_home(
+                        engine_of(torch.device(device)), self._pieces(here, updated), count, run_piece, most_bytes
+                    )
+        except BaseException as error:
+            error.add_note(
+                f"Of {len(todo)} parameters {len(updated)} have been updated, in order, and their state counts one "
+                "step more; the next one may be updated in part, the others are as they were."
+            )
+            raise
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, once the updates under way are done, as torch does.
+
+        What is on disk is copied to a file without a name there, which its tensors are mapped from.
+        """
+        self._settle()
+        packed: dict[str, Any] = super().state_dict()
+        parameters = (p for group in self.param_groups for p in group["params"])
+        indices = (index for group in packed["param_groups"] for index in group["params"])
+        for index, parameter in zip(indices, parameters, strict=True):
+            if isinstance(held := self._states.get(parameter), DiskState):
+                packed["state"][index] = {**packed["state"][index], **held.read()}
+        return packed
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over the state of this class or of torch's own; a master weight that is missing is the weight.
+
+        Raises `OptionError` when it is that of other parameters, or was made with options that cannot be used, and
+        `ValueError` as torch does when the groups do not match.
+        """
+        self._settle()
+        for group in state_dict["param_groups"]:
+            self._rule.arrays({**self.defaults, **group})
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        pairs = dict(zip(indices, parameters, strict=False))
+        saved_of = {
+            pairs[k]: {name: value for name, value in saved.items() if value is not None}
+            for k, saved in state_dict["state"].items()
+            if k in pairs
+        }
+        for parameter, saved in saved_of.items():
+            check_sizes(parameter, saved, self._arrays(parameter))
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._states = {}
+        for parameter, saved in saved_of.items():
+            stepped = bool(saved.keys() - {MASTER})
+            self._keep(parameter, saved, self._places.of(parameter, None), stepped=stepped)
+        self._written, self._versions = {}, {}
+
+    def _settle(self) -> None:
+        """Block until no update is under way; raises what one raised."""
+        for parameter in self._urgency:
+            if (home := find_home(parameter)) is not None:
+                home.settle()
+
+    @torch.no_grad()
+    def _step_now(self, parameter: Tensor) -> None:
+        """Update a parameter whose gradient has just come, if it has a home; where it left, that may have begun."""
+        if (home := find_home(parameter)) is None or parameter.grad is None:  # another optimizer may have taken it
+            return
+        home.update_now = weakly(self._step_early, parameter)
+        home.end_parts()
+        gradient, begun = parameter.grad, home.early
+        parameter.grad = home.early = None
+        assert gradient is not None
+        if begun is not None:
+            engine = engine_of(parameter.device)
+            engine.stats.add(h2d_bytes=home.end_readers(engine.streams.record_compute()))
+        if begun is None:
+            self._update(parameter, home, gradient)
+        elif not isinstance(gradient, HomeGradient) or gradient.lease is not begun:
+            raise UsageError(
+                f"{home.name} was updated by a gradient that is a part of it only: it is read in a compiled region "
+                "and where nothing is known of it; leave step_in_backward out, or read it in modules only."
+            )
+
+    @torch.no_grad()
+    def _step_early(self, parameter: Tensor, lease: Lease) -> None:
+        """Update a parameter by a gradient that has just left, if nobody else wants it first."""
+        if parameter.grad is not None or parameter._backward_hooks or not accumulates(parameter):
+            return
+        hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        home = find_home(parameter)
+        if home is not None and not home.updated_here and hooks is not None and len(hooks) == 1:
+            self._begin(parameter, home, lease, None)
+            home.early = lease
+
+    def _update(self, parameter: Tensor, home: Home, gradient: Tensor) -> None:
+        """Begin the update of a parameter with a home, where that is to be; its readers so far are all there are."""
+        engine = engine_of(parameter.device)
+        if not home.updated_here:
+            self._begin(parameter, home, lease_of(parameter, gradient), engine.streams.record_compute())
+            return
+        home.bring()
+        self._ready(parameter)
+        held, step = self._states[parameter], self._next(parameter)
+        assert isinstance(held, State)
+        change = gradient.lease.device() if isinstance(gradient, HomeGradient) else gradient
+        update_here(
+            change=flat(dense_like(parameter, change.to(parameter.dtype))),
+            weight=flat(parameter.data),
+            arrays=held.arrays,
+            step=step,
+            fresh=self._is_fresh(parameter, home),
+        )
+        home.note_update_here()
+        self._count(parameter, step.after)
+        increment_version(parameter)
+        engine.stats.add(updates=1, device_updates=1)
+
+    def _next(self, parameter: Tensor) -> Step:
+        """Return the step that a parameter, whose state is ready, is to take."""
+        group, arrays = self.param_groups[self._group_of[parameter]], self._arrays(parameter)
+        scalars = {name: each for name, each in self.state[parameter].items() if name not in arrays}
+        return self._rule.step(group, scalars, first=not self._states[parameter].stepped)
+
+    def _is_fresh(self, parameter: Tensor, home: Home) -> bool:
+        """Say whether the weight may have been set since its master was made; asked once for each update."""
+        reference, version = self._versions.get(parameter, (None, -1))
+        self._versions[parameter] = weakref.ref(home), home.version
+        return reference is None or reference() is not home or version != home.version
+
+    def _begin(self, parameter: Tensor, home: Home, lease: Lease, readers: Event | None) -> None:
+        """Have a parameter updated at home, by a gradient there; what reads it on the device is done by `readers`."""
+        engine = engine_of(parameter.device)
+        if lease.changes:
+            lease.host()
+        factor = None if lease.factor is None else read_later(engine, lease.factor)
+        home.settle()
+        home.put_away()  # brought by a module that ran by itself, whose backward is over
+        self._ready(parameter)
+        held, step = self._states[parameter], self._next(parameter)
+        update = HomeUpdate(
+            home=home,
+            lease=lease,
+            state=held,
+            step=step,
+            factor=factor,
+            fresh=self._is_fresh(parameter, home),
+            count=partial(self._count, parameter, step.after),
+            stats=engine.stats,
+        )
+        update.prepare(engine.homes.updates)
+        home.come_home()
+
+        def submit() -> "Future[None]":
+            where = {"on_disk": held.place is Tier.NVME}
+            return engine.homes.updates.submit(update, self._urgency[parameter], lambda: lease.has_landed, **where)
+
+        lease.reading = home.begin_update(submit, readers)
+        increment_version(parameter)
+
+    def _pieces(
+        self, todo: Iterable[tuple[dict[str, Any], Tensor]], updated: list[Tensor]
+    ) -> Iterator[Piece[PieceUpdate]]:
+        """Yield what is to be updated, parameter by parameter; those whose last piece is done are in `updated`."""
+        for _, parameter in todo:
+            self._ready(parameter)
+            assert parameter.grad is not None
+            gradient = flat(dense_like(parameter, parameter.grad.to(parameter.dtype)))
+            weight = flat(parameter.data)  # whose version is its own: pieces arrive whenever they do
+            held = self._states[parameter]
+            assert isinstance(held, State)
+            homes = (flat(self._written[parameter]), *held.arrays)
+            step, most = self._next(parameter), _most(parameter)
+            count = partial(self._count_all, parameter, step.after, updated)
+            if not weight.numel():
+                count()
+            for start in range(0, weight.numel(), most):
+                part = slice(start, start + most)
+                done = count if part.stop >= weight.numel() else None
+                update = PieceUpdate(state=tuple(home[part] for home in homes), step=step, done=done)
+                yield Piece(sources=(gradient[part], weight[part]), target=weight[part], about=update)
+
+    def _count(self, parameter: Tensor, scalars: Mapping[str, Any]) -> None:
+        """Note that a parameter has been updated, and what the class then has of it."""
+        held = self._states[parameter]
+        held.stepped = True
+        self.state[parameter].update(on_cpu(scalars), **shown_of(held))
+
+    def _count_all(self, parameter: Tensor, scalars: Mapping[str, Any], updated: list[Tensor]) -> None:
+        self._count(parameter, scalars)
+        increment_version(parameter)
+        updated.append(parameter)
+
+    def _arrays(self, parameter: Tensor) -> Mapping[str, torch.dtype]:
+        return self._rule.arrays(self.param_groups[self._group_of[parameter]])
+
+    def _ready(self, parameter: Tensor) -> dict[str, Any]:
+        """Return the parameter's state, made at its first step, in the order the parameter has in memory now."""
+        state: dict[str, Any] = self.state[parameter]
+        home, held = find_home(parameter), self._states.get(parameter)
+        place = self._places.of(parameter, held)
+        if held is None or not is_in(held, state) or held.stride != parameter.stride() or held.place != place:
+            for name in self._arrays(parameter):
+                if name in state and state[name].shape != parameter.shape:
+                    raise UsageError(
+                        f"a parameter has size {tuple(parameter.shape)}, and its {name} {tuple(state[name].shape)}; a "
+                        "parameter whose size has changed needs a new optimizer."
+                    )
+            stepped = bool(state.keys() - {MASTER})
+            more = held.read() if isinstance(held, DiskState) else {}
+            state = self._keep(parameter, {**state, **more}, place, stepped=stepped)
+        if home is not None:
+            kept = self._states[parameter]
+            home.state = weakref.ref(kept) if isinstance(kept, State) else None
+            home.place_state = weakly(self._ready, parameter)
+            return state
+        written = self._written.get(parameter)
+        written = state[MASTER].to(parameter.dtype, copy=True) if written is None else dense_like(parameter, written)
+        self._written[parameter] = written
+        return state
+
+    def _keep(self, parameter: Tensor, saved: Mapping[str, Any], place: Tier, *, stepped: bool) -> dict[str, Any]:
+        """Make a parameter's state of what was `saved` of it; a master that is missing is NaN until a step."""
+        arrays = self._arrays(parameter)
+        values = {**self._rule.initial(self.param_groups[self._group_of[parameter]]), **saved}
+        held = hold_state(parameter, arrays, values, place)
+        held.stepped = stepped
+        scalars = {name: value for name, value in saved.items() if name not in arrays}
+        state: dict[str, Any] = {**on_cpu(scalars), **shown_of(held)}
+        self._states[parameter], self.state[parameter] = held, state
+        return state
+
+
+def _most(parameter: Tensor) -> int:
+    return PIECE_BYTES // parameter.element_size()  # elements in a piece

@@ -1,0 +1,201 @@
+"""The arithmetic of an optimizer at home: for a step of its class, a kernel in one pass over memory, and its numbers.
+
+A kernel makes of a gradient in the parameter's dtype, an fp32 master weight and the optimizer's arrays the new ones,
+and the new weight. Arrays may be kept in bfloat16: they are rounded stochastically then, because to the nearest a
+moment that changes by less than a 256th a step would stay as it is. What they are rounded by is hashed from the values
+themselves, so a run can be repeated to the last bit.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tencache_fx import compat
+from tencache_fx.errors import OptionError
+from tencache_fx.optim_traced import TracedStep, trace_step
+
+MASTER = "master"
+
+_STATE_DTYPES = (torch.float32, torch.bfloat16)
+_MOST_STEPS = 256  # that are known at once: parameters are at the same one, in some groups
+_EXAMPLE_LENGTH = 1 << 20  # so many elements that a kernel is compiled for all threads
+_LEAST_LENGTH = 1 << 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step: `numbers`, fp32, are for `kernel`, and the first of them multiplies the gradient.
+
+    `initial` is what is in arrays that there were none of before. `after` is what the optimizer has of the parameter
+    once it is done, besides arrays.
+    """
+
+    numbers: Tensor
+    kernel: "Kernel"
+    initial: Mapping[str, float]
+    after: Mapping[str, Any]
+
+
+class Rule:
+    """How a torch optimizer class updates single elements, with what it keeps in `state_dtype`, but for fp32 masters.
+
+    Raises `OptionError` for another `state_dtype` than fp32 and bfloat16.
+    """
+
+    def __init__(self, optimizer_class: type[torch.optim.Optimizer], state_dtype: torch.dtype = torch.float32) -> None:
+        if state_dtype not in _STATE_DTYPES:
+            raise OptionError(f"state_dtype is {state_dtype}; choose torch.float32 or torch.bfloat16.")
+        self._class = optimizer_class
+        self._state_dtype = state_dtype
+        self._arrays: dict[str, Mapping[str, torch.dtype]] = {}
+        self._steps: dict[tuple[str, str, bool], Step] = {}
+        self._kernels: dict[tuple[object, ...], Kernel] = {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return rule_of, (self._class, self._state_dtype)
+
+    def defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a group, with what the class has for those that are not given.
+
+        Raises `OptionError` for those that it refuses.
+        """
+        try:
+            return dict(self._class([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **options).defaults)
+        except ValueError as error:
+            raise OptionError(f"{self._class.__name__} cannot be made with these options: {error}.") from error
+
+    def arrays(self, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
+        """Return the dtypes of what is kept of parameters in a group, by name, the master weight first.
+
+        Raises `OptionError` when the class cannot be used, or not with these options.
+        """
+        key = _options_key(group, float_digits=False)
+        if key not in self._arrays:
+            first = trace_step(self._class, group, {}, ())
+            second = trace_step(self._class, group, first.scalars, first.names)
+            if second.names != first.names:
+                raise OptionError(
+                    f"{self._class.__name__} keeps {', '.join(first.names)} after one step, and "
+                    f"{', '.join(second.names)} after two; use an optimizer that always keeps the same."
+                )
+            kept = dict.fromkeys(first.names, self._state_dtype)
+            self._arrays[key] = MappingProxyType({MASTER: torch.float32, **kept})
+        return self._arrays[key]
+
+    def initial(self, group: Mapping[str, Any]) -> Mapping[str, float]:
+        """Return what is in each array before the first step."""
+        return {MASTER: float("nan"), **self.step(group, {}, first=True).initial}
+
+    def step(self, group: Mapping[str, Any], scalars: Mapping[str, Any], *, first: bool) -> Step:
+        """Return a step of a parameter in a group, of which the class has `scalars` and arrays; or its `first`."""
+        arrays = self.arrays(group)
+        key = _options_key(group), _exactly(scalars), first
+        if key not in self._steps:
+            names = () if first else [name for name in arrays if name != MASTER]
+            traced = trace_step(self._class, group, {} if first else scalars, names)
+            if len(self._steps) >= _MOST_STEPS:
+                self._steps.clear()
+            self._steps[key] = Step(
+                numbers=torch.tensor([1.0, *traced.numbers], dtype=torch.float64, device="cpu").float(),
+                kernel=self._kernel(traced, arrays),
+                initial=traced.initial,
+                after=traced.scalars,
+            )
+        return self._steps[key]
+
+    def _kernel(self, traced: TracedStep, arrays: Mapping[str, torch.dtype]) -> "Kernel":
+        key = traced.key, traced.reads, traced.names, tuple(arrays.items())
+        if key not in self._kernels:
+            self._kernels[key] = Kernel(traced, arrays)
+        return self._kernels[key]
+
+
+@functools.cache
+def rule_of(optimizer_class: type[torch.optim.Optimizer], state_dtype: torch.dtype = torch.float32) -> Rule:
+    """Return the rule of a class, which all its optimizers share, and so its kernels; raises what `Rule` raises."""
+    return Rule(optimizer_class, state_dtype)
+
+
+class Kernel:
+    """A step's arithmetic, compiled for each dtype and device it is asked for, by Inductor."""
+
+    def __init__(self, traced: TracedStep, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._dtypes = tuple(dtypes.values())
+        self._count = len(traced.numbers) + 1
+        self._update = _updating(traced, [name for name in dtypes if name != MASTER])
+        self._compiled: dict[tuple[torch.dtype, torch.device], Callable[..., None]] = {}
+        self.staged: Callable[..., None] = torch.compile(_staged(self._update), dynamic=True)
+        """Update what is in host memory for a while: a gradient, a weight, the weight as last written, state, numbers.
+
+        The new weight is left in the gradient's place. Where the weight is what was written last, its master has more
+        digits, which are worth keeping; else somebody has set it since.
+        """
+
+    def compiled(self, dtype: torch.dtype, device: torch.device) -> Callable[..., None]:
+        """Return the update of parameters of `dtype` on `device`, compiled at the first call.
+
+        It is called with a gradient, a weight, the arrays, master first, all [n], and a step's numbers.
+        """
+        if (dtype, device) not in self._compiled:
+            length = _EXAMPLE_LENGTH if device.type == "cpu" else _LEAST_LENGTH  # a device's budget may be all but full
+            tensors = [torch.zeros(length, dtype=each, device=device) for each in (dtype, dtype, *self._dtypes)]
+            numbers = torch.ones(self._count, device=device)
+            self._compiled[dtype, device] = compat.compile_for_threads(self._update, [*tensors, numbers])
+        return self._compiled[dtype, device]
+
+
+def _updating(traced: TracedStep, names: Sequence[str]) -> Callable[..., None]:
+    """Return the function that a kernel is compiled from, for arrays by `names` behind the master."""
+    module = fx.GraphModule(torch.nn.Module(), traced.graph)
+    reads = [names.index(name) for name in traced.reads]
+    writes = [names.index(name) for name in traced.names]
+
+    def update(gradient: Tensor, weight: Tensor, master: Tensor, *rest: Tensor) -> None:
+        *arrays, numbers = rest
+        change = gradient.float() * numbers[0]
+        new, *made = module(change, master, *(arrays[index].float() for index in reads), numbers[1:])
+        master.copy_(new)
+        for index, value in zip(writes, made, strict=True):
+            arrays[index].copy_(value if arrays[index].dtype == torch.float32 else _rounded(value, new))
+        weight.copy_(new)
+
+    return update
+
+
+def _staged(update: Callable[..., None]) -> Callable[..., None]:
+    def staged(gradient: Tensor, weight: Tensor, written: Tensor, master: Tensor, *rest: Tensor) -> None:
+        master.copy_(torch.where(written == weight, master, weight.float()))
+        update(gradient, written, master, *rest)
+        gradient.copy_(written)
+
+    return staged
+
+
+def _rounded(value: Tensor, other: Tensor) -> Tensor:
+    """Return fp32 values rounded to bfloat16 at random: up as often as the digits that go are near the next value.
+
+    What decides is hashed from `value` and `other`, of which one changes with each step.
+    """
+    bits = value.view(torch.int32)
+    mixed = (other.view(torch.int32) * 0x3C6EF372 + bits) * 0x5851F42D
+    mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D
+    noise = (mixed >> 16) & 0xFFFF
+    rounded = ((bits + noise) & -0x10000).view(torch.float32)
+    return torch.where(torch.isfinite(value), rounded, value)
+
+
+def _options_key(group: Mapping[str, Any], *, float_digits: bool = True) -> str:
+    options = {name: value for name, value in group.items() if name != "params"}
+    if not float_digits:  # an array may be there or not for a number that is 0, such as momentum
+        options = {k: bool(value) if isinstance(value, float | Tensor) else value for k, value in options.items()}
+    return _exactly(options)
+
+
+def _exactly(values: Mapping[str, Any]) -> str:
+    """Return all digits of all values: a tensor's own text has a few of them."""
+    return repr([(name, each.tolist() if isinstance(each, Tensor) else each) for name, each in values.items()])

@@ -1,0 +1,274 @@
+"""What one step of any elementwise optimizer does to each element, found by having it step over a few elements.
+
+The optimizer's own `step` runs, uncompiled, on a parameter of eight elements, and each op on elements is noted. What
+else it computes, from its step count, its learning rate and so on, is a number of that step: the noted graph takes such
+numbers as an input. So the graph is compiled once, and its numbers are found anew for each step.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tencache_fx.errors import OptionError
+
+_COUNT = 8
+_UNFUSED = ("foreach", "fused", "capturable", "differentiable")
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedStep:
+    """A step. Its `graph` makes of a gradient, a weight, arrays it `reads` and numbers the new weight and the arrays.
+
+    Graphs that do the same have the same `key`. `names` are of all arrays; `initial` has those which there were none
+    of, with what they are full of where they are read. `scalars` are what else the optimizer then has of the parameter.
+    """
+
+    graph: fx.Graph
+    key: str
+    reads: tuple[str, ...]
+    names: tuple[str, ...]
+    initial: Mapping[str, float]
+    numbers: tuple[float, ...]
+    scalars: Mapping[str, Any]
+
+
+def trace_step(
+    optimizer_class: type[torch.optim.Optimizer],
+    group: Mapping[str, Any],
+    scalars: Mapping[str, Any],
+    names: Sequence[str],
+) -> TracedStep:
+    """Return what a step of `optimizer_class` does to a parameter in `group`, given what it has of it.
+
+    That are arrays called `names`, and `scalars`; at its first step, nothing. Raises `OptionError` when what it does to
+    one element depends on others, or when it changes its group.
+    """
+    options = {
+        name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
+    }
+    weight, gradient = torch.nn.Parameter(torch.zeros(_COUNT)), torch.zeros(_COUNT)
+    arrays = {name: torch.zeros(_COUNT) for name in names}
+    recorder = _Recorder(optimizer_class, (gradient, weight, *arrays.values()))
+    weight.grad = gradient
+    with torch.no_grad(), recorder:
+        inner = optimizer_class([weight], **_accepted(optimizer_class, options))
+        (own,) = inner.param_groups
+        own.update(options, **{name: False for name in _UNFUSED if name in own})
+        if scalars or arrays:
+            inner.state[weight] = {**copy.deepcopy(dict(scalars)), **arrays}
+        before = dict(own)
+        try:
+            inspect.unwrap(optimizer_class.step)(inner)
+        except OptionError:
+            raise
+        except (TypeError, RuntimeError, ValueError, KeyError) as error:
+            raise OptionError(f"{optimizer_class.__name__} cannot update a parameter at home: {error}") from error
+    if own != before:
+        raise OptionError(f"{optimizer_class.__name__} changes its own options as it steps; use another optimizer.")
+    state = inner.state[weight]
+    made = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == (_COUNT,)}
+    initial = recorder.take_for_inputs({name: each for name, each in made.items() if name not in arrays})
+    graph = recorder.finish((weight, *made.values()))
+    return TracedStep(
+        graph=graph,
+        key=_key(graph),
+        reads=(*arrays, *initial),
+        names=tuple(made),
+        initial={name: initial.get(name, 0.0) for name in made if name not in arrays},
+        numbers=tuple(recorder.numbers),
+        scalars={name: value for name, value in state.items() if name not in made and value is not None},
+    )
+
+
+def _accepted(optimizer_class: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a group's options that the class takes: some it derives itself."""
+    parameters = inspect.signature(optimizer_class).parameters
+    return {name: value for name, value in options.items() if name in parameters}
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes what is done to elements; a change in place gives a new value to all that shares the memory."""
+
+    def __init__(self, owner: type, inputs: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numbers: list[float] = []
+        self._owner = owner
+        self._graph = fx.Graph()
+        self._alive = list(inputs)  # so that no two have the same memory
+        self._values = {_memory(each): self._graph.placeholder(f"x{index}") for index, each in enumerate(inputs)}
+        self._given = self._graph.placeholder("numbers")
+        self._filled: dict[int, tuple[fx.Node, float]] = {}  # what has been made, of one number, of which memory
+
+    def take_for_inputs(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+        """Make inputs of those which were full of one number at first, and return that of each."""
+        found: dict[str, float] = {}
+        for name, tensor in tensors.items():
+            if _memory(tensor) in self._filled:
+                node, found[name] = self._filled[_memory(tensor)]
+                with self._graph.inserting_before(self._given):
+                    given = self._graph.placeholder(f"made{len(found)}")
+                node.replace_all_uses_with(given)
+                self._values = {key: given if each is node else each for key, each in self._values.items()}
+        return found
+
+    def finish(self, outputs: Sequence[Tensor]) -> fx.Graph:
+        """Return the graph that gives the values which these tensors have now."""
+        self._graph.output(tuple(self._values[_memory(each)] for each in outputs))
+        self._graph.eliminate_dead_code()
+        for node, number in self._filled.values():
+            if node.users and number:
+                with self._graph.inserting_after(node):
+                    full = self.call("add", node, 0.0)
+                node.replace_all_uses_with(full)
+                with self._graph.inserting_before(full):
+                    full.args = (node, self.value(number))
+        return self._graph
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
+        """Note a call, on nodes."""
+        return self._graph.call_function(getattr(_aten, name), args, kwargs)
+
+    def value(self, given: Any) -> Any:
+        """Return what stands for an argument: the node of elements, that of a number of the step, or itself."""
+        if isinstance(given, Tensor):
+            return self._values[_memory(given)] if _memory(given) in self._values else self.value(float(given))
+        if isinstance(given, float):
+            self.numbers.append(given)
+            return self.call("select", self._given, 0, len(self.numbers) - 1)
+        return given
+
+    def like(self, elements: Tensor, number: Any) -> fx.Node:
+        """Return as many elements, all of which are `number`."""
+        return self.call("add", self.call("zeros_like", self.value(elements)), self.value(number))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if any(isinstance(each, Tensor) and _memory(each) in self._values for each in _flat((*args, *kwargs.values()))):
+            self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        if not isinstance(result, Tensor) or result.shape != (_COUNT,) or name in ("view", "index"):
+            self._refuse(func)
+        if name in ("detach", "alias"):
+            return
+        written = [each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
+        name = name.removesuffix("_") if written == ["self"] else name
+        kwargs = {key: each for key, each in kwargs.items() if key != "out"}
+        if name in _FULL:
+            number = _FULL[name] if len(args) == 1 else float(args[1])
+            value = self.call("zeros_like", self.value(args[0]))
+            self._filled[_memory(result)] = value, number
+        elif name in _REWRITES:
+            value = _REWRITES[name](self, *args, **{key: each for key, each in kwargs.items() if key in _NUMBERS})
+        elif torch.Tag.pointwise in func.tags and written in ([], ["self"], ["out"]):
+            exponents = args[1:] if name == "pow" else ()  # a part of the op, which compilers know some of
+            values = [each if any(each is one for one in exponents) else self.value(each) for each in args]
+            value = self.call(name, *values, **{key: self.value(each) for key, each in kwargs.items()})
+        else:
+            self._refuse(func)
+        self._values[_memory(result)] = value
+        self._alive.append(result)
+
+    def _refuse(self, func: Any) -> NoReturn:
+        raise OptionError(
+            f"{self._owner.__name__} does more than arithmetic on single elements ({func}): it cannot update a "
+            "parameter in pieces, at home; use an optimizer that does no more, or keep the parameter on the device."
+        )
+
+
+def _key(graph: fx.Graph) -> str:
+    """Return what a graph does, whatever its nodes are called."""
+    index = {node: f"%{k}" for k, node in enumerate(graph.nodes)}
+    named: Callable[[fx.Node], Any] = index.__getitem__
+    return "\n".join(
+        f"{node.op} {node.target if node.op == 'call_function' else ''} "
+        f"{fx.map_arg(node.args, named)} {fx.map_arg(node.kwargs, named)}"
+        for node in graph.nodes
+    )
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+def _flat(args: Any) -> list[Any]:
+    return [each for given in args for each in (_flat(given) if isinstance(given, list | tuple) else [given])]
+
+
+def _add(to: _Recorder, one: Any, other: Any, alpha: float = 1) -> fx.Node:
+    return to.call("add", to.value(one), _times(to, to.value(other), alpha))
+
+
+def _sub(to: _Recorder, one: Any, other: Any, alpha: float = 1) -> fx.Node:
+    return to.call("sub", to.value(one), _times(to, to.value(other), alpha))
+
+
+def _rsub(to: _Recorder, one: Tensor, other: Any, alpha: float = 1) -> fx.Node:
+    return to.call("sub", to.like(one, other), _times(to, to.value(one), alpha))
+
+
+def _addcmul(to: _Recorder, one: Tensor, first: Tensor, second: Tensor, value: float = 1) -> fx.Node:
+    return to.call("add", to.value(one), to.call("mul", _times(to, to.value(first), value), to.value(second)))
+
+
+def _addcdiv(to: _Recorder, one: Tensor, first: Tensor, second: Tensor, value: float = 1) -> fx.Node:
+    return to.call("add", to.value(one), to.call("div", _times(to, to.value(first), value), to.value(second)))
+
+
+def _lerp(to: _Recorder, start: Tensor, end: Tensor, weight: Any) -> fx.Node:
+    one, other = to.value(start), to.value(end)
+    way = to.call("sub", other, one)
+    if isinstance(weight, Tensor) and weight.dim():
+        return to.call("lerp", one, other, to.value(weight))
+    if abs(float(weight)) < 0.5:
+        return to.call("add", one, to.call("mul", way, to.value(float(weight))))
+    return to.call("sub", other, to.call("mul", way, to.value(1 - float(weight))))
+
+
+def _copy(to: _Recorder, old: Tensor, new: Tensor) -> Any:
+    return to.value(new) if new.dim() else to.like(old, float(new))
+
+
+def _clamp(to: _Recorder, one: Tensor, least: Any = None, most: Any = None) -> fx.Node:
+    limits = [
+        None if each is None else to.value(each if isinstance(each, Tensor) else float(each)) for each in (least, most)
+    ]
+    return to.call("clamp", to.value(one), *limits)
+
+
+def _times(to: _Recorder, value: Any, factor: float) -> Any:
+    return value if factor == 1 else to.call("mul", value, to.value(float(factor)))
+
+
+_NUMBERS = ("alpha", "value", "weight", "min", "max")
+_FULL = MappingProxyType({"zeros_like": 0.0, "empty_like": 0.0, "ones_like": 1.0, "full_like": 0.0})
+# Where a number is not an argument that a tensor may take the place of, or memory is more than an element's.
+_REWRITES: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "add": _add,
+        "sub": _sub,
+        "rsub": _rsub,
+        "addcmul": _addcmul,
+        "addcdiv": _addcdiv,
+        "lerp": _lerp,
+        "copy": _copy,
+        "clone": lambda to, one: to.value(one),
+        "fill": lambda to, one, value: to.like(one, float(value)),
+        "zero": lambda to, one: to.like(one, 0.0),
+        "clamp": _clamp,
+        "index_put": lambda to, one, indices, value: to.call(
+            "where", to.value(indices[0]), _copy(to, one, value), to.value(one)
+        ),
+    }
+)

@@ -1,0 +1,237 @@
+"""Any class that updates each element by itself can be at home; state in bfloat16."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tied_model import ROOMY, TIGHT, compiled, network, train, weights
+from torch import Tensor, fx, nn
+
+import tencache_fx
+from tencache_fx.errors import OptionError
+from tencache_fx.optim import AdamW, HomeOptimizer
+from tencache_fx.optim_rules import Rule, _rounded
+from tencache_fx.optim_traced import trace_step
+from tencache_fx.runtime.registry import engines
+from tencache_fx.session import regions
+
+CLASSES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.Adam, {"amsgrad": True, "weight_decay": 0.1, "maximize": True}),
+    (torch.optim.AdamW, {"weight_decay": 0.1, "amsgrad": True, "foreach": True}),
+    (torch.optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    (torch.optim.RAdam, {"lr": 0.01}),
+    (torch.optim.Adamax, {"lr": 0.01}),
+    (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.3}),
+    (torch.optim.Adadelta, {"weight_decay": 0.1}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.ASGD, {"t0": 3.0}),
+]
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al., arXiv 2302.06675), as somebody else may have written it."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, beta: float = 0.9, decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["decay"])
+                p.add_((group["beta"] * mean + p.grad * (1 - group["beta"])).sign(), alpha=-group["lr"])
+                mean.mul_(0.99).add_(p.grad, alpha=0.01)
+
+
+def gradients(parameters: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+@pytest.mark.parametrize(("optimizer_class", "options"), [*CLASSES, (Lion, {})])
+def test_what_is_traced_of_a_class_does_what_it_does(
+    optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    parameter = nn.Parameter(torch.randn(8))
+    inner = optimizer_class([parameter], **options)
+    weight, arrays, scalars = parameter.detach().clone(), {}, {}
+    keys = set()
+    for step in range(9):
+        inner.param_groups[0]["lr"] *= 0.9
+        gradients([parameter], step)
+        traced = trace_step(optimizer_class, inner.param_groups[0], scalars, tuple(arrays))
+        inner.step()
+        keys.add(traced.key)
+        arrays |= {name: torch.full((8,), value) for name, value in traced.initial.items()}
+        given = [parameter.grad, weight, *(arrays[name] for name in traced.reads), torch.tensor(traced.numbers)]
+        weight, *made = fx.Interpreter(fx.GraphModule(nn.Module(), traced.graph)).run(*given)
+        arrays, scalars = dict(zip(traced.names, made, strict=True)), traced.scalars
+        torch.testing.assert_close(weight, parameter.detach(), rtol=1e-6, atol=1e-6)
+    assert len(keys) <= 2
+    state = {name: value for name, value in inner.state[parameter].items() if value is not None}
+    assert {*arrays, *scalars} == set(state)
+    for name, value in state.items():
+        torch.testing.assert_close({**arrays, **scalars}[name], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "options"),
+    [
+        (Lion, {}),
+        (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.3}),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in CLASSES),
+    ],
+)
+def test_steps_are_those_of_the_class(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    """Rates change, state goes to torch's own and back on the way, and the second parameter joins later."""
+    torch.manual_seed(0)
+    mine = [nn.Parameter(torch.randn(5, 7)), nn.Parameter(torch.randn(9))]
+    others = copy.deepcopy(mine)
+    ours, theirs = HomeOptimizer(mine, optimizer_class, **options), optimizer_class(others, **options)
+    for step in range(8):
+        for parameters, optimizer in ((mine, ours), (others, theirs)):
+            optimizer.param_groups[0]["lr"] *= 0.9
+            gradients(parameters, step)
+            if step < 2:
+                parameters[1].grad = None
+            optimizer.step()
+        if step == 4:
+            saved = copy.deepcopy(ours.state_dict())
+            ours = HomeOptimizer(mine, optimizer_class, **options)
+            ours.load_state_dict(theirs.state_dict())
+            theirs.load_state_dict(saved)
+        for one, other in zip(mine, others, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for one, other in zip(mine, others, strict=True):
+        state = {name: value for name, value in theirs.state[other].items() if value is not None and name != "master"}
+        assert ours.state[one].keys() == {"master", *state}
+        for name, value in state.items():
+            torch.testing.assert_close(ours.state[one][name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "options", "message"),
+    [
+        (torch.optim.Muon, {}, "Muon only supports 2D parameters"),
+        (torch.optim.Adafactor, {}, "Adafactor does more than arithmetic on single elements"),
+        (torch.optim.LBFGS, {}, "LBFGS cannot update a parameter at home.*closure"),
+        (torch.optim.SGD, {"lr": -1.0}, "SGD cannot be made with these options: Invalid learning rate"),
+        (torch.optim.Adam, {"state_dtype": torch.float16}, "state_dtype is torch.float16; choose"),
+    ],
+)
+def test_what_cannot_be_at_home_is_refused(
+    optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any], message: str
+) -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    with pytest.raises(OptionError, match=message):
+        HomeOptimizer([parameter], optimizer_class, **options)
+
+
+class Counting(Lion):
+    """Keeps a number in its group."""
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+        super().step()
+
+
+def test_a_class_that_counts_in_its_group_is_refused() -> None:
+    with pytest.raises(OptionError, match="Counting changes its own options as it steps"):
+        HomeOptimizer([nn.Parameter(torch.ones(4))], Counting)
+
+
+@pytest.mark.parametrize(
+    ("make", "now"),
+    [(torch.optim.SGD, True), pytest.param(torch.optim.RMSprop, False, marks=pytest.mark.slow)],
+)
+def test_training_with_homes_is_that_without(make: type[torch.optim.Optimizer], now: bool) -> None:  # noqa: FBT001
+    options = {"lr": 0.05, "momentum": 0.9}
+    plain = network()
+    expected = train(plain, compiled(plain, ROOMY), HomeOptimizer(plain.parameters(), make, **options), range(4))
+    tencache_fx.close()
+    torch.compiler.reset()
+    model = tencache_fx.offload(network())
+    optimizer = HomeOptimizer(model.parameters(), make, step_in_backward=now, **options)
+    run = compiled(model, TIGHT)
+    assert train(model, run, optimizer, range(4)) == expected
+    torch.testing.assert_close(weights(model), weights(plain), rtol=0, atol=0)
+    each_bytes = 4 * (2 + (make is torch.optim.RMSprop))
+    homes = [home for home in engines()[0].homes if home.parameter.requires_grad]
+    assert homes
+    assert all(home.state_bytes == each_bytes * home.parameter.numel() for home in homes)
+    (region,) = regions()
+    sunk = [storage for storage in region.problem.storages if storage.state_bytes]
+    assert sunk
+    assert all(storage.state_bytes <= each_bytes * storage.nbytes // 4 for storage in sunk)
+
+
+def steps(optimizer: torch.optim.Optimizer, count: int, gradient_of: Callable[[int], Tensor]) -> None:
+    (parameter,) = optimizer.param_groups[0]["params"]
+    for step in range(count):
+        parameter.grad = gradient_of(step)
+        optimizer.step()
+
+
+def test_moments_in_bfloat16_take_half_the_memory_and_follow_those_in_fp32() -> None:
+    """Also where a step changes them by less than a bfloat16 can show: gradients die down, and so do the squares."""
+    generator = torch.Generator().manual_seed(0)
+    noise = [torch.randn(4096, generator=generator) for _ in range(120)]
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        parameter = nn.Parameter(torch.ones(4096).bfloat16())
+        optimizer = AdamW([parameter], lr=1e-3, betas=(0.9, 0.998), state_dtype=dtype)
+        steps(optimizer, 120, lambda step: (noise[step] * 0.95**step).bfloat16())
+        assert optimizer.state[parameter]["exp_avg_sq"].dtype == dtype
+        assert optimizer.state[parameter]["master"].dtype == torch.float32
+        found.append({name: value.float() for name, value in optimizer.state[parameter].items()})
+    exact, short = found
+    torch.testing.assert_close(short["exp_avg_sq"].mean(), exact["exp_avg_sq"].mean(), rtol=0.01, atol=0)
+    torch.testing.assert_close(short["master"], exact["master"], rtol=0, atol=0.01)
+
+
+def test_rounding_is_fair_and_keeps_what_is_no_number() -> None:
+    value = torch.full((1 << 16,), 1 + 2.0**-9)  # a quarter of the way to the next bfloat16
+    other = torch.rand(1 << 16, generator=torch.Generator().manual_seed(0))
+    rounded = _rounded(value, other)
+    assert sorted(set(rounded.tolist())) == [1.0, 1 + 2.0**-7]
+    assert (rounded > 1).float().mean().item() == pytest.approx(0.25, abs=0.02)
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    odd = torch.tensor([float("inf"), float("-inf"), 0.0, -0.0, 3.3e38])
+    assert torch.equal(_rounded(odd, odd)[:4], odd[:4])
+    assert _rounded(torch.tensor([float("nan")]), odd[:1]).isnan().all()
+
+
+def test_state_in_bfloat16_goes_on_from_a_checkpoint_to_the_last_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    noise = [torch.randn(100, generator=generator) for _ in range(6)]
+    whole, first, second = (nn.Parameter(torch.ones(100)) for _ in range(3))
+    options = {"lr": 0.1, "state_dtype": torch.bfloat16}
+    steps(AdamW([whole], **options), 6, noise.__getitem__)
+    before = AdamW([first], **options)
+    steps(before, 3, noise.__getitem__)
+    second.data.copy_(first.data)
+    after = AdamW([second], **options)
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    steps(after, 3, lambda step: noise[step + 3])
+    assert torch.equal(whole, second)
+
+
+def test_a_step_compiles_one_kernel_whatever_its_numbers() -> None:
+    rule = Rule(torch.optim.AdamW)
+    group = rule.defaults({"lr": 1e-3})
+    kernels = set()
+    scalars: dict[str, Any] = {}
+    for step in range(5):
+        found = rule.step({**group, "lr": 1e-3 / (1 + step)}, scalars, first=step == 0)
+        kernels.add(found.kernel)
+        scalars = dict(found.after)
+    assert len(kernels) == 1
+    with pytest.raises(OptionError, match="AdamW cannot update a parameter at home: 'step'"):
+        rule.step(group, {}, first=False)
