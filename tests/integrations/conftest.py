@@ -1,5 +1,6 @@
 """Quick runs of other libraries: nothing is measured or generated; what they set is taken back."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ def quick(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv("TENCACHE_COMPILER", "eager")
     monkeypatch.setenv("TENCACHE_CALIBRATE", "0")
+    gc.collect()  # regions of the test before are none of this one's
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
