@@ -10,7 +10,8 @@ module's own parameters come to the device before its forward, by hooks; `summon
 """
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
                 module._buffers[key] = buffer.to(target)
             if any(engine.homes.find(parameter) for _, parameter in own):
                 watch(module)
+    guard(model)
     return model
 
 
@@ -200,11 +202,53 @@ def watch(module: nn.Module) -> None:
     if hasattr(module, "_tencache_brought"):
         return
     module._tencache_brought = []  # type: ignore[assignment]  # by each forward under way
+    guard(module)
     module.register_forward_pre_hook(_before_forward)
     module.register_forward_hook(_after_forward, always_call=True)
     module.register_state_dict_post_hook(_into_state_dict)
     module.register_load_state_dict_pre_hook(_before_load)
     module.register_load_state_dict_post_hook(_after_load)
+
+
+class _Guard:
+    """A module's `_apply`, by which torch moves and converts it: parameters at home cannot follow.
+
+    They have no bytes where torch would read them: some of its kernels end the process then.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)  # the module has this object, and goes with its last user
+
+    def __reduce__(self) -> tuple[type["_Guard"], tuple[nn.Module | None]]:
+        """Guard the copy of a module that is copied or pickled."""
+        return _Guard, (self._module(),)
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001
+        """Apply `fn`, as torch does, if it leaves all parameters at home as they are; raises `UsageError` if not."""
+        module = self._module()
+        assert module is not None, "it is called by its module"
+        for parameter in module.parameters(recurse=recurse):
+            if (home := find_home(parameter)) is not None and not _leaves(fn, parameter):
+                raise UsageError(
+                    f"{home.name} has its home in host memory, and cannot be moved or converted from there; do it "
+                    "before tencache_fx.offload(model, device=...)."
+                )
+        applied: nn.Module = type(module)._apply(module, fn, recurse)
+        return applied
+
+
+def _leaves(fn: Callable[[Tensor], Tensor], parameter: Tensor) -> bool:
+    """Say whether `fn` returns such a tensor as it is; tried on a small one of that dtype, device and order."""
+    strides = parameter.stride()
+    order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
+    small = torch.empty_permuted((2,) * parameter.dim(), order, dtype=parameter.dtype, device=parameter.device)
+    shared = small.is_shared()
+    return fn(small) is small and small.is_shared() == shared
+
+
+def guard(module: nn.Module) -> None:
+    """Have a module refuse to be moved or converted while parameters of it are at home."""
+    module._apply = _Guard(module)  # type: ignore[method-assign]
 
 
 def _own_homes(module: nn.Module) -> dict[str, Home]:

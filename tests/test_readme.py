@@ -75,7 +75,8 @@ def test_options_are_those_of_the_source():
 
 def test_names_exist():
     for name in re.findall(r"tencache_fx\.(\w+)", README):
-        assert name in tencache_fx.__all__ or (ROOT / "tencache_fx" / f"{name}.py").exists(), name
+        places = (ROOT / "tencache_fx" / f"{name}.py", ROOT / "tencache_fx" / name / "__init__.py")
+        assert name in tencache_fx.__all__ or any(place.exists() for place in places), name
     for name in re.findall(r"\b(\w+Error)\b", README):
         assert issubclass(getattr(tencache_fx, name), tencache_fx.TencacheError), name
     for path in re.findall(r"(?:examples|passes|tencache_fx|\.ci)/[\w./]*", README):

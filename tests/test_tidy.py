@@ -51,7 +51,8 @@ BANNED = re.compile(r"\b(?:T[O]DO|F[I]XME|X[X]X|H[A]CK|Not[I]mplementedError)\b"
 def source_files() -> dict[str, Path]:
     """Return every module of the package by its dotted name within it."""
     package = ROOT / "tencache_fx"
-    found = {path.relative_to(package): path for path in (*package.glob("*.py"), *package.glob("runtime/*.py"))}
+    folders = ("", "runtime/", "integrations/")
+    found = {path.relative_to(package): path for folder in folders for path in package.glob(f"{folder}*.py")}
     found |= {Path("passes") / path.name: path for path in (ROOT / "passes").glob("*.py")}
     return {".".join(name.with_suffix("").parts).removesuffix(".__init__"): path for name, path in found.items()}
 
@@ -87,11 +88,14 @@ def ours(modules: Iterator[str]) -> set[str]:
 
 
 def layer(name: str) -> str:
-    return name.split(".")[0] if name.split(".")[0] in ("passes", "runtime") else "top" if name in TOP else "values"
+    folder = name.split(".")[0]
+    return folder if folder in ("passes", "runtime", "integrations") else "top" if name in TOP else "values"
 
 
 def test_the_sources_are_found():
-    assert {"plan", "passes.planner", "passes", "runtime", "backend", "options", "runtime.engine"} <= set(SOURCES)
+    assert {"plan", "passes.planner", "passes", "runtime", "backend", "runtime.engine", "integrations.hf"} <= set(
+        SOURCES
+    )
     assert ours(imported(ast.parse("from tencache_fx import plan, x\nimport tencache_fx.errors"))) == {"plan", "errors"}
     nested = ast.parse("def f():\n  import a\nif TYPE_CHECKING:\n  import b\nclass C:\n  import c")
     assert set(imported(nested)) == {"a", "b", "c"}
@@ -111,6 +115,7 @@ def test_imports_point_one_way(name):
         "passes": {"values", "passes"},
         "runtime": {"values", "runtime"},
         "top": {"values", "passes", "runtime", "top"},
+        "integrations": {"values", "passes", "runtime", "top", "integrations"},
     }[layer(name)]
     if name != "__init__":
         wrong = {other for other in ours(imported(TREES[name])) if layer(other) not in allowed}
