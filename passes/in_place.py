@@ -20,6 +20,8 @@ from itertools import pairwise
 
 import torch
 from torch import fx
+from torch._prims_common import is_contiguous_or_false
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tencache_fx.capture import Capture
 from tencache_fx.passes.costs import count_flops
@@ -111,9 +113,9 @@ def _matches(tensor: object, value: torch.Tensor) -> bool:
     """Say whether element i of both, in memory order, is the same element."""
     return (
         isinstance(tensor, torch.Tensor)
-        and tensor.numel() == value.numel()
-        and tensor.is_contiguous()
-        and value.is_contiguous()
+        and statically_known_true(tensor.numel() == value.numel())
+        and is_contiguous_or_false(tensor)
+        and is_contiguous_or_false(value)
     )
 
 

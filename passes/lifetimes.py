@@ -12,6 +12,7 @@ import sympy
 import torch
 from torch import fx
 from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from tencache_fx.capture import Capture, byte_hint, output_args, placeholders, tensors_of
 from tencache_fx.ops import ARRIVE, DEPART
@@ -63,7 +64,7 @@ def measure_lifetimes(capture: Capture, registers: Registers) -> tuple[StorageNo
     """Return every storage on the region's device with its life, in order of birth.
 
     Values in `registers` have no storage; what they are computed from is read when their reader runs. Raises
-    `TencacheError` if a size has no value even as a hint (an unbacked symbol). O(nodes + arguments).
+    `TencacheError` if a size is known only when the region runs, and nothing bounds it. O(nodes + arguments).
     """
     walk = _Walk(capture, registers)
     walk.enter()
@@ -93,11 +94,18 @@ class _Walk:
         self._wholes: dict[int, list[_Trace]] = {}
 
     def enter(self) -> None:
-        """Meet the forward's placeholders: their bytes belong to the caller, before and after."""
+        """Meet the forward's placeholders and constants: their bytes are there before the region runs, and after."""
         for index, node in enumerate(placeholders(self.capture.forward)):
             kind = Kind.PARAMETER if index in self.capture.static_inputs else Kind.INPUT
             for key, tensor in self._storages(node):
                 self._trace(key, node, tensor, kind, birth=0, made_here=False).outlives = True
+        self._meet_constants(self.capture.forward)
+
+    def _meet_constants(self, graph: fx.Graph) -> None:
+        """Meet the tensors that belong to a graph itself: those a model makes of Python's numbers, for instance."""
+        for node in graph.find_nodes(op="get_attr"):
+            for key, tensor in self._storages(node):
+                self._trace(key, node, tensor, Kind.PARAMETER, birth=0, made_here=False).outlives = True
 
     def leave_forward(self) -> None:
         """Meet the forward's outputs, then the backward's placeholders if there is one."""
@@ -131,6 +139,9 @@ class _Walk:
                     # A gradient from outside: the autograd engine holds it until the whole backward has run.
                     trace = self._trace(key, node, tensor, Kind.INPUT, birth=self.capture.boundary, made_here=False)
                     trace.outlives = True
+        constants = {key: trace for key, trace in forward.items() if _is_constant(trace)}
+        self._known = constants | self._known
+        self._meet_constants(backward)
 
     def finish_backward(self) -> None:
         """Meet the backward's outputs: gradients outlive the region."""
@@ -214,6 +225,10 @@ class _Walk:
         return fresh
 
 
+def _is_constant(trace: _Trace) -> bool:
+    return any(node.op == "get_attr" for node in trace.members)
+
+
 def _hold(trace: _Trace, capture: Capture, uses: tuple[Step, ...]) -> tuple[Step, ...]:
     """Return `uses`, with every step between those of the backward if that is handed no carrier.
 
@@ -293,8 +308,8 @@ def _spans_storage(tensor: torch.Tensor) -> bool:
 
 
 def formula_of(size: int | torch.SymInt) -> str:
-    """Return a symbolic size as text in its symbols; nothing for a plain number."""
-    if not isinstance(size, torch.SymInt):
+    """Return a symbolic size as text in its symbols; nothing for a plain number, or a size only a run knows."""
+    if not isinstance(size, torch.SymInt) or free_unbacked_symbols(size):
         return ""
     expression: sympy.Expr = size.node.expr
     return str(expression) if expression.free_symbols else ""

@@ -27,6 +27,21 @@ def symbol_places(values: Sequence[object]) -> dict[sympy.Symbol, Place]:
     return places
 
 
+def storage_places(values: Sequence[object]) -> dict[sympy.Symbol, tuple[int, int]]:
+    """Return for symbols that show in the size of a tensor's storage only (the tensor is a view): where, and how often.
+
+    The storage has so many bytes for each one of the symbol.
+    """
+    places: dict[sympy.Symbol, tuple[int, int]] = {}
+    for index, value in enumerate(values):
+        size = value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0
+        if isinstance(size, torch.SymInt):
+            unit_bytes, rest = size.node.expr.as_coeff_Mul()
+            if isinstance(rest, sympy.Symbol) and isinstance(unit_bytes, sympy.Integer):
+                places.setdefault(rest, (index, int(unit_bytes)))
+    return places
+
+
 def evaluate(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, int]) -> int:
     """Return the value of `expression` in Python's own arithmetic, a tenth of the time sympy takes.
 
@@ -35,16 +50,11 @@ def evaluate(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, int]) -> int:
     return int(sympy_interp(PythonReferenceAnalysis, dict(sizes), expression))
 
 
-def unbacked_symbols(capture: Capture) -> frozenset[sympy.Symbol]:
-    """Return the symbols in the region's tensors whose values are known only when it runs."""
-    return frozenset().union(
-        *(
-            free_unbacked_symbols(tensor)
-            for graph in capture.graphs
-            for node in graph.nodes
-            for tensor in tensors_of(node)
-        ),
-    )
+def unbacked_sizes(capture: Capture) -> tuple[torch.SymInt, ...]:
+    """Return the sizes of the region's tensors and of their storages that are known only when it runs."""
+    tensors = (tensor for graph in capture.graphs for node in graph.nodes for tensor in tensors_of(node))
+    sizes = (size for tensor in tensors for size in (*tensor.shape, tensor.untyped_storage().nbytes()))
+    return tuple(size for size in sizes if isinstance(size, torch.SymInt) and free_unbacked_symbols(size))
 
 
 class SymbolSource:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from tencache_fx.capture import Capture
+from tencache_fx.capture import Capture, byte_hint
 from tencache_fx.errors import InvariantError
 from tencache_fx.ops import FETCH, HOMED, OFFLOAD, PREFETCH, RELEASE, RUNTIME_OPS, SETTLE, SINK, WAIT
 from tencache_fx.passes.verify_homes import away_names, check_homes
@@ -334,8 +334,7 @@ def _bytes_made(node: fx.Node, owner: dict[fx.Node, dict[int, _Key]], device: to
 
 
 def _storage_bytes(tensor: torch.Tensor) -> int:
-    size = tensor.untyped_storage().nbytes()
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+    return byte_hint(tensor.untyped_storage().nbytes())
 
 
 def _check_buffers(plan: Plan, graphs: tuple[fx.Graph, ...]) -> None:

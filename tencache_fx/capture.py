@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import sympy
 import torch
 from torch import fx
 
@@ -76,18 +77,29 @@ def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
 
 
 def byte_hint(size: int | torch.SymInt) -> int:
-    """Return a size, a symbolic one at the value seen while tracing.
+    """Return a size, a symbolic one at the value seen while tracing, or if only a run knows it, the most it can be.
 
-    Raises `TencacheError` if it has none (an unbacked symbol).
+    Raises `TencacheError` if nothing bounds it.
     """
     if not isinstance(size, torch.SymInt):
         return int(size)
-    if size.node.hint is None:
+    if size.node.hint is not None:
+        return int(size.node.hint)
+    if (most := upper_bound(size)) is None:
         raise TencacheError(
-            f"the size {size} is known only when the region runs, so its memory cannot be planned; keep what has that "
-            "size out of the region (torch.compiler.disable), or set device_budget to None."
+            f"the size {size} is known only when the region runs, and nothing bounds it, so its memory cannot be "
+            "planned; bound it (torch._check(size <= most)), keep what has that size out of the region "
+            "(torch.compiler.disable), or set device_budget to None."
         )
-    return int(size.node.hint)
+    return most
+
+
+def upper_bound(size: torch.SymInt) -> int | None:
+    """Return the most that a size can be, by what torch has learned of its symbols; None if nothing bounds it."""
+    shape_env = size.node.shape_env
+    assert shape_env is not None
+    upper = shape_env.bound_sympy(size.node.expr).upper
+    return int(upper) if isinstance(upper, sympy.Integer) else None
 
 
 def main_device(values: Iterable[object]) -> torch.device:

@@ -12,7 +12,7 @@ from torch import fx
 
 from tencache_fx import machine
 from tencache_fx.cache import cached, kept
-from tencache_fx.capture import Capture
+from tencache_fx.capture import Capture, upper_bound
 from tencache_fx.errors import BudgetError
 from tencache_fx.feedback import Learned
 from tencache_fx.machine import Roofline
@@ -26,7 +26,7 @@ from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.passes.products import runs_heavy
 from tencache_fx.passes.recipes import find_recipes, recomputed_nodes
 from tencache_fx.passes.region import choose_for_region
-from tencache_fx.passes.symbols import unbacked_symbols
+from tencache_fx.passes.symbols import unbacked_sizes
 from tencache_fx.passes.weigh_code import UnreadableCodeError, code_peak_bytes
 from tencache_fx.plan import Budgets, Kind, Links, Plan, Problem, Step, live_bytes
 from tencache_fx.runtime.disk_states import line_bytes
@@ -211,11 +211,20 @@ class Drafts:
     def draft(self, capture: Capture, beside: Draft | None = None, recomputed: tuple[str, ...] = ()) -> Draft | None:
         """Return what is known of the captured region and planned for it; `beside` is it without what is `recomputed`.
 
-        None, unmeasured, if its sizes are known only when it runs and there is no device budget.
+        None, unmeasured, if some of its sizes are known only when it runs, and there is no device budget, or nothing
+        bounds them: it then runs without a plan, and with a budget a warning says so.
         """
         options = self._options
-        if options.device_budget is None and not capture.homes and unbacked_symbols(capture):
-            return None
+        if not capture.homes and (sizes := unbacked_sizes(capture)):
+            if options.device_budget is None:
+                return None
+            if (size := next((each for each in sizes if upper_bound(each) is None), None)) is not None:
+                log.warning(
+                    "a region runs without a plan, whatever it holds: its size %s is known only when it runs, and "
+                    "nothing bounds it; torch._check(size <= most) does, and then it is planned for the most.",
+                    size,
+                )
+                return None
         staying = write_moves(capture, capture.homes, {name: home.state_bytes for name, home in self._homes.items()})
         staying_bytes = sum(self._homes[name].nbytes for name in staying)
         held_now_bytes = self._held_beside(training=capture.backward is not None) + staying_bytes

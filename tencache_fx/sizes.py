@@ -8,7 +8,8 @@ ones, so that the code makes no choice that its guards do not cover.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,10 @@ from tencache_fx.capture import byte_hint, tensors_of
 from tencache_fx.errors import TencacheError
 from tencache_fx.memory import is_input
 from tencache_fx.passes.lifetimes import StorageNodes, allocated_bytes, formula_of
-from tencache_fx.passes.symbols import evaluate, symbol_places
+from tencache_fx.passes.symbols import evaluate, storage_places, symbol_places
 from tencache_fx.plan import Plan, Problem, Tier, live_bytes, total_bytes
 
+Reader = Callable[[Sequence[Any]], Any]  # returns one size from a region's inputs
 Sizes = tuple[int, ...]  # one for each symbol of a region, in the order of `SizeFormulas.symbols`
 _Integers = np.ndarray[Any, np.dtype[np.int64]]
 _REMEMBERED = 1024  # sizes whose needs are kept
@@ -49,25 +51,27 @@ class SizeFormulas:
         for item in storages:
             for tensor in (tensor for member in item.members for tensor in tensors_of(member)):
                 size = tensor.untyped_storage().nbytes()
-                if isinstance(size, torch.SymInt) and formula_of(size) == item.storage.formula:
+                if isinstance(size, torch.SymInt) and item.storage.formula == formula_of(size) != "":
                     expressions[item.storage.formula] = size.node.expr
         self._expressions = tuple(expressions.values())
         self.columns = {formula: column for column, formula in enumerate(("", *expressions))}
-        places = symbol_places(inputs)
+        shown, behind = symbol_places(inputs), storage_places(inputs)
         used: frozenset[sympy.Symbol] = frozenset().union(*(each.free_symbols for each in self._expressions))
-        if hidden := used - places.keys():
+        if hidden := used - shown.keys() - behind.keys():
             raise TencacheError(
                 f"the sizes {', '.join(sorted(map(str, hidden)))} of this region cannot be read from its inputs, so "
                 "its memory cannot be planned; mark those dimensions static, or set device_budget to None."
             )
         self.symbols = tuple(sorted(used, key=str))
-        self._places = tuple(places[symbol] for symbol in self.symbols)
+        self._readers = tuple(
+            _reader(*shown[symbol]) if symbol in shown else _storage_reader(*behind[symbol]) for symbol in self.symbols
+        )
         self.hints = tuple(byte_hint(size) for size in self.read(inputs))
         self.planned = self.hints if planned is None else planned
 
     def read(self, inputs: Sequence[Any]) -> Sizes:
         """Return the symbols' values in a region's inputs."""
-        return tuple([inputs[index] if dim is None else inputs[index].shape[dim] for index, dim in self._places])
+        return tuple([read(inputs) for read in self._readers])
 
     def by_name(self) -> dict[str, int]:
         """Return the sizes planned for by their symbols' names."""
@@ -116,6 +120,14 @@ class SizeFormulas:
             for op, rate in zip(problem.ops, rates.tolist(), strict=True)
         )
         return dataclasses.replace(problem, ops=ops, storages=storages)
+
+
+def _reader(index: int, dim: int | None) -> Reader:
+    return operator.itemgetter(index) if dim is None else lambda inputs: inputs[index].shape[dim]
+
+
+def _storage_reader(index: int, unit_bytes: int) -> Reader:
+    return lambda inputs: inputs[index].untyped_storage().nbytes() // unit_bytes
 
 
 def plan_at(problem: Problem, plan: Plan) -> Plan:

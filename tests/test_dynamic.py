@@ -117,6 +117,21 @@ def test_a_larger_batch_is_planned_for_and_keeps_the_budget(options: Options) ->
         del run
 
 
+def test_a_view_of_a_larger_batch_is_counted_with_what_is_behind_it() -> None:
+    """The size of that shows nowhere in the view's shape, and may change while the view's stays."""
+    model = tower()
+    with faulty_engine() as engine:
+        run = compiled(model, {**EAGER, "device_budget": 1_100_000}, dynamic=True)
+        for batch, rows in ((300, 200), (310, 200), (320, 240), (300, 210)):
+            x = torch.randn(batch, 64)[:rows]
+            check_gradients(model, run, x)
+            footprint = REGIONS.live()[-1]._footprint
+            *_, sizes = (footprint.formulas.planned, *footprint._needs)
+            assert footprint.at(sizes).input_bytes == sum(p.nbytes for p in model.parameters()) + batch * 64 * 4
+        assert engine.stats.take()["offloads"] > 0
+        del run
+
+
 def test_a_batch_too_large_is_refused_before_anything_runs() -> None:
     model = tower()
     with faulty_engine() as engine, plannings() as again:
@@ -203,20 +218,66 @@ def test_the_peak_at_other_sizes_is_what_compiling_for_them_would_say() -> None:
         assert footprint.at(sizes).input_bytes == x.nbytes + 16 * 16 * 4
 
 
-def test_sizes_that_only_the_run_knows_are_refused_where_they_must_be_planned() -> None:
-    def choose(x: Tensor, w: Tensor) -> Tensor:
-        return (x @ w).tanh()[torch.nonzero(x[:, 0] > 0).squeeze(1)].exp().sum()
+class Routed(nn.Module):
+    """Layers, between which a number of rows that only the run knows goes another way; `most` bounds it."""
 
-    x, w = torch.randn(32, 16), torch.randn(16, 16, requires_grad=True)
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        run = torch.compile(choose, backend="tencache", options={**EAGER, "device_budget": None}, fullgraph=True)
-        (mine,) = torch.autograd.grad(run(x, w), w)
-        (true,) = torch.autograd.grad(choose(x, w), w)
-        torch.testing.assert_close(mine, true)
-        torch.compiler.reset()
-        run = torch.compile(choose, backend="tencache", options={**EAGER, "device_budget": 10_000}, fullgraph=True)
-        with pytest.raises(Exception, match="TencacheError: the size .*u0 is known only when the region runs"):
-            run(x, w)
+    def __init__(self, most: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.other = nn.ModuleList(nn.Linear(64, 64) for _ in range(8)), nn.Linear(64, 64)
+        self.most = most
+
+    def forward(self, x: Tensor, count: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if count is None:
+            rows = torch.nonzero(x[:, 0] > 0).squeeze(1)
+            return x.index_add(0, rows, torch.tanh(self.other(x[rows]))).square().sum()
+        size = count.item()
+        if self.most is not None:
+            torch._check(size <= self.most)
+        return x.square().sum() + torch.tanh(self.other(torch.ones(size, 64))).sum()
+
+
+def train_routed(model: nn.Module, run: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss = run(*inputs)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("options", [EAGER, pytest.param(INDUCTOR, marks=pytest.mark.slow)], ids=["eager", "inductor"])
+@pytest.mark.parametrize("counted", [False, True], ids=["nonzero", "checked"])
+def test_a_size_that_only_the_run_knows_is_planned_for_the_most_it_can_be(options: Options, *, counted: bool) -> None:
+    """No more rows than there are can be chosen; of a number that comes from outside, a check says how many."""
+    model, budget = Routed(most=256), 900_000
+    captured = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
+    with captured, faulty_engine() as engine:
+        run = compiled(model, {**options, "device_budget": budget}, fullgraph=True)
+        for count in (100, 7, 256):
+            inputs = (torch.randn(256, 64), *([torch.tensor(count)] if counted else []))
+            mine, true = train_routed(model, run, *inputs), train_routed(model, model, *inputs)
+            for got, want in zip(mine, true, strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        assert engine.stats.take()["offloads"] > 0
+        assert tencache_fx.regions()[-1].plan.forecast.peak_bytes <= budget
+        del run
+
+
+@pytest.mark.parametrize("options", [EAGER, pytest.param(INDUCTOR, marks=pytest.mark.slow)], ids=["eager", "inductor"])
+def test_where_nothing_bounds_a_size_the_region_runs_without_a_plan_and_says_so(
+    options: Options, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Routed()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        run = compiled(model, {**options, "device_budget": 500_000}, fullgraph=True)
+        for count in (100, 7):
+            inputs = torch.randn(256, 64), torch.tensor(count)
+            mine, true = train_routed(model, run, *inputs), train_routed(model, model, *inputs)
+            for got, want in zip(mine, true, strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len([line for line in warned if "is known only when it runs, and nothing bounds it" in line]) == 1
 
 
 @pytest.mark.slow

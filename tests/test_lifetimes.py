@@ -40,6 +40,18 @@ def test_kinds_bytes_and_lives() -> None:
     assert found["tangents_1"].birth == capture.boundary
 
 
+def test_constants_of_the_graph_are_there_before_and_after() -> None:
+    table = torch.randn(16, 8).tolist()
+    capture = capture_of(lambda x: (x * torch.tensor(table)).sin() * torch.tensor(table), leaf(16, 8))
+    found = storages_of(capture)
+    constants = [node for graph in capture.graphs for node in graph.find_nodes(op="get_attr")]
+    assert constants
+    for constant in {node.name for node in constants}:
+        storage = found[constant]
+        assert (storage.kind, storage.nbytes, storage.spillable) == (Kind.PARAMETER, 16 * 8 * 4, False)
+        assert (storage.birth, storage.death) == (0, len(capture.nodes))
+
+
 def test_views_share_one_storage() -> None:
     capture = capture_of(lambda x: (x * 2).view(4, 4).t().reshape(2, 2, 4).tanh(), leaf(16))
     found = storages_of(capture)

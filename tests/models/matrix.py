@@ -1,0 +1,177 @@
+"""One row of the matrix of models: a family trained with torch's own compiler and with tencache in a tight budget."""
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from families import Family, Inputs, Subject
+from torch import Tensor, nn
+
+import tencache_fx
+from tencache_fx.dump import RegionRecord
+from tencache_fx.passes.planner import floor_bytes
+from tencache_fx.plan import Problem, live_bytes
+
+Options = Mapping[str, object]
+Wrap = Callable[[nn.Module], Callable[..., Any]]
+
+EAGER: Options = {"compiler": "eager", "calibrate": False, "host_budget": "256MiB"}
+INDUCTOR: Options = {"compiler": "inductor", "calibrate": False, "host_budget": "256MiB"}
+# The same graphs, partitioner and decompositions without us.
+REFERENCES = {"eager": "aot_eager_decomp_partition", "inductor": "inductor"}
+STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What came out of training: `peak_bytes` of the last step are measured, with parameters, buffers and inputs."""
+
+    losses: Tensor
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+    peak_bytes: int
+    graph_breaks: int
+    graphs: int
+    regions: tuple[RegionRecord, ...]
+
+
+def train(family: Family, wrap: Wrap, *, steps: int = STEPS) -> Run:
+    """Train a fresh model for `steps` steps through `wrap(model)`; the last is measured."""
+    torch.compiler.reset()
+    gc.collect()
+    torch._dynamo.utils.counters.clear()
+    known = {record.region for record in tencache_fx.regions()}
+    torch.manual_seed(0)
+    subject = family.build()
+    run = wrap(subject.model)
+    sgd = torch.optim.SGD(subject.model.parameters(), lr=0.05)
+    losses, peak_bytes = [], 0
+    with torch._dynamo.config.patch(allow_rnn=family.allow_rnn):
+        for step in range(steps):
+            sgd.zero_grad()
+            inputs = subject.inputs(step)
+
+            def work(inputs: Inputs = inputs) -> None:
+                losses.append(backward(family, subject, run, inputs))
+
+            if step < steps - 1:
+                work()
+                sgd.step()
+            else:
+                peak_bytes = resting_bytes(subject, inputs) + tencache_fx.peak_bytes(work, torch.device("cpu"))
+    counters = torch._dynamo.utils.counters
+    model = subject.model
+    return Run(
+        losses=torch.stack(losses),
+        gradients={name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
+        state={name: value.clone() for name, value in model.state_dict().items()},
+        peak_bytes=peak_bytes,
+        graph_breaks=sum(counters["graph_break"].values()),
+        graphs=counters["stats"]["unique_graphs"],
+        regions=tuple(record for record in tencache_fx.regions() if record.region not in known),
+    )
+
+
+def backward(family: Family, subject: Subject, run: Callable[..., Any], inputs: Inputs) -> Tensor:
+    """Return the loss of one forward and backward."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=family.autocast):
+        loss = subject.loss(run(**inputs))
+    loss.backward()
+    return loss.detach()
+
+
+def resting_bytes(subject: Subject, inputs: Inputs) -> int:
+    """Return the bytes that are there between steps: parameters, buffers and inputs."""
+    held = [*subject.model.parameters(), *subject.model.buffers(), *inputs.values()]
+    storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in held if isinstance(each, Tensor)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def compiled(options: Options) -> Wrap:
+    return lambda model: torch.compile(model, backend="tencache", options=dict(options))
+
+
+def tight_budget(regions: Sequence[RegionRecord], *, share: float) -> int:
+    """Return the budget that leaves `share` of what the largest region could do without, or what all need at least."""
+    problems = [record.problem for record in regions]
+    return max((floor_of(each) + int(share * (peak_of(each) - floor_of(each))) for each in problems), default=1 << 20)
+
+
+def floor_of(problem: Problem) -> int:
+    """Return the least a plan may hold when everything that is worth an op may travel."""
+    return floor_bytes(replace(problem, min_spill_bytes=4096))
+
+
+def peak_of(problem: Problem) -> int:
+    return int(live_bytes(problem).max(initial=0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A family with torch's compiler (`theirs`), with ours without a budget (`free`) and within `budget_bytes`."""
+
+    family: Family
+    theirs: Run
+    free: Run
+    ours: Run
+    budget_bytes: int
+    rounding: float
+
+    @property
+    def differences(self) -> list[str]:
+        """The numbers in which training with us differs by more than the family's rounding, by name."""
+        found = [] if self._same(self.theirs.losses, self.ours.losses) else ["losses"]
+        for mine, other in ((self.ours.gradients, self.theirs.gradients), (self.ours.state, self.theirs.state)):
+            assert mine.keys() == other.keys()
+            found += [name for name in mine if not self._same(other[name], mine[name])]
+        return found
+
+    def _same(self, theirs: Tensor, ours: Tensor) -> bool:
+        if self.rounding == 0 or not theirs.is_floating_point():
+            return torch.equal(theirs, ours)
+        return torch.allclose(theirs, ours, rtol=self.rounding, atol=self.rounding)
+
+    @property
+    def spills(self) -> int:
+        return sum(len(record.plan.spills) for record in self.ours.regions)
+
+    @property
+    def recomputed(self) -> int:
+        return sum(len(record.plan.recomputed) for record in self.ours.regions)
+
+
+def make_row(family: Family, options: Options = EAGER, *, share: float = 0.25, steps: int = STEPS) -> Row:
+    """Train `family` all three ways."""
+    backend = REFERENCES[str(options["compiler"])]
+    theirs = train(family, lambda model: torch.compile(model, backend=backend), steps=steps)
+    free = train(family, compiled(options), steps=1)
+    budget_bytes = tight_budget(free.regions, share=share)
+    ours = train(family, compiled({**options, "device_budget": budget_bytes}), steps=steps)
+    # Other graphs are fused and laid out in other ways; the same graphs give the same bits.
+    rounding = 0.0 if options["compiler"] == "eager" else 1e-4
+    return Row(family=family, theirs=theirs, free=free, ours=ours, budget_bytes=budget_bytes, rounding=rounding)
+
+
+def train_at_home(family: Family, device_budget: str | None, *, steps: int = 4) -> Tensor:
+    """Return the losses of training with AdamW: with all of it at home in a budget, or as torch does it without."""
+    torch.compiler.reset()
+    gc.collect()
+    torch.manual_seed(0)
+    subject = family.build()
+    model, inputs = subject.model, subject.inputs(0)
+    if device_budget is None:
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        run = torch.compile(model, backend=REFERENCES["eager"])
+    else:
+        model = tencache_fx.offload(model)
+        optimizer = tencache_fx.optim.AdamW(model.parameters(), lr=1e-3)
+        run = compiled({**EAGER, "device_budget": device_budget})(model)
+    losses = []
+    with torch._dynamo.config.patch(allow_rnn=family.allow_rnn):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            losses.append(backward(family, subject, run, inputs))
+            optimizer.step()
+    return torch.stack(losses)

@@ -1,0 +1,68 @@
+"""Whatever torch.compile trains is trained in a tight budget, with the same numbers and no graph break more."""
+
+import pytest
+import torch
+from families import FAMILIES, Family, family
+from matrix import EAGER, INDUCTOR, Row, make_row, peak_of, train_at_home
+
+# Constants in the graph, attention over patches, convolutions.
+QUICK = ("falcon", "vit-timm", "convnext")
+
+
+def needs(each: Family) -> Family:
+    """Return `each`; the test is skipped where its library is not installed."""
+    pytest.importorskip(each.library)
+    return each
+
+
+def check(row: Row) -> None:
+    assert not row.differences
+    assert row.ours.graph_breaks == row.theirs.graph_breaks
+    assert row.ours.graphs == row.theirs.graphs
+    assert len(row.ours.regions) == row.theirs.graphs, "each graph has a plan"
+    if not row.ours.regions:
+        return
+    assert row.spills + row.recomputed > 0
+    assert max(record.plan.forecast.peak_bytes for record in row.ours.regions) <= row.budget_bytes
+    # As much less is held as the plan says: what kernels take for themselves is there with and without it.
+    promised = max(peak_of(record.problem) for record in row.free.regions) - row.budget_bytes
+    assert row.theirs.peak_bytes - row.ours.peak_bytes >= promised * 3 // 4 - row.theirs.peak_bytes // 50
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each.name, marks=() if each.name in QUICK else pytest.mark.slow) for each in FAMILIES],
+)
+def test_training_is_bitwise_equal_on_the_same_graphs(name: str) -> None:
+    check(make_row(needs(family(name)), EAGER))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "t5", "swin", "convnext", "scan"])
+def test_training_with_inductor_is_equal_within_rounding(name: str) -> None:
+    row = make_row(needs(family(name)), INDUCTOR, share=0.5)
+    assert not row.differences
+    assert row.ours.graph_breaks == row.theirs.graph_breaks
+    assert row.spills + row.recomputed > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        ("gpt2", "4.2MB"),
+        ("llama", "2.1MB"),
+        ("mixtral", "3.8MB"),
+        ("falcon", "2.4MB"),
+        ("bert", "2.5MB"),
+        ("t5", "7.1MB"),
+        ("vit", "1.4MB"),
+        ("scan", "1.4MB"),
+    ],
+)
+def test_parameters_at_home(name: str, budget: str) -> None:
+    """The same losses with parameters, gradients and AdamW's state in host memory as with all of it on the device."""
+    each = needs(family(name))
+    plain, ours = train_at_home(each, None), train_at_home(each, budget)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+    assert ours[-1] < ours[0]
