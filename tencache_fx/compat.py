@@ -325,6 +325,19 @@ def source_code(compiled: Any) -> str | None:
     return getattr(compiled, "source_code", None)
 
 
+def forbid_reading(storage: torch.UntypedStorage, message: str | None) -> None:
+    """Let whoever reads a storage that has no bytes get an error with `message`; None allows it again.
+
+    Before torch 2.15 that cannot be taken back, so nothing is done: kernels then read where no bytes are.
+    """
+    if not hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg"):
+        return
+    if message is None:
+        torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
+    else:
+        torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
+
+
 def compile_for_threads(function: Callable[..., None], examples: Sequence[torch.Tensor]) -> Callable[..., None]:
     """Return `function` of tensors compiled by Inductor, for any length of all 1-D tensors as long as the first.
 
@@ -349,6 +362,8 @@ def compile_for_threads(function: Callable[..., None], examples: Sequence[torch.
     for each in examples:
         if len(each) == length:
             torch._dynamo.mark_dynamic(each, 0)
+        else:
+            torch._dynamo.mark_static(each)  # else it is dynamic where another function of the same code had another
     torch.compile(function, backend=backend, fullgraph=True)(*examples)
     ((compiled, order),) = found  # inputs that are no tensors are the length
 

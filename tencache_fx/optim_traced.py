@@ -171,7 +171,7 @@ class _Recorder(TorchDispatchMode):
             self._filled[_memory(result)] = value, number
         elif name in _REWRITES:
             value = _REWRITES[name](self, *args, **{key: each for key, each in kwargs.items() if key in _NUMBERS})
-        elif torch.Tag.pointwise in func.tags and written in ([], ["self"], ["out"]):
+        elif _is_pointwise(name, func) and written in ([], ["self"], ["out"]):
             exponents = args[1:] if name == "pow" else ()  # a part of the op, which compilers know some of
             values = [each if any(each is one for one in exponents) else self.value(each) for each in args]
             value = self.call(name, *values, **{key: self.value(each) for key, each in kwargs.items()})
@@ -196,6 +196,13 @@ def _key(graph: fx.Graph) -> str:
         f"{fx.map_arg(node.args, named)} {fx.map_arg(node.kwargs, named)}"
         for node in graph.nodes
     )
+
+
+def _is_pointwise(name: str, func: Any) -> bool:
+    """Say whether the op that returns what `func` may write is one of single elements: not all variants say so."""
+    packet = getattr(_aten, name)
+    overloads = (func, getattr(packet, func._overloadname, func))
+    return any(torch.Tag.pointwise in each.tags for each in overloads)
 
 
 def _memory(tensor: Tensor) -> int:

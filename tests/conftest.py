@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -149,6 +150,27 @@ def without_kernels() -> Iterator[None]:
             yield
         finally:
             PyCodeCache.cache_clear()  # the same code is to be loaded with kernels again
+
+
+@pytest.fixture
+def quick_libraries(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run graphs as they are, with fixed rates, on one thread; what other libraries set is taken back.
+
+    With more threads an embedding's gradient is added up in any order.
+    """
+    for variable in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("TENCACHE_COMPILER", "eager")
+    monkeypatch.setenv("TENCACHE_CALIBRATE", "0")
+    if "accelerate.state" in sys.modules:  # it remembers the first backend of a process
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
+    gc.collect()  # regions of the test before are none of this one's
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    for variable in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[variable]
 
 
 @pytest.fixture

@@ -151,7 +151,8 @@ def test_a_kept_piece_is_read_and_updated_again_while_it_is_written(tmp_path: Pa
     io.delay_s = 0.002
     engine = engine_with(tmp_path, io)
     parameter = torch.zeros(2 * PIECE + 7)
-    state = DiskState(engine.disk_line, parameter, {"a": parameter, "b": 1.0}, "it")
+    dtypes = {"a": torch.float32, "b": torch.bfloat16}  # numbers that bfloat16 has
+    state = DiskState(engine.disk_line, parameter, dtypes, {"a": parameter, "b": 1.0}, "it")
 
     def add(part: slice, arrays: Sequence[Tensor]) -> None:
         arrays[0].add_(1)
@@ -167,7 +168,7 @@ def test_a_kept_piece_is_read_and_updated_again_while_it_is_written(tmp_path: Pa
         update_twelve_times()
     found = state.read()
     assert torch.equal(found["a"], torch.full_like(parameter, 12))
-    assert torch.equal(found["b"], torch.full_like(parameter, 2.0**12))
+    assert torch.equal(found["b"], torch.full_like(parameter, 2.0**12, dtype=torch.bfloat16))
     assert engine.stats.take()["disk_write_failures"] >= 2
     lent = engine.pool.lent_for(Use.STATE)
     assert lent <= (5 + sum(piece.kept is not None for piece in state.pieces)) * BUFFER_BYTES
@@ -191,7 +192,8 @@ def test_states_that_die_while_the_store_is_closed_are_no_obstacle(tmp_path: Pat
     io = FaultyIO()
     engine = engine_with(tmp_path, io)
     parameter = torch.zeros(PIECE)
-    states = [DiskState(engine.disk_line, parameter, {"a": float(k)}, f"state {k}") for k in range(6)]
+    dtypes = {"a": torch.float32}
+    states = [DiskState(engine.disk_line, parameter, dtypes, {"a": float(k)}, f"state {k}") for k in range(6)]
     kept = states[3]
     io.read_gate = threading.Event()
     closing = threading.Thread(target=tencache_fx.close)

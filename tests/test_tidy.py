@@ -22,6 +22,7 @@ TOP = {
     "session",
     "sizes",
     "optim",
+    "optim_home",
     "optim_places",
     "optim_updates",
     "live",

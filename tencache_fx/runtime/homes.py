@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tencache_fx import compat
 from tencache_fx.errors import InvariantError, UsageError
 from tencache_fx.plan import STATE_BYTES, Tier
 from tencache_fx.runtime.pool import Buffer, Pool, Use
@@ -166,7 +167,9 @@ class Home:
         with self._lock:
             away = not self.on_device
             if away:
-                self.parameter.untyped_storage().resize_(self.nbytes)
+                storage = self.parameter.untyped_storage()
+                compat.forbid_reading(storage, None)
+                storage.resize_(self.nbytes)
                 self.refresh()
             elif self._stale:
                 self.refresh()
@@ -236,8 +239,19 @@ class Home:
                 self.come_home()
                 if self.left is not None:
                     self._streams.wait_compute(self.left)  # the allocator hands them out in that stream's order
-                self.parameter.untyped_storage().resize_(0)
+                self.take_bytes_away()
                 self._stale = False
+
+    def take_bytes_away(self) -> None:
+        """Free the device bytes, whoever may read them; from torch 2.15 on, who does is told."""
+        storage = self.parameter.untyped_storage()
+        storage.resize_(0)
+        if self.nbytes:
+            compat.forbid_reading(
+                storage,
+                f"{self.name} is at home, in host memory: read it inside `with tencache_fx.summon(model):`, or in the "
+                "forward of its module.",
+            )
 
     def move_out(self) -> None:
         """Make the parameter an ordinary one, of the CPU: there is no room for it on the device."""
@@ -295,8 +309,8 @@ class Homes:
         home.host.copy_(value)  # in order with what computed it: a synchronous copy
         parameter.data = empty
         home._parameter = weakref.ref(parameter)
+        home.take_bytes_away()
         storage = parameter.untyped_storage()
-        storage.resize_(0)
         self._by_storage[storage._cdata] = home
         weakref.finalize(parameter, self._forget, storage._cdata, home).atexit = False
         if self._guard is None:

@@ -9,6 +9,8 @@ pytest.importorskip("transformers")
 
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, set_seed
 
+pytestmark = pytest.mark.usefixtures("quick_libraries")
+
 BUDGET_BYTES = {"llama": 4_000_000, "gpt2": 5_000_000}
 
 

@@ -20,6 +20,8 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 import tencache_fx
 from tencache_fx.integrations import dynamo_backend, hf
 
+pytestmark = pytest.mark.usefixtures("quick_libraries")
+
 
 def losses(trainer: Trainer) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]

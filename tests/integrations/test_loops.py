@@ -11,6 +11,8 @@ pytest.importorskip("transformers")
 
 from integration import example, spilled_bytes
 
+pytestmark = pytest.mark.usefixtures("quick_libraries")
+
 
 def test_accelerate_trains_saves_and_resumes(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
