@@ -263,7 +263,10 @@ def _before_forward(module: Any, args: Any) -> None:
     if torch.is_grad_enabled():
         for home in own:
             home.expect(_ALONE)
-    module._tencache_brought.append([home for home in own if home.bring()])
+    brought = [home for home in own if home.bring()]
+    for home in brought:
+        engine_of(home.layout.device).stats.add(h2d_bytes=home.nbytes)
+    module._tencache_brought.append(brought)
 
 
 def _after_forward(module: Any, args: Any, output: Any) -> None:

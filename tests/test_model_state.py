@@ -140,6 +140,8 @@ def test_it_runs_and_trains_without_being_compiled() -> None:
     with torch.no_grad():
         assert torch.equal(model(batch(0)), plain(batch(0)))
     assert not any(home.on_device for home in engines()[0].homes)
+    tied_bytes = model[0].weight.nbytes  # which comes for each of its two modules
+    assert tencache_fx.stats()["h2d_bytes"] == sum(home.nbytes for home in engines()[0].homes) + tied_bytes
     expected = train(plain, plain, AdamW(plain.parameters()), range(3))
     assert train(model, model, AdamW(model.parameters()), range(3)) == expected
     assert not any(home.on_device for home in engines()[0].homes)
