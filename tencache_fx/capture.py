@@ -12,6 +12,8 @@ from torch import fx
 from tencache_fx.errors import TencacheError
 from tencache_fx.plan import Step
 
+_NO_BOUND = 1 << 50  # torch's bound of a size that may be anything is one of 64-bit integers
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capture:
@@ -95,11 +97,11 @@ def byte_hint(size: int | torch.SymInt) -> int:
 
 
 def upper_bound(size: torch.SymInt) -> int | None:
-    """Return the most that a size can be, by what torch has learned of its symbols; None if nothing bounds it."""
+    """Return the most that a size can be beside the others as seen while tracing; None if nothing bounds it."""
     shape_env = size.node.shape_env
     assert shape_env is not None
-    upper = shape_env.bound_sympy(size.node.expr).upper
-    return int(upper) if isinstance(upper, sympy.Integer) else None
+    upper = shape_env.bound_sympy(size.node.expr.xreplace(dict(shape_env.backed_var_to_val))).upper
+    return int(upper) if isinstance(upper, sympy.Integer) and upper < _NO_BOUND else None
 
 
 def main_device(values: Iterable[object]) -> torch.device:

@@ -364,7 +364,8 @@ def compile_for_threads(function: Callable[..., None], examples: Sequence[torch.
             torch._dynamo.mark_dynamic(each, 0)
         else:
             torch._dynamo.mark_static(each)  # else it is dynamic where another function of the same code had another
-    torch.compile(function, backend=backend, fullgraph=True)(*examples)
+    with any_number_of_compilations():  # of one code, for as many functions
+        torch.compile(function, backend=backend, fullgraph=True)(*examples)
     ((compiled, order),) = found  # inputs that are no tensors are the length
 
     def call(*tensors: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tencache_fx.errors import OptionError
+from tencache_fx.errors import OptionError, UsageError
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -33,4 +33,14 @@ def check_sizes(parameter: Tensor, saved: Mapping[str, Any], names: Iterable[str
             raise OptionError(
                 f"the saved {name} has size {tuple(saved[name].shape)}, its parameter {tuple(parameter.shape)}; "
                 "load the state of the same model."
+            )
+
+
+def check_unchanged(parameter: Tensor, state: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise `UsageError` if a parameter has another size than its state."""
+    for name in names:
+        if name in state and state[name].shape != parameter.shape:
+            raise UsageError(
+                f"a parameter has size {tuple(parameter.shape)}, and its {name} {tuple(state[name].shape)}; a "
+                "parameter whose size has changed needs a new optimizer."
             )

@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
+from tencache_fx import compat
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.model_state import engine_of, find_home
-from tencache_fx.optim_checks import check_group, check_sizes
-from tencache_fx.optim_places import Places, hold_state, is_in, on_cpu, shown_of
-from tencache_fx.optim_rules import MASTER, Step, rule_of
+from tencache_fx.optim_checks import check_group, check_sizes, check_unchanged
+from tencache_fx.optim_places import Places, hold_state, is_in, on_cpu, saved_of, shown_of
+from tencache_fx.optim_rules import MASTER, Step, find_rule
 from tencache_fx.optim_updates import (
     HomeUpdate,
     PieceUpdate,
@@ -43,8 +44,6 @@ from tencache_fx.runtime.homes import Home
 from tencache_fx.runtime.rounds import PIECE_BYTES, Piece, work_at_home
 from tencache_fx.runtime.states import State
 from tencache_fx.runtime.streams import Event
-
-_RECOMPILE_LIMIT = 64  # the update is compiled for each dtype, for lengths of 1, for each number of threads, ...
 
 
 class HomeOptimizer(torch.optim.Optimizer):
@@ -83,11 +82,11 @@ class HomeOptimizer(torch.optim.Optimizer):
         self._states: dict[Tensor, State | DiskState] = {}  # where what `state` has of each parameter is kept
         self._places = Places()
         self._versions: dict[Tensor, tuple[weakref.ref[Home], int]] = {}  # of each home, as the last step left it
-        self._group_of: dict[Tensor, int] = {}
+        self._group_of: dict[Tensor, dict[str, Any]] = {}  # as far as it has been asked for
         self._urgency: dict[Tensor, int] = {}  # by the order in which the next forward will read, as far as is known
         self._in_backward = step_in_backward
-        self._rule = rule_of(optimizer_class, state_dtype)  # type: ignore[arg-type]
-        super().__init__(params, self._rule.defaults(options))
+        self._rule, defaults = find_rule(optimizer_class, state_dtype, options)
+        super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is copied and pickled: what is on disk, too."""
@@ -101,8 +100,8 @@ class HomeOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._written, self._versions, self._states, self._in_backward = {}, {}, {}, False
         self._places, self._urgency, self._group_of = Places(), {}, {}
-        for index in range(len(self.param_groups)):
-            self._place(index)
+        for group in self.param_groups:
+            self._place(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for torch; raises `OptionError` when its options or its parameters cannot be used."""
@@ -110,7 +109,7 @@ class HomeOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             check_group(group)
-            self._place(len(self.param_groups) - 1)
+            self._place(group)
         except OptionError:
             self.param_groups.pop()
             raise
@@ -118,14 +117,11 @@ class HomeOptimizer(torch.optim.Optimizer):
             if self._in_backward and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._step_now)
 
-    def _place(self, index: int) -> None:
+    def _place(self, group: dict[str, Any]) -> None:
         """Take note of the parameters of a group, behind all others."""
-        group = self.param_groups[index]
-        each_bytes = sum(dtype.itemsize for dtype in self._rule.arrays(group).values())
         for parameter in group["params"]:
-            self._group_of[parameter] = index
             self._urgency[parameter] = len(self._urgency)
-            self._places.add(parameter, each_bytes * parameter.numel())
+            self._places.add(parameter, self._rule.arrays(group, parameter.dim()))
 
     @overload
     def step(self, closure: None = ...) -> None: ...
@@ -146,6 +142,7 @@ class HomeOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         todo = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self._group_of = {}  # groups may have been replaced
         for _, parameter in todo:
             if parameter.grad.is_sparse:
                 raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
@@ -168,7 +165,7 @@ class HomeOptimizer(torch.optim.Optimizer):
                 here = list(some)
                 count = sum(-(-p.numel() // _most(p)) for _, p in here)
                 most_bytes = max(min(p.nbytes, PIECE_BYTES) for _, p in here)
-                with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+                with compat.any_number_of_compilations():  # for dtypes, lengths of 1, numbers of threads, ...
                     work_at_home(
                         engine_of(torch.device(device)), self._pieces(here, updated), count, run_piece, most_bytes
                     )
@@ -202,7 +199,7 @@ class HomeOptimizer(torch.optim.Optimizer):
         """
         self._settle()
         for group in state_dict["param_groups"]:
-            self._rule.arrays({**self.defaults, **group})
+            self._rule.arrays({**self.defaults, **group}, 1)
         parameters = [p for group in self.param_groups for p in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         pairs = dict(zip(indices, parameters, strict=False))
@@ -214,10 +211,9 @@ class HomeOptimizer(torch.optim.Optimizer):
         for parameter, saved in saved_of.items():
             check_sizes(parameter, saved, self._arrays(parameter))
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self._states = {}
+        self._states, self._group_of = {}, {}
         for parameter, saved in saved_of.items():
-            stepped = bool(saved.keys() - {MASTER})
-            self._keep(parameter, saved, self._places.of(parameter, None), stepped=stepped)
+            self._keep(parameter, saved, self._places.of(parameter, None))
         self._written, self._versions = {}, {}
 
     def _settle(self) -> None:
@@ -281,11 +277,16 @@ class HomeOptimizer(torch.optim.Optimizer):
         increment_version(parameter)
         engine.stats.add(updates=1, device_updates=1)
 
+    def _group(self, parameter: Tensor) -> dict[str, Any]:
+        if parameter not in self._group_of:
+            self._group_of = {p: group for group in self.param_groups for p in group["params"]}
+        return self._group_of[parameter]
+
     def _next(self, parameter: Tensor) -> Step:
         """Return the step that a parameter, whose state is ready, is to take."""
-        group, arrays = self.param_groups[self._group_of[parameter]], self._arrays(parameter)
+        arrays = self._arrays(parameter)
         scalars = {name: each for name, each in self.state[parameter].items() if name not in arrays}
-        return self._rule.step(group, scalars, first=not self._states[parameter].stepped)
+        return self._rule.step(self._group(parameter), parameter.dim(), scalars, self._states[parameter].made)
 
     def _is_fresh(self, parameter: Tensor, home: Home) -> bool:
         """Say whether the weight may have been set since its master was made; asked once for each update."""
@@ -348,7 +349,7 @@ class HomeOptimizer(torch.optim.Optimizer):
     def _count(self, parameter: Tensor, scalars: Mapping[str, Any]) -> None:
         """Note that a parameter has been updated, and what the class then has of it."""
         held = self._states[parameter]
-        held.stepped = True
+        held.made = frozenset(held.dtypes)
         self.state[parameter].update(on_cpu(scalars), **shown_of(held))
 
     def _count_all(self, parameter: Tensor, scalars: Mapping[str, Any], updated: list[Tensor]) -> None:
@@ -357,23 +358,18 @@ class HomeOptimizer(torch.optim.Optimizer):
         updated.append(parameter)
 
     def _arrays(self, parameter: Tensor) -> Mapping[str, torch.dtype]:
-        return self._rule.arrays(self.param_groups[self._group_of[parameter]])
+        return self._rule.arrays(self._group(parameter), parameter.dim())
 
     def _ready(self, parameter: Tensor) -> dict[str, Any]:
         """Return the parameter's state, made at its first step, in the order the parameter has in memory now."""
         state: dict[str, Any] = self.state[parameter]
         home, held = find_home(parameter), self._states.get(parameter)
         place = self._places.of(parameter, held)
-        if held is None or not is_in(held, state) or held.stride != parameter.stride() or held.place != place:
-            for name in self._arrays(parameter):
-                if name in state and state[name].shape != parameter.shape:
-                    raise UsageError(
-                        f"a parameter has size {tuple(parameter.shape)}, and its {name} {tuple(state[name].shape)}; a "
-                        "parameter whose size has changed needs a new optimizer."
-                    )
-            stepped = bool(state.keys() - {MASTER})
-            more = held.read() if isinstance(held, DiskState) else {}
-            state = self._keep(parameter, {**state, **more}, place, stepped=stepped)
+        arrays = self._arrays(parameter)
+        right = held is not None and held.stride == parameter.stride() and held.place == place
+        if held is None or not right or not is_in(held, state) or held.dtypes != arrays:
+            check_unchanged(parameter, state, arrays)
+            state = self._keep(parameter, saved_of(held, state, arrays), place)
         if home is not None:
             kept = self._states[parameter]
             home.state = weakref.ref(kept) if isinstance(kept, State) else None
@@ -384,12 +380,16 @@ class HomeOptimizer(torch.optim.Optimizer):
         self._written[parameter] = written
         return state
 
-    def _keep(self, parameter: Tensor, saved: Mapping[str, Any], place: Tier, *, stepped: bool) -> dict[str, Any]:
+    def _keep(self, parameter: Tensor, saved: Mapping[str, Any], place: Tier) -> dict[str, Any]:
         """Make a parameter's state of what was `saved` of it; a master that is missing is NaN until a step."""
         arrays = self._arrays(parameter)
-        values = {**self._rule.initial(self.param_groups[self._group_of[parameter]]), **saved}
+        values = {**self._rule.initial(self._group(parameter), parameter.dim()), **saved}
         held = hold_state(parameter, arrays, values, place)
-        held.stepped = stepped
+        held.made = frozenset(name for name in arrays if name in saved and name != MASTER)
+        self._places.add(parameter, arrays)
+        if MASTER not in saved:  # it is the weight's as it is now
+            self._versions.pop(parameter, None)
+            self._written.pop(parameter, None)
         scalars = {name: value for name, value in saved.items() if name not in arrays}
         state: dict[str, Any] = {**on_cpu(scalars), **shown_of(held)}
         self._states[parameter], self.state[parameter] = held, state

@@ -24,9 +24,9 @@ class Places:
         self._order: dict[Tensor, int] = {}
         self._on_disk: dict[Tensor, bool] = {}
 
-    def add(self, parameter: Tensor, state_bytes: int) -> None:
-        """Add a parameter that is to have so much state, behind those that are read before it."""
-        self._order[parameter] = state_bytes
+    def add(self, parameter: Tensor, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Add a parameter that is to have such arrays, behind those that are read before it; or know it has others."""
+        self._order[parameter] = state_bytes = parameter.numel() * sum(dtype.itemsize for dtype in dtypes.values())
         if (home := find_home(parameter)) is not None:
             home.state_bytes = state_bytes
 
@@ -91,8 +91,19 @@ def hold_state(
 
 
 def shown_of(held: State | DiskState) -> Mapping[str, Tensor]:
-    """Return the arrays that are in an optimizer's `state`: of a parameter that has made no step, only the master."""
-    return {name: tensor for name, tensor in held.tensors.items() if held.stepped or name == MASTER}
+    """Return the arrays that are in an optimizer's `state`: the master, and those that its class has made."""
+    return {name: tensor for name, tensor in held.tensors.items() if name in held.made or name == MASTER}
+
+
+def saved_of(
+    held: State | DiskState | None, state: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, Any]:
+    """Return what there is of a parameter in an optimizer's `state` and on disk, but for arrays not in `dtypes`."""
+    if held is None:
+        return dict(state)
+    more = held.read() if isinstance(held, DiskState) else {}
+    found = {**state, **{name: each for name, each in more.items() if name in held.made or name == MASTER}}
+    return {name: each for name, each in found.items() if name in dtypes or name not in held.dtypes}
 
 
 def is_in(held: State | DiskState, state: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ themselves, so a run can be repeated to the last bit.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -41,63 +41,72 @@ class Step:
     after: Mapping[str, Any]
 
 
+class Options(dict[str, Any]):
+    """Options by name that can be looked up by: no two different ones have the same text."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(self))
+
+
 class Rule:
     """How a torch optimizer class updates single elements, with what it keeps in `state_dtype`, but for fp32 masters.
 
-    Raises `OptionError` for another `state_dtype` than fp32 and bfloat16.
+    It is made with the options of a group, and with those `given` that are no group's. Raises `OptionError` for another
+    `state_dtype` than fp32 and bfloat16.
     """
 
-    def __init__(self, optimizer_class: type[torch.optim.Optimizer], state_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, optimizer_class: type[torch.optim.Optimizer], state_dtype: torch.dtype, given: Mapping[str, Any]
+    ) -> None:
         if state_dtype not in _STATE_DTYPES:
             raise OptionError(f"state_dtype is {state_dtype}; choose torch.float32 or torch.bfloat16.")
         self._class = optimizer_class
         self._state_dtype = state_dtype
-        self._arrays: dict[str, Mapping[str, torch.dtype]] = {}
-        self._steps: dict[tuple[str, str, bool], Step] = {}
+        self._given = given
+        self._arrays: dict[tuple[object, ...], Mapping[str, torch.dtype]] = {}
+        self._steps: dict[tuple[object, ...], Step] = {}
         self._kernels: dict[tuple[object, ...], Kernel] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
-        return rule_of, (self._class, self._state_dtype)
+        return rule_of, (self._class, self._state_dtype, self._given)
 
-    def defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of a group, with what the class has for those that are not given.
-
-        Raises `OptionError` for those that it refuses.
-        """
-        try:
-            return dict(self._class([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **options).defaults)
-        except ValueError as error:
-            raise OptionError(f"{self._class.__name__} cannot be made with these options: {error}.") from error
-
-    def arrays(self, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
-        """Return the dtypes of what is kept of parameters in a group, by name, the master weight first.
+    def arrays(self, group: Mapping[str, Any], dim: int) -> Mapping[str, torch.dtype]:
+        """Return the dtypes of what is kept of parameters of so many dimensions in a group, the master weight first.
 
         Raises `OptionError` when the class cannot be used, or not with these options.
         """
-        key = _options_key(group, float_digits=False)
+        key = _options_key(group, float_digits=False), dim
         if key not in self._arrays:
-            first = trace_step(self._class, group, {}, ())
-            second = trace_step(self._class, group, first.scalars, first.names)
+            small, other = ((2,) * max(0, dim - 1) + (each,) for each in (3, 4))
+            first, again = (self._trace(group, shape, {}, ()) for shape in (small, other))
+            second = self._trace(group, small, first.scalars, first.names)
+            name = self._class.__name__
             if second.names != first.names:
                 raise OptionError(
-                    f"{self._class.__name__} keeps {', '.join(first.names)} after one step, and "
-                    f"{', '.join(second.names)} after two; use an optimizer that always keeps the same."
+                    f"{name} keeps {', '.join(first.names)} after one step, and {', '.join(second.names)} after two; "
+                    "use an optimizer that always keeps the same."
                 )
-            kept = dict.fromkeys(first.names, self._state_dtype)
-            self._arrays[key] = MappingProxyType({MASTER: torch.float32, **kept})
+            if (again.key, again.numbers) != (first.key, first.numbers):
+                raise OptionError(f"what {name} does depends on a parameter's size; use another optimizer.")
+            kept = {MASTER: torch.float32, **dict.fromkeys(first.names, self._state_dtype)}
+            for traced in (first, second):
+                self._kernel(traced, kept)
+            if len(self._arrays) >= _MOST_STEPS:
+                self._arrays.clear()
+            self._arrays[key] = MappingProxyType(kept)
         return self._arrays[key]
 
-    def initial(self, group: Mapping[str, Any]) -> Mapping[str, float]:
+    def initial(self, group: Mapping[str, Any], dim: int) -> Mapping[str, float]:
         """Return what is in each array before the first step."""
-        return {MASTER: float("nan"), **self.step(group, {}, first=True).initial}
+        return {MASTER: float("nan"), **self.step(group, dim, {}, frozenset()).initial}
 
-    def step(self, group: Mapping[str, Any], scalars: Mapping[str, Any], *, first: bool) -> Step:
-        """Return a step of a parameter in a group, of which the class has `scalars` and arrays; or its `first`."""
-        arrays = self.arrays(group)
-        key = _options_key(group), _exactly(scalars), first
+    def step(self, group: Mapping[str, Any], dim: int, scalars: Mapping[str, Any], made: Collection[str]) -> Step:
+        """Return a step of a parameter in a group, of which the class has `scalars` and has `made` so many arrays."""
+        arrays = self.arrays(group, dim)
+        names = tuple(name for name in arrays if name in made and name != MASTER)
+        key = _options_key(group), dim, _exactly(scalars), names
         if key not in self._steps:
-            names = () if first else [name for name in arrays if name != MASTER]
-            traced = trace_step(self._class, group, {} if first else scalars, names)
+            traced = self._trace(group, (2,) * max(0, dim - 1) + (4,), scalars, names)
             if len(self._steps) >= _MOST_STEPS:
                 self._steps.clear()
             self._steps[key] = Step(
@@ -108,17 +117,45 @@ class Rule:
             )
         return self._steps[key]
 
+    def _trace(
+        self, group: Mapping[str, Any], shape: tuple[int, ...], scalars: Mapping[str, Any], names: Sequence[str]
+    ) -> TracedStep:
+        return trace_step(self._class, self._given, group, shape, scalars, names)
+
     def _kernel(self, traced: TracedStep, arrays: Mapping[str, torch.dtype]) -> "Kernel":
+        if set(traced.names) - set(arrays):
+            raise OptionError(f"{self._class.__name__} keeps {', '.join(traced.names)} by now; use another optimizer.")
         key = traced.key, traced.reads, traced.names, tuple(arrays.items())
         if key not in self._kernels:
-            self._kernels[key] = Kernel(traced, arrays)
+            kernel = Kernel(traced, arrays)
+            try:
+                kernel.try_out()
+            except RuntimeError as error:
+                raise OptionError(f"{self._class.__name__} cannot update a parameter at home: {error}") from error
+            self._kernels[key] = kernel
         return self._kernels[key]
 
 
 @functools.cache
-def rule_of(optimizer_class: type[torch.optim.Optimizer], state_dtype: torch.dtype = torch.float32) -> Rule:
+def rule_of(optimizer_class: type[torch.optim.Optimizer], state_dtype: torch.dtype, given: Options) -> Rule:
     """Return the rule of a class, which all its optimizers share, and so its kernels; raises what `Rule` raises."""
-    return Rule(optimizer_class, state_dtype)
+    return Rule(optimizer_class, state_dtype, given)
+
+
+def find_rule(
+    optimizer_class: type[torch.optim.Optimizer], state_dtype: torch.dtype, options: Mapping[str, Any]
+) -> tuple[Rule, dict[str, Any]]:
+    """Return the rule of a class made with `options`, and the options of its groups, with those not given.
+
+    Raises `OptionError` for options that it refuses.
+    """
+    try:
+        weight = torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))
+        defaults = dict(optimizer_class([weight], **options).defaults)
+    except ValueError as error:
+        raise OptionError(f"{optimizer_class.__name__} cannot be made with these options: {error}.") from error
+    given = Options({name: value for name, value in options.items() if name not in defaults})
+    return rule_of(optimizer_class, state_dtype, given), defaults  # type: ignore[arg-type]
 
 
 class Kernel:
@@ -136,6 +173,11 @@ class Kernel:
         digits, which are worth keeping; else somebody has set it since.
         """
 
+    def try_out(self) -> None:
+        """Run it uncompiled on a few elements; raises `RuntimeError` if it cannot be run on tensors."""
+        tensors = [torch.zeros(3, dtype=each, device="cpu") for each in (torch.float32, torch.float32, *self._dtypes)]
+        self._update(*tensors, torch.ones(self._count, dtype=torch.float32, device="cpu"))
+
     def compiled(self, dtype: torch.dtype, device: torch.device) -> Callable[..., None]:
         """Return the update of parameters of `dtype` on `device`, compiled at the first call.
 
@@ -144,7 +186,7 @@ class Kernel:
         if (dtype, device) not in self._compiled:
             length = _EXAMPLE_LENGTH if device.type == "cpu" else _LEAST_LENGTH  # a device's budget may be all but full
             tensors = [torch.zeros(length, dtype=each, device=device) for each in (dtype, dtype, *self._dtypes)]
-            numbers = torch.ones(self._count, device=device)
+            numbers = torch.ones(self._count, dtype=torch.float32, device=device)
             self._compiled[dtype, device] = compat.compile_for_threads(self._update, [*tensors, numbers])
         return self._compiled[dtype, device]
 
@@ -155,10 +197,14 @@ def _updating(traced: TracedStep, names: Sequence[str]) -> Callable[..., None]:
     reads = [names.index(name) for name in traced.reads]
     writes = [names.index(name) for name in traced.names]
 
+    (results,) = traced.graph.find_nodes(op="output")[0].args
+    given = [each.op == "placeholder" for each in results]  # what is written first must not change what is written next
+
     def update(gradient: Tensor, weight: Tensor, master: Tensor, *rest: Tensor) -> None:
         *arrays, numbers = rest
         change = gradient.float() * numbers[0]
-        new, *made = module(change, master, *(arrays[index].float() for index in reads), numbers[1:])
+        found = module(change, master, *(arrays[index].float() for index in reads), numbers[1:])
+        new, *made = (value.clone() if same else value for value, same in zip(found, given, strict=True))
         master.copy_(new)
         for index, value in zip(writes, made, strict=True):
             arrays[index].copy_(value if arrays[index].dtype == torch.float32 else _rounded(value, new))
@@ -190,10 +236,16 @@ def _rounded(value: Tensor, other: Tensor) -> Tensor:
 
 
 def _options_key(group: Mapping[str, Any], *, float_digits: bool = True) -> str:
+    """Return a text that differs where the options of two groups do; without `float_digits`, or where one is 0."""
     options = {name: value for name, value in group.items() if name != "params"}
-    if not float_digits:  # an array may be there or not for a number that is 0, such as momentum
-        options = {k: bool(value) if isinstance(value, float | Tensor) else value for k, value in options.items()}
-    return _exactly(options)
+    return _exactly(options if float_digits else {name: _is_there(value) for name, value in options.items()})
+
+
+def _is_there(value: Any) -> Any:
+    """Return an option without the digits of its numbers: an array may be there or not for a momentum of 0, say."""
+    if isinstance(value, tuple | list):
+        return [_is_there(each) for each in value]
+    return bool(value) if isinstance(value, float | Tensor) else value
 
 
 def _exactly(values: Mapping[str, Any]) -> str:

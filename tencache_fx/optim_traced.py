@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tencache_fx.errors import OptionError
 
-_COUNT = 8
 _UNFUSED = ("foreach", "fused", "capturable", "differentiable")
 _aten = torch.ops.aten
 
@@ -42,39 +41,50 @@ class TracedStep:
 
 def trace_step(
     optimizer_class: type[torch.optim.Optimizer],
+    given: Mapping[str, Any],
     group: Mapping[str, Any],
+    shape: tuple[int, ...],
     scalars: Mapping[str, Any],
     names: Sequence[str],
 ) -> TracedStep:
-    """Return what a step of `optimizer_class` does to a parameter in `group`, given what it has of it.
+    """Return what a step of `optimizer_class` does to a parameter of `shape` in `group`, given what it has of it.
 
-    That are arrays called `names`, and `scalars`; at its first step, nothing. Raises `OptionError` when what it does to
-    one element depends on others, or when it changes its group.
+    That are arrays called `names`, and `scalars`; at its first step, nothing. The class is made with what it takes of
+    `given` and of the group. Raises `OptionError` when what it does to one element depends on others, and when it keeps
+    what it has elsewhere than in the parameter's state.
     """
     options = {
         name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
     }
-    weight, gradient = torch.nn.Parameter(torch.zeros(_COUNT)), torch.zeros(_COUNT)
-    arrays = {name: torch.zeros(_COUNT) for name in names}
-    recorder = _Recorder(optimizer_class, (gradient, weight, *arrays.values()))
-    weight.grad = gradient
-    with torch.no_grad(), recorder:
-        inner = optimizer_class([weight], **_accepted(optimizer_class, options))
-        (own,) = inner.param_groups
-        own.update(options, **{name: False for name in _UNFUSED if name in own})
-        if scalars or arrays:
-            inner.state[weight] = {**copy.deepcopy(dict(scalars)), **arrays}
-        before = dict(own)
+    with torch.no_grad(), torch.device("cpu"):
+        weight, gradient, *more = (torch.zeros(shape, dtype=torch.float32) for _ in range(2 + len(names)))
+        weight, arrays = torch.nn.Parameter(weight), dict(zip(names, more, strict=True))
+        weight.grad = gradient
         try:
-            inspect.unwrap(optimizer_class.step)(inner)
+            with _Recorder(optimizer_class, (gradient, weight, *more)) as recorder:
+                inner = optimizer_class([weight], **_accepted(optimizer_class, {**given, **options}))
+                (own,) = inner.param_groups
+                own.update(options, **{name: False for name in _UNFUSED if name in own})
+                if scalars or arrays:
+                    inner.state[weight] = {**copy.deepcopy(dict(scalars)), **arrays}
+                before = dict(own), _own_values(inner)
+                inspect.unwrap(optimizer_class.step)(inner)
         except OptionError:
             raise
-        except (TypeError, RuntimeError, ValueError, KeyError) as error:
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise OptionError(f"{optimizer_class.__name__} cannot update a parameter at home: {error}") from error
-    if own != before:
+    if (own, _own_values(inner)) != before:
         raise OptionError(f"{optimizer_class.__name__} changes its own options as it steps; use another optimizer.")
+    if set(inner.state) - {weight}:
+        raise OptionError(f"{optimizer_class.__name__} has state of more than its parameters; use another optimizer.")
     state = inner.state[weight]
-    made = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == (_COUNT,)}
+    made = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
+    memories = {_memory(each) for each in (weight, *made.values())}
+    if len(memories) <= len(made) or not all(each.is_floating_point() for each in made.values()):
+        raise OptionError(
+            f"{optimizer_class.__name__} keeps what shares memory, or is of integers ({', '.join(made)}), of a "
+            "parameter; use another optimizer."
+        )
     initial = recorder.take_for_inputs({name: each for name, each in made.items() if name not in arrays})
     graph = recorder.finish((weight, *made.values()))
     return TracedStep(
@@ -94,13 +104,17 @@ def _accepted(optimizer_class: type, options: Mapping[str, Any]) -> dict[str, An
     return {name: value for name, value in options.items() if name in parameters}
 
 
+def _own_values(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    return {name: repr(value) for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+
+
 class _Recorder(TorchDispatchMode):
     """Notes what is done to elements; a change in place gives a new value to all that shares the memory."""
 
     def __init__(self, owner: type, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.numbers: list[float] = []
-        self._owner = owner
+        self._owner, self._shape = owner, inputs[0].shape
         self._graph = fx.Graph()
         self._alive = list(inputs)  # so that no two have the same memory
         self._values = {_memory(each): self._graph.placeholder(f"x{index}") for index, each in enumerate(inputs)}
@@ -151,6 +165,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._refuse(func)
         result = func(*args, **kwargs)
         if any(isinstance(each, Tensor) and _memory(each) in self._values for each in _flat((*args, *kwargs.values()))):
             self._note(func, args, kwargs, result)
@@ -158,7 +174,7 @@ class _Recorder(TorchDispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func._schema.name.removeprefix("aten::")
-        if not isinstance(result, Tensor) or result.shape != (_COUNT,) or name in ("view", "index"):
+        if not isinstance(result, Tensor) or result.shape != self._shape or name in ("view", "index"):
             self._refuse(func)
         if name in ("detach", "alias"):
             return
@@ -172,8 +188,10 @@ class _Recorder(TorchDispatchMode):
         elif name in _REWRITES:
             value = _REWRITES[name](self, *args, **{key: each for key, each in kwargs.items() if key in _NUMBERS})
         elif _is_pointwise(name, func) and written in ([], ["self"], ["out"]):
-            exponents = args[1:] if name == "pow" else ()  # a part of the op, which compilers know some of
-            values = [each if any(each is one for one in exponents) else self.value(each) for each in args]
+            # An exponent is a part of the op: compilers know some. What else is a number may be another one each step.
+            values = [each if name == "pow" and isinstance(each, int | float) else self.value(each) for each in args]
+            if name in ("mul", "div"):
+                values = [self.value(float(each)) if type(each) is int else each for each in values]
             value = self.call(name, *values, **{key: self.value(each) for key, each in kwargs.items()})
         else:
             self._refuse(func)
@@ -214,15 +232,15 @@ def _flat(args: Any) -> list[Any]:
 
 
 def _add(to: _Recorder, one: Any, other: Any, alpha: float = 1) -> fx.Node:
-    return to.call("add", to.value(one), _times(to, to.value(other), alpha))
+    return to.call("add", to.value(one), _times(to, _operand(to, other), alpha))
 
 
 def _sub(to: _Recorder, one: Any, other: Any, alpha: float = 1) -> fx.Node:
-    return to.call("sub", to.value(one), _times(to, to.value(other), alpha))
+    return to.call("sub", to.value(one), _times(to, _operand(to, other), alpha))
 
 
 def _rsub(to: _Recorder, one: Tensor, other: Any, alpha: float = 1) -> fx.Node:
-    return to.call("sub", to.like(one, other), _times(to, to.value(one), alpha))
+    return to.call("sub", to.like(one, float(other)), _times(to, to.value(one), alpha))
 
 
 def _addcmul(to: _Recorder, one: Tensor, first: Tensor, second: Tensor, value: float = 1) -> fx.Node:
@@ -252,6 +270,10 @@ def _clamp(to: _Recorder, one: Tensor, least: Any = None, most: Any = None) -> f
         None if each is None else to.value(each if isinstance(each, Tensor) else float(each)) for each in (least, most)
     ]
     return to.call("clamp", to.value(one), *limits)
+
+
+def _operand(to: _Recorder, given: Any) -> Any:
+    return to.value(float(given) if type(given) is int else given)
 
 
 def _times(to: _Recorder, value: Any, factor: float) -> Any:

@@ -204,3 +204,18 @@ def test_states_that_die_while_the_store_is_closed_are_no_obstacle(tmp_path: Pat
     closing.join(30)
     assert not closing.is_alive()
     assert torch.equal(kept.read()["a"], torch.full_like(parameter, 3))
+
+
+def test_the_line_goes_on_when_no_buffer_can_be_written(tmp_path: Path) -> None:
+    """All its buffers are where pieces are from then on: it takes others."""
+    io = FaultyIO()
+    engine = engine_with(tmp_path, io)
+    state = DiskState(engine.disk_line, torch.zeros(7 * PIECE), {"a": torch.float32}, {"a": 0.0}, "it")
+
+    def fill(part: slice, arrays: Sequence[Tensor]) -> None:
+        arrays[0].fill_(3)
+
+    io.write_errors = [28] * 1000
+    with pytest.warns(UserWarning, match="with this in host memory"):
+        engine.disk_line.run(state, fill)
+    assert torch.equal(state.read()["a"], torch.full((7 * PIECE,), 3.0))

@@ -350,3 +350,21 @@ def test_dumps_are_read_by_the_command_line(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert f"{len(record.problem.ops)}, backward from {record.problem.boundary}" in done.stdout
     assert int(live_bytes(record.problem, record.plan.spills).max()) <= 1_000_000
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["nonzero", "checked"])
+def test_a_size_that_only_the_run_knows_beside_a_dynamic_one(
+    *, counted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a check bounds is planned for; rows that are chosen from a number of rows that may be any are not."""
+    model = Routed(most=256)
+    captured = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
+    with captured, faulty_engine():
+        run = compiled(model, {**EAGER, "device_budget": 900_000}, fullgraph=True, dynamic=True)
+        for count in (100, 7):
+            inputs = (torch.randn(256 - count, 64), *([torch.tensor(count)] if counted else []))
+            mine, true = train_routed(model, run, *inputs), train_routed(model, model, *inputs)
+            for got, want in zip(mine, true, strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        assert ("runs without a plan" in caplog.text) is not counted
+        del run

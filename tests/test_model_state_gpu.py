@@ -11,7 +11,7 @@ from torch import nn
 
 import tencache_fx
 from tencache_fx.optim import AdamW
-from tencache_fx.optim_rules import MASTER, Rule
+from tencache_fx.optim_rules import find_rule
 from tencache_fx.runtime.engine import Engine, resolve_device
 from tencache_fx.runtime.registry import install_engine
 from tencache_fx.session import regions
@@ -85,13 +85,11 @@ def test_an_update_has_the_same_bits_on_the_device_as_on_the_host(
     generator = torch.Generator().manual_seed(0)
     count = 1_000_003
     change, weight = (torch.randn(count, generator=generator).to(dtype) for _ in range(2))
-    rule = Rule(optimizer_class, state_dtype)
-    group = rule.defaults({} if optimizer_class is torch.optim.AdamW else {"momentum": 0.9})
-    step = rule.step(group, {"step": torch.tensor(3.0)}, first=False)
-    state = [
-        torch.rand(count, generator=generator).to(torch.float32 if name == MASTER else state_dtype)
-        for name in rule.arrays(group)
-    ]
+    options = {} if optimizer_class is torch.optim.AdamW else {"momentum": 0.9}
+    rule, group = find_rule(optimizer_class, state_dtype, options)
+    arrays = rule.arrays(group, 1)
+    step = rule.step(group, 1, {"step": torch.tensor(3.0)}, arrays)
+    state = [torch.rand(count, generator=generator).to(each) for each in arrays.values()]
     on_host = [change, weight, *state]
     on_device = [each.cuda() for each in on_host]
     step.kernel.compiled(dtype, torch.device("cpu"))(*on_host, step.numbers)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, fx, nn
 import tencache_fx
 from tencache_fx.errors import OptionError
 from tencache_fx.optim import AdamW, HomeOptimizer
-from tencache_fx.optim_rules import Rule, _rounded
+from tencache_fx.optim_rules import _rounded, find_rule
 from tencache_fx.optim_traced import trace_step
 from tencache_fx.runtime.registry import engines
 from tencache_fx.session import regions
@@ -66,7 +67,7 @@ def test_what_is_traced_of_a_class_does_what_it_does(
     for step in range(9):
         inner.param_groups[0]["lr"] *= 0.9
         gradients([parameter], step)
-        traced = trace_step(optimizer_class, inner.param_groups[0], scalars, tuple(arrays))
+        traced = trace_step(optimizer_class, {}, inner.param_groups[0], (8,), scalars, tuple(arrays))
         inner.step()
         keys.add(traced.key)
         arrays |= {name: torch.full((8,), value) for name, value in traced.initial.items()}
@@ -223,15 +224,192 @@ def test_state_in_bfloat16_goes_on_from_a_checkpoint_to_the_last_bit() -> None:
     assert torch.equal(whole, second)
 
 
+class Other(torch.optim.Optimizer):
+    """Does what its `change` does, given the parameter, its gradient, its state and itself."""
+
+    change: Callable[..., None]
+
+    def __init__(self, params: Any, lr: float = 0.1, rate: float = 0.9) -> None:
+        self.rate, self.count = rate, 0
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            type(self).change(self, p, p.grad, self.state[p])
+
+
+def other(change: Callable[..., None]) -> type[Other]:
+    return type(change.__name__.title(), (Other,), {"change": change})
+
+
+def keeps_the_weight_before(self: Other, p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    state["before"] = p.clone()
+    p.sub_(g, alpha=0.1)
+
+
+def swaps(self: Other, p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    one, two = state.setdefault("one", torch.zeros_like(p)), state.setdefault("two", torch.ones_like(p))
+    state["one"], state["two"] = two, one + g
+    p.sub_(two, alpha=0.1)
+
+
+def looks_ahead(self: Other, p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    slow = state.setdefault("slow", p.clone())
+    p.sub_(g, alpha=0.1)
+    state["step"] = state.get("step", 0) + 1
+    if state["step"] % 3 == 0:
+        slow.lerp_(p, 0.5)
+        p.copy_(slow)
+
+
+def has_a_rate_of_its_own(self: Other, p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    p.mul_(self.rate).sub_(g)
+
+
+def divides_by_its_step(self: Other, p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    state["step"] = state.get("step", 0) + 1
+    p.sub_(g / state["step"]).add_(state["step"] * 2 - 1)
+
+
+def looks_at_the_dimensions(self: Other, p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    p.sub_(g, alpha=0.1 if p.dim() > 1 else 0.2)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize(
+    "change",
+    [
+        keeps_the_weight_before,
+        swaps,
+        looks_ahead,
+        has_a_rate_of_its_own,
+        divides_by_its_step,
+        looks_at_the_dimensions,
+    ],
+)
+def test_whatever_a_class_does_to_elements_is_done(change: Callable[..., None], dim: int) -> None:
+    """Step by step beside the class itself; kernels run uncompiled."""
+    generator = torch.Generator().manual_seed(0)
+    parameter = nn.Parameter(torch.randn((3,) * dim, generator=generator))
+    inner = other(change)([parameter], rate=0.5)
+    rule, group = find_rule(type(inner), torch.float32, {"rate": 0.5})
+    arrays = {name: torch.zeros(3**dim) for name in rule.arrays(group, dim)}
+    arrays["master"].copy_(parameter.detach().flatten())
+    scalars: dict[str, Any] = {}
+    made: frozenset[str] = frozenset()
+    weight, kernels = torch.empty(3**dim), set()
+    for _ in range(7):
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+        step = rule.step(group, dim, scalars, made)
+        if not made:
+            arrays |= {name: torch.full_like(weight, value) for name, value in step.initial.items()}
+        step.kernel._update(parameter.grad.flatten().clone(), weight, *arrays.values(), step.numbers)
+        scalars, made = dict(step.after), frozenset(arrays)
+        kernels.add(step.kernel)
+        inner.step()
+        torch.testing.assert_close(weight, parameter.detach().flatten(), rtol=1e-6, atol=1e-6)
+        for name, value in arrays.items():
+            expected = inner.state[parameter][name].flatten() if name != "master" else weight
+            torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
+    assert len(kernels) <= 3
+
+
+def counts(self: Other, p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    self.count += 1
+    p.sub_(g, alpha=0.1 / self.count)
+
+
+def has_state_for_all(self: Other, p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    self.state["all"] = {"step": 1}
+
+
+def keeps_one_twice(self: Other, p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    state["one"] = state["two"] = state.get("one", torch.zeros_like(p)).add_(g)
+
+
+def throws_dice(self: Other, p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    p.sub_(g * torch.rand(()))
+
+
+def looks_at_the_size(self: Other, p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    p.sub_(g, alpha=p.numel() ** -0.5)
+
+
+def hardens(self: Other, p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    p.copy_(nn.functional.hardtanh(p, -2.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (counts, "changes its own options"),
+        (has_state_for_all, "has state of more than its parameters"),
+        (keeps_one_twice, r"keeps what shares memory.*\(one, two\)"),
+        (throws_dice, "more than arithmetic on single elements .*rand"),
+        (looks_at_the_size, "depends on a parameter's size"),
+        (hardens, "(?s)cannot update a parameter at home.*hardtanh"),
+    ],
+)
+def test_what_would_go_wrong_later_is_refused_at_once(change: Callable[..., None], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        HomeOptimizer([nn.Parameter(torch.ones(4))], other(change))
+
+
+@pytest.mark.parametrize("at_home", [False, True])
+def test_options_and_state_may_be_changed_on_the_way(at_home: bool) -> None:  # noqa: FBT001
+    """Momentum comes and goes, groups change places, state is forgotten."""
+
+    def run(make: Callable[..., torch.optim.Optimizer], *, home: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(160, 160), nn.Linear(160, 160))
+        if home:
+            tencache_fx.offload(model)
+        optimizer = make([{"params": list(layer.parameters()), "lr": 0.1 * k} for k, layer in enumerate(model, 1)])
+        for step in range(8):
+            if step == 2:
+                optimizer.param_groups.reverse()
+            if step == 3:
+                optimizer.param_groups[0]["momentum"] = 0.9
+            if step == 5:
+                optimizer.state.clear()
+            if step == 6:
+                optimizer.param_groups[0]["momentum"] = 0.0
+            for index, parameter in enumerate(model.parameters()):
+                generator = torch.Generator().manual_seed(100 * step + index)
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+        return [value.clone() for value in model.state_dict().values()]
+
+    expected = run(partial(torch.optim.SGD, lr=0.1), home=False)
+    found = run(partial(HomeOptimizer, optimizer_class=torch.optim.SGD, lr=0.1), home=at_home)
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+
+
+def test_kernels_do_not_depend_on_the_default_dtype() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        parameter = nn.Parameter(torch.ones(9, dtype=torch.float32))
+        optimizer = HomeOptimizer([parameter], torch.optim.SGD, lr=0.1)
+        step = optimizer._rule.step(optimizer.param_groups[0], 1, {}, ())
+        kernel = step.kernel.compiled(torch.float32, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    master, weight = torch.ones(9), torch.ones(9)
+    kernel(torch.ones(9), weight, master, step.numbers)
+    torch.testing.assert_close(weight, torch.full((9,), 0.9))
+
+
 def test_a_step_compiles_one_kernel_whatever_its_numbers() -> None:
-    rule = Rule(torch.optim.AdamW)
-    group = rule.defaults({"lr": 1e-3})
+    rule, group = find_rule(torch.optim.AdamW, torch.float32, {"lr": 1e-3})
     kernels = set()
     scalars: dict[str, Any] = {}
+    made: frozenset[str] = frozenset()
     for step in range(5):
-        found = rule.step({**group, "lr": 1e-3 / (1 + step)}, scalars, first=step == 0)
+        found = rule.step({**group, "lr": 1e-3 / (1 + step), "betas": (0.9 - step / 100, 0.99)}, 2, scalars, made)
         kernels.add(found.kernel)
-        scalars = dict(found.after)
+        scalars, made = dict(found.after), frozenset(rule.arrays(group, 2))
     assert len(kernels) == 1
     with pytest.raises(OptionError, match="AdamW cannot update a parameter at home: 'step'"):
-        rule.step(group, {}, first=False)
+        rule.step(group, 2, {}, made)

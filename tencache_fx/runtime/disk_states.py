@@ -75,7 +75,7 @@ class DiskState:
     ) -> None:
         self.stride = parameter.stride()
         self.dtypes = dict(dtypes)
-        self.stepped = False  # set by the optimizer: whether it has updated what was there at first
+        self.made: frozenset[str] = frozenset()  # set by the optimizer: what there is of, by its class's steps
         self.place: Tier | None = Tier.NVME
         self.tensors: dict[str, Tensor] = {}  # none of them is in memory
         each_bytes = sum(dtype.itemsize for dtype in dtypes.values())  # of an element
@@ -320,22 +320,28 @@ class DiskLine:
 
         Where host memory has no room for another, those there are have to do. Raises `BudgetError` if there are none.
         """
-        with self._free:
-            if self._buffers:
-                return self._buffers.popleft()
-            grows, first = self._lent < _DEPTH, self._lent == 0
-        if grows:
-            with contextlib.ExitStack() as quietly:
-                if not first:
-                    quietly.enter_context(contextlib.suppress(BudgetError))
+        full = False  # host memory has no room for one more
+        while True:
+            with self._free:
+                if self._buffers:
+                    return self._buffers.popleft()
+                none = self._lent == 0  # all are where pieces are now that could not be written, or this is the first
+                grows = none or not (full or self._lent >= _DEPTH)
+                if not grows and not wait:
+                    return None
+                if not grows:
+                    self._free.wait()
+                    continue
+            try:
                 buffer = self._pool.lend(self.buffer_bytes, Use.STATE)
-                with self._free:
-                    self._lent += 1
-                return buffer
-        with self._free:
-            while wait and not self._buffers:
-                self._free.wait()
-            return self._buffers.popleft() if self._buffers else None
+            except BudgetError:
+                if none:
+                    raise
+                full = True
+                continue
+            with self._free:
+                self._lent += 1
+            return buffer
 
     def _give_back(self, buffer: Buffer) -> None:
         with self._free:

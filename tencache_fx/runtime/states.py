@@ -25,7 +25,7 @@ class State:
     def __init__(self, homes: Homes, parameter: Tensor, dtypes: Mapping[str, torch.dtype], *, on_device: bool) -> None:
         self.stride = parameter.stride()
         self.dtypes = dict(dtypes)
-        self.stepped = False  # set by the optimizer: whether it has updated what was there at first
+        self.made: frozenset[str] = frozenset()  # set by the optimizer: what there is of, by its class's steps
         self.place = Tier.DEVICE if on_device else Tier.HOST
         count = parameter.numel()
         sizes = [round_up(count * dtype.itemsize, _ALIGN_BYTES) for dtype in dtypes.values()]
