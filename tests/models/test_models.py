@@ -38,8 +38,9 @@ def test_training_is_bitwise_equal_on_the_same_graphs(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "t5", "swin", "convnext", "scan"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "t5", "swin"])
 def test_training_with_inductor_is_equal_within_rounding(name: str) -> None:
+    # Not those of whose fused code nothing may travel, or which holds more than the budget leaves for it.
     row = make_row(needs(family(name)), INDUCTOR, share=0.5)
     assert not row.differences
     assert row.ours.graph_breaks == row.theirs.graph_breaks
