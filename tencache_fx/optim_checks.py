@@ -1,4 +1,4 @@
-"""What the optimizers refuse: parameters and saved states that they cannot use."""
+"""What the optimizers refuse: parameters and states that they cannot use."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tencache_fx.errors import OptionError, UsageError
+from tencache_fx.errors import OptionError
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -26,21 +26,9 @@ def check_group(group: Mapping[str, Any]) -> None:
             )
 
 
-def check_sizes(parameter: Tensor, saved: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise `OptionError` if what was saved of a parameter's state is that of another."""
-    for name in names:
-        if name in saved and saved[name].shape != parameter.shape:
-            raise OptionError(
-                f"the saved {name} has size {tuple(saved[name].shape)}, its parameter {tuple(parameter.shape)}; "
-                "load the state of the same model."
-            )
-
-
-def check_unchanged(parameter: Tensor, state: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise `UsageError` if a parameter has another size than its state."""
+def find_misfit(parameter: Tensor, state: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """Return what is of another size than its parameter, in words; None if nothing is."""
     for name in names:
         if name in state and state[name].shape != parameter.shape:
-            raise UsageError(
-                f"a parameter has size {tuple(parameter.shape)}, and its {name} {tuple(state[name].shape)}; a "
-                "parameter whose size has changed needs a new optimizer."
-            )
+            return f"{name} has size {tuple(state[name].shape)}, its parameter {tuple(parameter.shape)}"
+    return None

@@ -22,7 +22,7 @@ from torch.optim.optimizer import ParamsT
 from tencache_fx import compat
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.model_state import engine_of, find_home
-from tencache_fx.optim_checks import check_group, check_sizes, check_unchanged
+from tencache_fx.optim_checks import check_group, find_misfit
 from tencache_fx.optim_places import Places, hold_state, is_in, on_cpu, saved_of, shown_of
 from tencache_fx.optim_rules import MASTER, Step, find_rule
 from tencache_fx.optim_updates import (
@@ -165,10 +165,9 @@ class HomeOptimizer(torch.optim.Optimizer):
                 here = list(some)
                 count = sum(-(-p.numel() // _most(p)) for _, p in here)
                 most_bytes = max(min(p.nbytes, PIECE_BYTES) for _, p in here)
+                pieces = self._pieces(here, updated)
                 with compat.any_number_of_compilations():  # for dtypes, lengths of 1, numbers of threads, ...
-                    work_at_home(
-                        engine_of(torch.device(device)), self._pieces(here, updated), count, run_piece, most_bytes
-                    )
+                    work_at_home(engine_of(torch.device(device)), pieces, count, run_piece, most_bytes)
         except BaseException as error:
             error.add_note(
                 f"Of {len(todo)} parameters {len(updated)} have been updated, in order, and their state counts one "
@@ -198,8 +197,9 @@ class HomeOptimizer(torch.optim.Optimizer):
         `ValueError` as torch does when the groups do not match.
         """
         self._settle()
-        for group in state_dict["param_groups"]:
-            self._rule.arrays({**self.defaults, **group}, 1)
+        for own, group in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            for dim in {parameter.dim() for parameter in own["params"]}:
+                self._rule.arrays({**self.defaults, **group}, dim)
         parameters = [p for group in self.param_groups for p in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         pairs = dict(zip(indices, parameters, strict=False))
@@ -209,7 +209,8 @@ class HomeOptimizer(torch.optim.Optimizer):
             if k in pairs
         }
         for parameter, saved in saved_of.items():
-            check_sizes(parameter, saved, self._arrays(parameter))
+            if (misfit := find_misfit(parameter, saved, self._arrays(parameter))) is not None:
+                raise OptionError(f"the saved {misfit}; load the state of the same model.")
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._states, self._group_of = {}, {}
         for parameter, saved in saved_of.items():
@@ -364,11 +365,11 @@ class HomeOptimizer(torch.optim.Optimizer):
         """Return the parameter's state, made at its first step, in the order the parameter has in memory now."""
         state: dict[str, Any] = self.state[parameter]
         home, held = find_home(parameter), self._states.get(parameter)
-        place = self._places.of(parameter, held)
-        arrays = self._arrays(parameter)
-        right = held is not None and held.stride == parameter.stride() and held.place == place
+        place, arrays = self._places.of(parameter, held), self._arrays(parameter)
+        right = held is not None and held.layout == (parameter.size(), parameter.stride()) and held.place == place
         if held is None or not right or not is_in(held, state) or held.dtypes != arrays:
-            check_unchanged(parameter, state, arrays)
+            if (misfit := find_misfit(parameter, state, arrays)) is not None:
+                raise UsageError(f"{misfit}; a parameter whose size has changed needs a new optimizer.")
             state = self._keep(parameter, saved_of(held, state, arrays), place)
         if home is not None:
             kept = self._states[parameter]
@@ -390,8 +391,7 @@ class HomeOptimizer(torch.optim.Optimizer):
         if MASTER not in saved:  # it is the weight's as it is now
             self._versions.pop(parameter, None)
             self._written.pop(parameter, None)
-        scalars = {name: value for name, value in saved.items() if name not in arrays}
-        state: dict[str, Any] = {**on_cpu(scalars), **shown_of(held)}
+        state = on_cpu({name: value for name, value in saved.items() if name not in arrays}) | shown_of(held)
         self._states[parameter], self.state[parameter] = held, state
         return state
 

@@ -90,7 +90,7 @@ def hold_state(
     return DiskState(engine.disk_line, parameter, dtypes, values, label)
 
 
-def shown_of(held: State | DiskState) -> Mapping[str, Tensor]:
+def shown_of(held: State | DiskState) -> dict[str, Tensor]:
     """Return the arrays that are in an optimizer's `state`: the master, and those that its class has made."""
     return {name: tensor for name, tensor in held.tensors.items() if name in held.made or name == MASTER}
 

@@ -42,7 +42,7 @@ class Step:
 
 
 class Options(dict[str, Any]):
-    """Options by name that can be looked up by: no two different ones have the same text."""
+    """Options by name, as the key of a cache."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(repr(self))

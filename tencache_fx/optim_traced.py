@@ -1,6 +1,6 @@
 """What one step of any elementwise optimizer does to each element, found by having it step over a few elements.
 
-The optimizer's own `step` runs, uncompiled, on a parameter of eight elements, and each op on elements is noted. What
+The optimizer's own `step` runs, uncompiled, on a parameter of a few elements, and each op on elements is noted. What
 else it computes, from its step count, its learning rate and so on, is a number of that step: the noted graph takes such
 numbers as an input. So the graph is compiled once, and its numbers are found anew for each step.
 """

@@ -263,6 +263,17 @@ def test_state_of_another_size_is_refused_and_nothing_changes() -> None:
     assert all(torch.equal(before[0][name], after[0][name]) for name in (*STATE, "step"))
 
 
+def test_a_parameter_whose_size_has_changed_is_refused() -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = AdamW([parameter])
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    parameter.data, parameter.grad = torch.ones(6), None
+    parameter.grad = torch.ones(6)
+    with pytest.raises(UsageError, match=r"master has size \(4,\), its parameter \(6,\).*needs a new optimizer"):
+        optimizer.step()
+
+
 def test_a_closure_a_scaler_and_a_skipped_step_are_torchs() -> None:
     parameter = nn.Parameter(torch.ones(4))
     optimizer = AdamW([parameter], lr=0.1)

@@ -315,6 +315,19 @@ def test_whatever_a_class_does_to_elements_is_done(change: Callable[..., None], 
     assert len(kernels) <= 3
 
 
+def wants_matrices(self: Other, p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    if p.dim() != 2:
+        raise ValueError("no matrix")
+    p.sub_(g, alpha=0.1)
+
+
+def test_state_of_a_class_for_matrices_only_is_loaded() -> None:
+    optimizer = HomeOptimizer([nn.Parameter(torch.ones(3, 3))], other(wants_matrices))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with pytest.raises(OptionError, match="cannot update a parameter at home: no matrix"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
 def counts(self: Other, p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
     self.count += 1
     p.sub_(g, alpha=0.1 / self.count)

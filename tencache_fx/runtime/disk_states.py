@@ -73,14 +73,13 @@ class DiskState:
         values: Mapping[str, Tensor | float],
         label: str,
     ) -> None:
-        self.stride = parameter.stride()
+        self.layout = parameter.size(), parameter.stride()
         self.dtypes = dict(dtypes)
         self.made: frozenset[str] = frozenset()  # set by the optimizer: what there is of, by its class's steps
         self.place: Tier | None = Tier.NVME
         self.tensors: dict[str, Tensor] = {}  # none of them is in memory
         each_bytes = sum(dtype.itemsize for dtype in dtypes.values())  # of an element
         self.nbytes = parameter.numel() * each_bytes
-        self._layout = parameter.size(), parameter.stride()
         self._line = line
         self._left: dict[str, Tensor] | None = None
         self._lost: StoreError | None = None
@@ -113,7 +112,7 @@ class DiskState:
             raise StoreError(str(self._lost)) from self._lost
         if self._left is not None:
             return self._left
-        size, stride = self._layout
+        size, stride = self.layout
         count = size.numel()
         with tempfile.NamedTemporaryFile(prefix="tencache-", dir=self._line.store.directories[0]) as file:
             file.truncate(max(4, self.nbytes))

@@ -23,7 +23,7 @@ class State:
     """
 
     def __init__(self, homes: Homes, parameter: Tensor, dtypes: Mapping[str, torch.dtype], *, on_device: bool) -> None:
-        self.stride = parameter.stride()
+        self.layout = parameter.size(), parameter.stride()
         self.dtypes = dict(dtypes)
         self.made: frozenset[str] = frozenset()  # set by the optimizer: what there is of, by its class's steps
         self.place = Tier.DEVICE if on_device else Tier.HOST
