@@ -52,6 +52,8 @@ class OnDevice:
 def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the medians over `arguments.steps` steps, in ns, and the peak, in bytes."""
     device = torch.device(arguments.device)
+    if arguments.host_budget or arguments.spill_dir:
+        tencache_fx.configure(host_budget=arguments.host_budget or "auto", spill_dir=arguments.spill_dir or ())
     torch.manual_seed(0)
     with torch.device(device):
         model = Decoder(layers=arguments.layers, hidden=arguments.hidden, vocabulary=32000).bfloat16()
@@ -116,6 +118,8 @@ def main() -> None:
     for name, default in (("layers", 2), ("hidden", 256), ("batch", 2), ("seq", 128), ("steps", 7), ("warm-up", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--ways", nargs="+", default=["device", "home@none"])
+    parser.add_argument("--host-budget", help="pinned host bytes, such as 8GiB")
+    parser.add_argument("--spill-dir", help="directory on a fast disk")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
 
