@@ -61,7 +61,7 @@ class HomeOptimizer(torch.optim.Optimizer):
 
     `step_in_backward` updates a parameter with a home as soon as its gradient is there, once for each backward, with
     the learning rate of that moment, and leaves its `.grad` None: nothing that looks at all gradients first, such as
-    clipping by their norm, or that adds up those of several backwards, can be had with it.
+    clipping by their norm, or that adds up several backwards, can be had with it. Parameters do not keep an optimizer.
 
     Raises `OptionError` for options it cannot use, and for a class that does more than arithmetic on single elements.
     The class is found out by having its `step` run on a few elements: see `optim_traced`.
@@ -115,7 +115,7 @@ class HomeOptimizer(torch.optim.Optimizer):
             raise
         for parameter in group["params"]:
             if self._in_backward and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._step_now)
+                parameter.register_post_accumulate_grad_hook(weakly(self._step_now))
 
     def _place(self, group: dict[str, Any]) -> None:
         """Take note of the parameters of a group, behind all others."""

@@ -185,14 +185,17 @@ def read_later(engine: Engine, number: Tensor) -> Callable[[], float]:
     return read
 
 
-def weakly(method: Callable[..., object], parameter: Tensor) -> Callable[..., None]:
-    """Return `method` of an optimizer for a parameter: a home must not keep either alive."""
-    bound, reference = weakref.WeakMethod(method), weakref.ref(parameter)
+def weakly(method: Callable[..., object], *parameters: Tensor) -> Callable[..., None]:
+    """Return `method` of an optimizer, for a parameter if one is given: who calls it must not keep either alive.
+
+    Python's collector does not see what torch's hooks hold (THPVariable_subclass_traverse, python_variable.cpp).
+    """
+    bound, references = weakref.WeakMethod(method), [weakref.ref(parameter) for parameter in parameters]
 
     def call(*more: Any) -> None:
-        called, given = bound(), reference()
-        if called is not None and given is not None:
-            called(given, *more)
+        called, given = bound(), [reference() for reference in references]
+        if called is not None and all(parameter is not None for parameter in given):
+            called(*given, *more)
 
     return call
 
