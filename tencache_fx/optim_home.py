@@ -8,10 +8,9 @@ there already, and the update runs by itself: `step` returns at once, and the ne
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
-from itertools import groupby
 from typing import Any, overload
 
 import torch
@@ -141,12 +140,12 @@ class HomeOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        todo = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        todo = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         self._group_of = {}  # groups may have been replaced
-        for _, parameter in todo:
+        for parameter in todo:
             if parameter.grad.is_sparse:
                 raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
-        at_home = [(p, home) for _, p in todo if (home := find_home(p)) is not None]
+        at_home = [(p, home) for p in todo if (home := find_home(p)) is not None]
         for parameter, home in at_home:
             if parameter not in self._states:  # before anything is updated: there may be no room for it
                 home.settle()
@@ -157,24 +156,30 @@ class HomeOptimizer(torch.optim.Optimizer):
         for parameter in (p for p in self._urgency if p.grad is None):
             if (frozen := find_home(parameter)) is not None:
                 frozen.put_away()
-        todo = [(group, p) for group, p in todo if find_home(p) is None]
+        without = [p for p in todo if find_home(p) is None]
+        small = [p for p in without if self._places.of(p, None) is Tier.DEVICE]
         updated: list[Tensor] = []
-        by_device: Callable[[Any], str] = lambda each: str(each[1].device)  # noqa: E731
         try:
-            for device, some in groupby(sorted(todo, key=by_device), key=by_device):
-                here = list(some)
-                count = sum(-(-p.numel() // _most(p)) for _, p in here)
-                most_bytes = max(min(p.nbytes, PIECE_BYTES) for _, p in here)
-                pieces = self._pieces(here, updated)
-                with compat.any_number_of_compilations():  # for dtypes, lengths of 1, numbers of threads, ...
-                    work_at_home(engine_of(torch.device(device)), pieces, count, run_piece, most_bytes)
+            self._update_large([p for p in without if p not in set(small)], updated)
+            for parameter in small:
+                self._update_here(parameter, parameter.grad, None)
+                updated.append(parameter)
         except BaseException as error:
             error.add_note(
-                f"Of {len(todo)} parameters {len(updated)} have been updated, in order, and their state counts one "
-                "step more; the next one may be updated in part, the others are as they were."
+                f"Of {len(without)} parameters {len(updated)} have been updated, large ones first, in order, and their "
+                "state counts one step more; the next one may be updated in part, the others are as they were."
             )
             raise
         return loss
+
+    def _update_large(self, todo: Collection[Tensor], updated: list[Tensor]) -> None:
+        """Update parameters without a home by state in host memory; done when the host is."""
+        for device in dict.fromkeys(p.device for p in todo):
+            here = [p for p in todo if p.device == device]
+            count = sum(-(-p.nbytes // PIECE_BYTES) for p in here)
+            most_bytes = max(min(p.nbytes, PIECE_BYTES) for p in here)
+            with compat.any_number_of_compilations():  # for dtypes, lengths of 1, numbers of threads, ...
+                work_at_home(engine_of(device), self._pieces(here, updated), count, run_piece, most_bytes)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, once the updates under way are done, as torch does.
@@ -257,26 +262,26 @@ class HomeOptimizer(torch.optim.Optimizer):
 
     def _update(self, parameter: Tensor, home: Home, gradient: Tensor) -> None:
         """Begin the update of a parameter with a home, where that is to be; its readers so far are all there are."""
-        engine = engine_of(parameter.device)
-        if not home.updated_here:
-            self._begin(parameter, home, lease_of(parameter, gradient), engine.streams.record_compute())
-            return
-        home.bring()
+        if home.updated_here:
+            home.bring()
+            change = gradient.lease.device() if isinstance(gradient, HomeGradient) else gradient
+            self._update_here(parameter, change, home)
+            home.note_update_here()
+        else:
+            readers = engine_of(parameter.device).streams.record_compute()
+            self._begin(parameter, home, lease_of(parameter, gradient), readers)
+
+    def _update_here(self, parameter: Tensor, gradient: Tensor, home: Home | None) -> None:
+        """Update a parameter whose state is on its device, behind what that has been given so far."""
         self._ready(parameter)
         held, step = self._states[parameter], self._next(parameter)
         assert isinstance(held, State)
-        change = gradient.lease.device() if isinstance(gradient, HomeGradient) else gradient
-        update_here(
-            change=flat(dense_like(parameter, change.to(parameter.dtype))),
-            weight=flat(parameter.data),
-            arrays=held.arrays,
-            step=step,
-            fresh=self._is_fresh(parameter, home),
-        )
-        home.note_update_here()
+        change = flat(dense_like(parameter, gradient.to(parameter.dtype)))
+        fresh = home is None or self._is_fresh(parameter, home)
+        update_here(change=change, weight=flat(parameter.data), arrays=held.arrays, step=step, fresh=fresh)
         self._count(parameter, step.after)
         increment_version(parameter)
-        engine.stats.add(updates=1, device_updates=1)
+        engine_of(parameter.device).stats.add(updates=1, device_updates=1)
 
     def _group(self, parameter: Tensor) -> dict[str, Any]:
         if parameter not in self._group_of:
@@ -325,11 +330,9 @@ class HomeOptimizer(torch.optim.Optimizer):
         lease.reading = home.begin_update(submit, readers)
         increment_version(parameter)
 
-    def _pieces(
-        self, todo: Iterable[tuple[dict[str, Any], Tensor]], updated: list[Tensor]
-    ) -> Iterator[Piece[PieceUpdate]]:
+    def _pieces(self, todo: Iterable[Tensor], updated: list[Tensor]) -> Iterator[Piece[PieceUpdate]]:
         """Yield what is to be updated, parameter by parameter; those whose last piece is done are in `updated`."""
-        for _, parameter in todo:
+        for parameter in todo:
             self._ready(parameter)
             assert parameter.grad is not None
             gradient = flat(dense_like(parameter, parameter.grad.to(parameter.dtype)))
@@ -337,7 +340,7 @@ class HomeOptimizer(torch.optim.Optimizer):
             held = self._states[parameter]
             assert isinstance(held, State)
             homes = (flat(self._written[parameter]), *held.arrays)
-            step, most = self._next(parameter), _most(parameter)
+            step, most = self._next(parameter), PIECE_BYTES // parameter.element_size()
             count = partial(self._count_all, parameter, step.after, updated)
             if not weight.numel():
                 count()
@@ -375,6 +378,7 @@ class HomeOptimizer(torch.optim.Optimizer):
             kept = self._states[parameter]
             home.state = weakref.ref(kept) if isinstance(kept, State) else None
             home.place_state = weakly(self._ready, parameter)
+        if home is not None or place is Tier.DEVICE:
             return state
         written = self._written.get(parameter)
         written = state[MASTER].to(parameter.dtype, copy=True) if written is None else dense_like(parameter, written)
@@ -394,7 +398,3 @@ class HomeOptimizer(torch.optim.Optimizer):
         state = on_cpu({name: value for name, value in saved.items() if name not in arrays}) | shown_of(held)
         self._states[parameter], self.state[parameter] = held, state
         return state
-
-
-def _most(parameter: Tensor) -> int:
-    return PIECE_BYTES // parameter.element_size()  # elements in a piece

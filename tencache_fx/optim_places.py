@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tencache_fx.errors import BudgetError
-from tencache_fx.model_state import engine_of, find_home
+from tencache_fx.model_state import LEAST_BYTES, engine_of, find_home
 from tencache_fx.optim_rules import MASTER
 from tencache_fx.plan import Tier
 from tencache_fx.runtime.disk_states import DiskState, line_bytes
@@ -33,8 +33,8 @@ class Places:
     def of(self, parameter: Tensor, held: State | DiskState | None) -> Tier:
         """Return where a parameter's state is to be, given where it is now."""
         home = find_home(parameter)
-        if home is None:
-            return Tier.HOST
+        if home is None:  # for a small one the host would wait, and the device then for the host
+            return Tier.DEVICE if parameter.nbytes < LEAST_BYTES else Tier.HOST
         if home.updated_here:
             return Tier.DEVICE
         if held is not None and held.place in (Tier.HOST, Tier.NVME):

@@ -15,7 +15,7 @@ import tencache_fx
 from tencache_fx.errors import BudgetError, InvariantError, OptionError, UsageError
 from tencache_fx.model_state import find_home
 from tencache_fx.optim import AdamW
-from tencache_fx.optim_rules import Kernel
+from tencache_fx.optim_updates import HomeUpdate
 from tencache_fx.passes.moves import first_homes, keep_resident
 from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.plan import Kind, Way, live_bytes
@@ -285,7 +285,7 @@ def test_a_failing_update_is_raised_where_the_parameter_is_read(monkeypatch: pyt
     def failing(*_: object) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(Kernel, "compiled", lambda kernel, dtype, device: failing)
+    monkeypatch.setattr(HomeUpdate, "_kernel", lambda update, device: failing)
     tokens = batch(0)
     torch.nn.functional.cross_entropy(run(tokens), tokens).backward()
     optimizer.step()

@@ -11,7 +11,7 @@ from faulty_streams import FaultyCpuStreams
 from torch import Tensor, nn
 
 import tencache_fx
-from tencache_fx import optim_home
+from tencache_fx import optim_home, optim_places
 from tencache_fx.errors import BudgetError, OptionError, UsageError
 from tencache_fx.optim import AdamW
 from tencache_fx.runtime import rounds
@@ -89,6 +89,19 @@ class WithMasters:
         with torch.no_grad():
             for parameter, master in self.pairs:
                 parameter.copy_(master)
+
+
+@pytest.fixture
+def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State in host memory however small a parameter is."""
+    monkeypatch.setattr(optim_places, "LEAST_BYTES", 0)
+
+
+@pytest.fixture(autouse=True, params=["small", "large"])
+def small_or_large(request: pytest.FixtureRequest) -> None:
+    """State on the device and in host memory, wherever that is for parameters of these sizes."""
+    if request.param == "large":
+        request.getfixturevalue("all_large")
 
 
 @pytest.fixture(params=[None, 2048])
@@ -333,6 +346,7 @@ def test_a_sparse_gradient_is_refused_before_anything_is_updated() -> None:
     assert torch.equal(plain, torch.ones(2))
 
 
+@pytest.mark.usefixtures("all_large")
 def test_without_room_for_its_buffers_nothing_is_updated() -> None:
     tencache_fx.configure(host_budget="12KiB")
     parameter, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
@@ -347,7 +361,7 @@ def test_without_room_for_its_buffers_nothing_is_updated() -> None:
     assert not torch.equal(parameter, torch.ones(2))
 
 
-@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.usefixtures("no_leaks", "all_large")
 def test_a_failing_copy_says_what_was_updated_and_the_next_step_runs(new_engine: Callable[..., object]) -> None:
     engine = new_engine(streams=FaultyCpuStreams(failing=[4]), host_budget_bytes=1 << 29)
     install_engine(engine)

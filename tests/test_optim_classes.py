@@ -11,6 +11,7 @@ from tied_model import ROOMY, TIGHT, compiled, network, train, weights
 from torch import Tensor, fx, nn
 
 import tencache_fx
+from tencache_fx import optim_places
 from tencache_fx.errors import OptionError
 from tencache_fx.optim import AdamW, HomeOptimizer
 from tencache_fx.optim_rules import _rounded, find_rule
@@ -48,6 +49,12 @@ class Lion(torch.optim.Optimizer):
                 p.mul_(1 - group["lr"] * group["decay"])
                 p.add_((group["beta"] * mean + p.grad * (1 - group["beta"])).sign(), alpha=-group["lr"])
                 mean.mul_(0.99).add_(p.grad, alpha=0.01)
+
+
+@pytest.fixture(autouse=True)
+def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State in host memory however small a parameter is: on the device the kernel is that of updates at home."""
+    monkeypatch.setattr(optim_places, "LEAST_BYTES", 0)
 
 
 def gradients(parameters: list[nn.Parameter], step: int) -> None:

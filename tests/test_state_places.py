@@ -8,7 +8,7 @@ import pytest
 import torch
 from faulty_streams import FaultyCpuStreams
 from harness import Block
-from tied_model import HIDDEN, ROOMY, TIGHT, TIGHT_BF16, batch, compiled, network, small_plan, train, trained, weights
+from tied_model import ROOMY, TIGHT, TIGHT_BF16, batch, compiled, network, small_plan, train, trained, weights
 from torch import nn
 
 import tencache_fx
@@ -41,7 +41,8 @@ def test_updates_that_stream_through_the_device_are_those_of_the_host(
     assert all(torch.equal(value, after[name]) for name, value in weights(model).items())
     counts = engine.stats.take()
     updated = sum(home.parameter.requires_grad for home in engine.homes)
-    assert 0 < counts["device_updates"] < counts["updates"] == 6 * updated
+    small = sum(parameter.requires_grad and find_home(parameter) is None for parameter in model.parameters())
+    assert 6 * small < counts["device_updates"] < counts["updates"] == 6 * (updated + small)
 
 
 @pytest.mark.parametrize("now", [False, True])
@@ -53,8 +54,7 @@ def test_with_room_for_it_state_is_on_the_device_and_nothing_travels(now: bool) 
     (engine,) = engines()
     updated = [home for home in engine.homes if home.parameter.requires_grad]
     assert all(home.updated_here for home in updated)
-    others_bytes = engine.pool.lent_for(Use.STATE)  # of the embedding, which is too small for a home
-    assert others_bytes == 12 * 128 * HIDDEN
+    assert not engine.pool.lent_for(Use.STATE)
     record = regions()[-1]
     state_bytes = sum(6 * home.nbytes for home in updated)
     assert record.problem.outside_bytes - record.captured.outside_bytes == state_bytes
@@ -63,7 +63,7 @@ def test_with_room_for_it_state_is_on_the_device_and_nothing_travels(now: bool) 
     tight = compiled(model, TIGHT_BF16)  # another region that has no room for it: it goes home, and the run goes on
     assert train(model, tight, optimizer, range(3, 6)) == losses[3:]
     assert not any(home.updated_here for home in updated if home.name not in regions()[-1].plan.updated_here)
-    assert engine.pool.lent_for(Use.STATE) > others_bytes
+    assert engine.pool.lent_for(Use.STATE)
     assert not torch.equal(saved["1.into.weight"], weights(model)["1.into.weight"])
     assert all(torch.equal(value, after[name]) for name, value in weights(model).items())
 

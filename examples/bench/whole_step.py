@@ -78,6 +78,8 @@ def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
     for _ in range(arguments.warm_up):
         train()
+    if kind.startswith("offload"):
+        model.state_dict()  # waits for the last updates, so that as many begin as end in the steps to be timed
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     tencache_fx.stats()
@@ -91,13 +93,20 @@ def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
         model.state_dict()  # waits for the last updates
         marks_ns[-1] = time.perf_counter_ns()
     stats = tencache_fx.stats()
+    peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    if arguments.trace:
+        with torch.profiler.profile() as profile:
+            for _ in range(3):
+                train()
+                losses[-1] = losses[-1].cpu()
+        profile.export_chrome_trace(f"{arguments.trace}/{way}.json.gz")
     count = sum(parameter.numel() for parameter in model.parameters())
     return {
         "way": way,
         "parameters": count,
         "step_ns": (marks_ns[-1] - marks_ns[0]) // arguments.steps,
         "median_ns": int(statistics.median(b - a for a, b in pairwise(marks_ns))),
-        "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        "peak_bytes": peak_bytes,
         "losses": [float(losses[0]), float(losses[-1])],
         "stats": {
             name: value // arguments.steps if name.endswith(("_ns", "2h_bytes", "2d_bytes")) else value
@@ -120,6 +129,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["device", "home@none"])
     parser.add_argument("--host-budget", help="pinned host bytes, such as 8GiB")
     parser.add_argument("--spill-dir", help="directory on a fast disk")
+    parser.add_argument("--trace", help="directory for the traces of three steps more, which are not timed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
 
