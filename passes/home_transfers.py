@@ -4,7 +4,7 @@
 plan counts the bytes as free, and `homed` at the end, which hands out the gradient. See `model_state`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,8 @@ from torch import fx
 
 from tencache_fx.capture import Capture
 from tencache_fx.errors import InvariantError
-from tencache_fx.ops import ARRIVE, DEPART, FETCH, HOMED, RELEASE, SETTLE, SINK, WAIT, key_tensor
+from tencache_fx.ops import ARRIVE, DEPART, FETCH, HOMED, RELEASE, RENEW, SETTLE, SINK, WAIT, key_tensor
+from tencache_fx.passes.fusion import is_view
 from tencache_fx.passes.gaps import Gaps
 from tencache_fx.passes.views import mend_views
 from tencache_fx.plan import Plan, Spill, Way
@@ -99,6 +100,36 @@ def write_settled(capture: Capture, steps: Sequence[fx.Node], engine: int) -> No
             if node.meta.get("tencache_home") in homes:
                 del node.meta["tencache_home"]
     mend_views(capture)
+
+
+def write_renewals(capture: Capture, registers: Collection[fx.Node], engine: int) -> None:
+    """Let each parameter that stays, and whose update a sink begins, be renewed behind the last that reads it.
+
+    Autograd tells the optimizer only once the whole backward has been issued: all the copies would come at its end.
+    What is computed from a parameter in `registers` is not in memory: who reads that reads the parameter.
+    """
+    if (graph := capture.backward) is None:
+        return
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    updated = {node.args[3]: node for node in graph.find_nodes(op="call_function", target=SINK)}
+    for settled in graph.find_nodes(op="call_function", target=SETTLE):
+        home, _, name = settled.args
+        if (sink := updated.get(name)) is None:
+            continue
+        last = max(sink, *_readers(home, registers), key=lambda node: order[node])
+        with graph.inserting_after(last):
+            renewal = graph.call_function(RENEW, settled.args, name=f"renew_{home.name}")
+        with settled.meta["val"].fake_mode:
+            renewal.meta["val"] = key_tensor()
+
+
+def _readers(value: fx.Node, registers: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that read a value's bytes, or compute from them without writing them to memory first."""
+    found: set[fx.Node] = set()
+    for user in value.users:
+        if user.op != "output":
+            found |= {user} | (_readers(user, registers) if is_view(user) or user in registers else set())
+    return found
 
 
 def _settle(node: fx.Node, engine: int) -> None:

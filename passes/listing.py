@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from tencache_fx.dump import Listing, NodeRow
-from tencache_fx.ops import FETCH, OFFLOAD, RUNTIME_OPS, SETTLE, SINK, label_of
+from tencache_fx.ops import FETCH, OFFLOAD, RENEW, RUNTIME_OPS, SETTLE, SINK, label_of
 
 _SHORT = {
     torch.float32: "f32",
@@ -43,7 +43,7 @@ def _note(node: fx.Node) -> str:
     label = label_of(node)
     if label is None:
         return ""
-    where = {OFFLOAD: f" to {node.args[2]}", FETCH: " from home", SINK: " home", SETTLE: " stays"}
+    where = {OFFLOAD: f" to {node.args[2]}", FETCH: " from home", SINK: " home", SETTLE: " stays", RENEW: " renewed"}
     assert isinstance(node.target, torch._ops.OpOverload)
     return label + where.get(node.target, "")
 

@@ -27,7 +27,7 @@ from tencache_fx.errors import InvariantError
 from tencache_fx.ops import OFFLOAD, PREFETCH, RELEASE, WAIT, key_tensor
 from tencache_fx.passes.fusion import is_view
 from tencache_fx.passes.gaps import Gaps
-from tencache_fx.passes.home_transfers import Move, find_moves, write_fetch, write_settled, write_sink
+from tencache_fx.passes.home_transfers import Move, find_moves, write_fetch, write_renewals, write_settled, write_sink
 from tencache_fx.passes.lifetimes import StorageNodes, find_carrier
 from tencache_fx.passes.symbols import SymbolSource, symbol_source
 from tencache_fx.plan import Plan, Spill, Step, Way
@@ -98,6 +98,8 @@ def insert_transfers(
         _drop_placeholders(trip)
     for graph in capture.graphs:
         registers |= _copy_registers(graph, returns, registers)
+    write_renewals(capture, registers, engine)
+    for graph in capture.graphs:
         graph.lint()
     return registers
 

@@ -17,8 +17,14 @@ from tencache_fx.ops import RUNTIME_OPS, label_of
 from tencache_fx.passes.products import runs_heavy
 
 _OURS = "torch.ops.tencache."
-_LABELLED = {"offload": 3, "fetch": 2, "settle": 2, "sink": 2}  # role -> where the call has the storage's name
-_SLIPPING = ("wait", "homed")  # may run later than planned
+_LABELLED = {
+    "offload": 3,
+    "fetch": 2,
+    "settle": 2,
+    "renew": 2,
+    "sink": 2,
+}  # role -> where the call has the storage's name
+_SLIPPING = ("wait", "homed", "renew")  # may run later than planned
 _HEAVY = ("extern_kernels.", "triton_tem_", "cpp_CppMicroGemm", "cpp_CppBmm")
 
 

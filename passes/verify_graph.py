@@ -14,7 +14,7 @@ from torch import fx
 
 from tencache_fx.capture import Capture, byte_hint
 from tencache_fx.errors import InvariantError
-from tencache_fx.ops import FETCH, HOMED, OFFLOAD, PREFETCH, RELEASE, RUNTIME_OPS, SETTLE, SINK, WAIT
+from tencache_fx.ops import FETCH, HOMED, OFFLOAD, PREFETCH, RELEASE, RENEW, RUNTIME_OPS, SETTLE, SINK, WAIT
 from tencache_fx.passes.verify_homes import away_names, check_homes
 from tencache_fx.plan import Plan, Problem, Tier, Way
 
@@ -78,7 +78,7 @@ def _find_trips(graphs: tuple[fx.Graph, ...]) -> dict[str, _Ops]:
                 role, at = literal[node.target]
                 label_of[node.name] = str(node.args[at])
                 getattr(trips.setdefault(label_of[node.name], _Ops()), role).append(node)
-            elif node.target in RUNTIME_OPS and node.target is not SETTLE:
+            elif node.target in RUNTIME_OPS and node.target not in (SETTLE, RENEW):
                 source = node.args[0]
                 if not isinstance(source, fx.Node) or source.name not in label_of:
                     raise InvariantError(

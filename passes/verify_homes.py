@@ -1,9 +1,10 @@
 """Independent checks of what rewritten graphs do with parameters whose home is elsewhere."""
 
+import torch
 from torch import fx
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.ops import FETCH, SETTLE, SINK, WAIT
+from tencache_fx.ops import FETCH, RENEW, SETTLE, SINK, WAIT
 from tencache_fx.plan import Problem
 
 
@@ -11,6 +12,7 @@ def check_homes(problem: Problem, graphs: tuple[fx.Graph, ...]) -> None:
     """Raise `InvariantError` if a graph reads what is not on the device, or asks for what its sink has handed on."""
     _check_readers(graphs)
     _check_sinks(problem, graphs)
+    _check_renewals(graphs)
 
 
 def _check_readers(graphs: tuple[fx.Graph, ...]) -> None:
@@ -43,6 +45,30 @@ def _check_sinks(problem: Problem, graphs: tuple[fx.Graph, ...]) -> None:
                 asked = node.args[2]
             if asked in updating:
                 raise InvariantError(f"sinks: {node.name} asks for {asked} behind the beginning of its update.")
+
+
+def _check_renewals(graphs: tuple[fx.Graph, ...]) -> None:
+    """Behind its renewal, which stands behind the sink that begins its update, nothing reads a parameter."""
+    for graph in graphs:
+        renewed: set[int] = set()
+        begun: set[object] = set()
+        for node in graph.nodes:
+            if node.op == "output":
+                break
+            if node.target is SINK:
+                begun.add(node.args[3])
+            for argument in node.all_input_nodes:
+                if renewed & _storages(argument):
+                    raise InvariantError(f"renewals: {node.name} reads {argument.name}, which is renewed before it.")
+            if node.target is RENEW:
+                if node.args[2] not in begun:
+                    raise InvariantError(f"renewals: {node.name} stands before the beginning of an update.")
+                renewed |= _storages(node.all_input_nodes[0])
+
+
+def _storages(node: fx.Node) -> set[int]:
+    value = node.meta.get("val")
+    return {value.untyped_storage()._cdata} if isinstance(value, torch.Tensor) else set()
 
 
 def away_names(graphs: tuple[fx.Graph, ...]) -> frozenset[str]:

@@ -9,10 +9,12 @@ and for a parameter whose home is in host memory, of which the graph takes no mo
 
     ticket = fetch(home)             allocate on the device, issue the copy in of what is at home
     token  = settle(home)            for one that stays on the device: compute waits for its last update
+    token  = renew(home)             for the same: nothing behind reads it, so its next update may be written over it
     handle = sink(gradient, home)    as `offload`; what is released is handed out by
     tensor = homed(handle, ...)      the gradient, in host memory
 
-`home` is the parameter's name where its update may begin at once: nothing behind the sink reads the parameter any more.
+A sink's `home` is the parameter's name where its update may begin at once: nothing behind asks for the parameter.
+`release`, `settle` and `renew` are declared to write what they take, so no reader of it changes sides.
 
 `arrive` and `depart` stand for a fetch and its wait, and for a sink and its release, until both have been planned.
 
@@ -44,6 +46,7 @@ LIBRARY.define(
 
 LIBRARY.define("fetch(Tensor home, int engine, str label) -> Tensor")
 LIBRARY.define("settle(Tensor(a!) home, int engine, str label) -> Tensor")
+LIBRARY.define("renew(Tensor(a!) home, int engine, str label) -> Tensor")
 LIBRARY.define("sink(Tensor src, int engine, str label, str home) -> Tensor", tags=_AS_PLANNED)
 LIBRARY.define(
     "homed(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int engine) -> Tensor"
@@ -57,9 +60,10 @@ PREFETCH = torch.ops.tencache.prefetch.default
 WAIT = torch.ops.tencache.wait.default
 FETCH = torch.ops.tencache.fetch.default
 SETTLE = torch.ops.tencache.settle.default
+RENEW = torch.ops.tencache.renew.default
 SINK = torch.ops.tencache.sink.default
 HOMED = torch.ops.tencache.homed.default
-RUNTIME_OPS = (OFFLOAD, RELEASE, PREFETCH, WAIT, FETCH, SETTLE, SINK, HOMED)
+RUNTIME_OPS = (OFFLOAD, RELEASE, PREFETCH, WAIT, FETCH, SETTLE, RENEW, SINK, HOMED)
 ARRIVE = torch.ops.tencache.arrive.default
 DEPART = torch.ops.tencache.depart.default
 UNPLANNED = (ARRIVE, DEPART)
@@ -91,7 +95,7 @@ def _same(home: Tensor) -> Tensor:
     return torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=home.device)
 
 
-for _op in (OFFLOAD, RELEASE, PREFETCH, FETCH, SETTLE, SINK, DEPART):
+for _op in (OFFLOAD, RELEASE, PREFETCH, FETCH, SETTLE, RENEW, SINK, DEPART):
     torch.library.register_fake(_op, _key, lib=LIBRARY)
 for _op in (WAIT, HOMED):
     torch.library.register_fake(_op, _tensor, lib=LIBRARY)

@@ -241,6 +241,14 @@ class Engine:
                 self.stats.add_stall(watch, "stall_in_ns")
         return new_token()
 
+    def renew(self, parameter: Tensor) -> Tensor:
+        """Have a parameter whose update has begun renewed where it stays, behind what compute has; return a token."""
+        self._enter()
+        home = self.homes.find(parameter)
+        if home is not None and home.early is not None:
+            self.stats.add(h2d_bytes=home.end_readers(self.streams.record_compute()))
+        return new_token()
+
     def sink(self, src: Tensor, label: str = "", home: str = "") -> Tensor:
         """Issue the copy of a gradient out; return the handle, for `release` and `homed`.
 

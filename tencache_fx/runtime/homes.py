@@ -116,9 +116,13 @@ class Home:
             return self._update
 
     def end_readers(self, readers: Event) -> int:
-        """Have what is on the device renewed behind `readers`, now or once the update is done; return bytes copied."""
+        """Have what is on the device renewed behind `readers`, now or once the update is done; return bytes copied.
+
+        Does nothing if the readers are known.
+        """
         with self._lock:
-            self._readers = readers
+            if self._readers is None:
+                self._readers = readers
             return self.renew() if self._stale else 0
 
     def expect(self, part: object) -> None:

@@ -36,6 +36,10 @@ def _settle(home: Tensor, engine: int, label: str) -> Tensor:
     return engine_by_id(engine).settle(home)
 
 
+def _renew(home: Tensor, engine: int, label: str) -> Tensor:
+    return engine_by_id(engine).renew(home)
+
+
 def _sink(src: Tensor, engine: int, label: str, home: str) -> Tensor:
     return engine_by_id(engine).sink(src, label, home)
 
@@ -53,6 +57,7 @@ _KERNELS = (
     ("wait", _wait),
     ("fetch", _fetch),
     ("settle", _settle),
+    ("renew", _renew),
     ("sink", _sink),
     ("homed", _homed),
 )

@@ -16,7 +16,7 @@ from tencache_fx.runtime.homes import Home
 from tencache_fx.runtime.pool import Use
 from tencache_fx.runtime.store import Store
 
-_MOST_ROOM_BYTES = 256 << 20
+_MOST_ROOM_BYTES = 192 << 20
 
 
 class Registry:

@@ -99,7 +99,8 @@ class Room:
         """Bring `sources`, 1-D of `count` elements, piece by piece; let `work` change them; take `targets` back.
 
         `targets` are the last of the sources, or the same with others before them, for which `work` gets memory. They
-        are written behind `after`. Returns the event of the last copy; nothing is waited for by the host.
+        are written behind `after`. Returns the event of the last copy. The host waits until a piece can begin: a copy
+        engine goes on with the queue it is at, and would let everybody else's copies wait for a long one.
         """
         streams, arrays = self._streams, [*sources, *(t for t in targets if all(t is not s for s in sources))]
         slot_bytes = self._slots[0].memory.numel()
@@ -109,6 +110,8 @@ class Room:
             for start in range(0, count, most):
                 slot = self._slots[0]
                 self._slots.rotate(-1)
+                for event in slot.after:
+                    event.synchronize()
                 some = min(most, count - start)
                 pieces = _cut(slot.memory, arrays, most, some)
                 coming = [(piece, src[start : start + some]) for piece, src in zip(pieces, sources, strict=False)]
