@@ -153,4 +153,21 @@ def count_flops(node: fx.Node) -> int:
         return 0
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    return byte_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
+    return byte_hint(formula(*_with_all_heads(node, args), **kwargs, out_val=node.meta["val"]))
+
+
+def _with_all_heads(node: fx.Node, args: Sequence[object]) -> Sequence[object]:
+    """Give attention's keys and values, of which a group of queries shares one, as many heads as there are queries.
+
+    That is what its kernels compute; before torch 2.13 the formulas refuse groups.
+    """
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(names, args, strict=False))
+    query = given.get("query")
+    if "scaled_dot_product" not in node.target.__name__ or not isinstance(query, torch.Tensor):
+        return args
+    for name in ("key", "value"):
+        if isinstance(tensor := given[name], torch.Tensor):
+            given[name] = torch.Size((*tensor.shape[:1], query.shape[1], *tensor.shape[2:]))  # formulas ask for shapes
+    return list(given.values())

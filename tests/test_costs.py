@@ -7,12 +7,12 @@ import torch
 from harness import capture_of
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import fx, nn
 
 from tencache_fx.calibrate import OpCost
 from tencache_fx.capture import Capture
 from tencache_fx.machine import Roofline
-from tencache_fx.passes.costs import _with_waits, estimate_ops, find_calls, measured_scratch
+from tencache_fx.passes.costs import _with_waits, count_flops, estimate_ops, find_calls, measured_scratch
 from tencache_fx.passes.fusion import find_registers
 from tencache_fx.passes.traffic import Traffic, measure_traffic
 
@@ -183,3 +183,24 @@ def test_bytes_are_near_what_inductor_counts(monkeypatch):
         assert found == [pytest.approx(metrics.num_bytes_accessed, rel=0.15)]
     finally:
         compile_fx.inductor_metrics_log.setLevel(level)
+
+
+def test_grouped_heads_of_attention_are_counted_as_whole_ones() -> None:
+    def flops(heads: int, op: object, *, backward: bool) -> int:
+        graph = fx.Graph()
+
+        def value(heads: int) -> fx.Node:
+            node = graph.placeholder("x")
+            node.meta["val"] = torch.empty(2, heads, 32, 16, device="meta")
+            return node
+
+        shapes = [8, 8, heads, heads] if backward else [8, heads, heads]
+        node = graph.call_function(op, tuple(map(value, shapes)))
+        node.meta["val"] = (torch.empty(2, 8, 32, 16, device="meta"),)
+        return count_flops(node)
+
+    for name in ("flash", "efficient", "cudnn"):
+        for backward in (False, True):
+            op = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention" + "_backward" * backward).default
+            whole = 2 * 2 * 8 * 32 * 32 * 16  # a product of each head
+            assert flops(2, op, backward=backward) == flops(8, op, backward=backward) == (5 if backward else 2) * whole

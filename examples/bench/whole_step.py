@@ -86,7 +86,7 @@ def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
     marks_ns = [_now_ns(device)]
     for _ in range(arguments.steps):
         train()
-        losses[-1] = losses[-1].cpu()  # waits for the forward, as a loop that prints its loss does
+        losses[-1].item()  # waits for the step, as a loop that prints its loss does
         marks_ns.append(time.perf_counter_ns())
     marks_ns[-1] = _now_ns(device)
     if kind.startswith("offload"):
@@ -98,8 +98,8 @@ def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
         with torch.profiler.profile() as profile:
             for _ in range(3):
                 train()
-                losses[-1] = losses[-1].cpu()
-        profile.export_chrome_trace(f"{arguments.trace}/{way}.json.gz")
+                losses[-1].item()
+        profile.export_chrome_trace(f"{arguments.trace}/{way.replace('@', '-')}.json.gz")
     count = sum(parameter.numel() for parameter in model.parameters())
     return {
         "way": way,
