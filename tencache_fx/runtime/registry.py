@@ -134,7 +134,7 @@ def follow(device: torch.device, results: object, homes: Mapping[str, Home]) -> 
 
 
 def open_update_room(device: torch.device, device_budget_bytes: int | None) -> None:
-    """Let updates of parameters with a home run on a GPU, too, in a fiftieth of its budget, 256 MiB at most."""
+    """Let updates of parameters with a home run on a GPU, too, in a fiftieth of its budget, 192 MiB at most."""
     engine = find_engine(device)
     if engine is not None and device.type == "cuda":
         most = _MOST_ROOM_BYTES
