@@ -15,6 +15,7 @@ of its parameter, too: nothing asks for the parameter any more once its update m
 `write_moves` decides nothing; when the copies run is the plan's affair, and `transfers` writes it down.
 """
 
+import operator
 from collections.abc import Mapping
 
 import torch
@@ -170,9 +171,10 @@ def _write_departures(
         base = gradient
         while is_view(base):
             base = base.all_input_nodes[0]
+        parts = (user for user in base.users if user.target is operator.getitem)  # of an op with several results
         arrivals = (node for node in order if node.target is ARRIVE and node.meta["tencache_home"] == home)
         readers = (reader for reader in readers_of(base) if reader.op != "output")
-        last = max((base, gradient, *readers, *arrivals), key=lambda node: order[node])
+        last = max((base, gradient, *parts, *readers, *arrivals), key=lambda node: order[node])
         with backward.inserting_after(last):
             departure = backward.call_function(DEPART, (gradient,), name=f"depart_{inputs[index].name}")
         departure.meta["tencache_home"], departure.meta["tencache_state_bytes"] = home, state_bytes[home]

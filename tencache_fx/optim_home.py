@@ -30,6 +30,8 @@ from tencache_fx.optim_updates import (
     accumulates,
     dense_like,
     flat,
+    hook,
+    is_hooked_once,
     lease_of,
     read_later,
     run_piece,
@@ -114,7 +116,7 @@ class HomeOptimizer(torch.optim.Optimizer):
             raise
         for parameter in group["params"]:
             if self._in_backward and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(weakly(self._step_now))
+                hook(parameter, self._step_now)
 
     def _place(self, group: dict[str, Any]) -> None:
         """Take note of the parameters of a group, behind all others."""
@@ -157,10 +159,10 @@ class HomeOptimizer(torch.optim.Optimizer):
             if (frozen := find_home(parameter)) is not None:
                 frozen.put_away()
         without = [p for p in todo if find_home(p) is None]
-        small = [p for p in without if self._places.of(p, None) is Tier.DEVICE]
+        small = {p: None for p in without if self._places.of(p, None) is Tier.DEVICE}
         updated: list[Tensor] = []
         try:
-            self._update_large([p for p in without if p not in set(small)], updated)
+            self._update_large([p for p in without if p not in small], updated)
             for parameter in small:
                 self._update_here(parameter, parameter.grad, None)
                 updated.append(parameter)
@@ -252,11 +254,9 @@ class HomeOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _step_early(self, parameter: Tensor, lease: Lease) -> None:
         """Update a parameter by a gradient that has just left, if nobody else wants it first."""
-        if parameter.grad is not None or parameter._backward_hooks or not accumulates(parameter):
+        if parameter.grad is not None or not is_hooked_once(parameter) or not accumulates(parameter):
             return
-        hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
-        home = find_home(parameter)
-        if home is not None and not home.updated_here and hooks is not None and len(hooks) == 1:
+        if (home := find_home(parameter)) is not None and not home.updated_here:
             self._begin(parameter, home, lease, None)
             home.early = lease
 

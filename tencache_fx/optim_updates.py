@@ -1,6 +1,7 @@
 """One parameter's update at home: on the host, or streamed through the device, with the same bits either way."""
 
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from tencache_fx.runtime.gradients import HomeGradient, Lease
 from tencache_fx.runtime.homes import Home
 from tencache_fx.runtime.states import State
 from tencache_fx.runtime.stats import Stats
-from tencache_fx.runtime.updates import Room, Updates
+from tencache_fx.runtime.updates import Begun, Room, Updates
 
 _CPU = torch.device("cpu")
 _MASTERS = 1 << 22  # elements looked at at once: what that takes besides is in no plan
@@ -66,8 +67,8 @@ class HomeUpdate:
         self._end()
 
     @torch.no_grad()
-    def on_device(self, room: Room) -> Callable[[], None]:
-        """Issue the update's pieces; return what waits for the last of them."""
+    def on_device(self, room: Room) -> Begun:
+        """Issue the update's pieces."""
         device = self.home.parameter.device
         gradient, weight, on_host, arrays = self._begin()
         kernel, numbers = self._kernel(device), room.bring(on_host)
@@ -84,11 +85,11 @@ class HomeUpdate:
             self.stats.add(updates=1, device_updates=1)
             self._end()
 
-        return finish
+        return Begun(last.query, finish)
 
     @torch.no_grad()
-    def on_disk(self) -> Callable[[], None]:
-        """Begin with the first piece of a state that is on disk; return what waits for the last."""
+    def on_disk(self) -> Begun:
+        """Begin with the first piece of a state that is on disk."""
         assert isinstance(self.state, DiskState)
         gradient, weight, numbers, _ = self._begin()
         kernel = self._kernel(_CPU)
@@ -107,7 +108,7 @@ class HomeUpdate:
             self.stats.add(updates=1)
             self._end()
 
-        return finish
+        return Begun(done.done, finish)
 
     def _begin(self) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
         """Return the gradient, the weight, the numbers, once they are known, and the arrays, if these are in memory.
@@ -185,23 +186,64 @@ def read_later(engine: Engine, number: Tensor) -> Callable[[], float]:
     return read
 
 
-def weakly(method: Callable[..., object], *parameters: Tensor) -> Callable[..., None]:
-    """Return `method` of an optimizer, for a parameter if one is given: who calls it must not keep either alive.
+class _Hook:
+    """Calls `method` of an optimizer with a parameter whose gradient has come, and keeps neither alive.
 
     Python's collector does not see what torch's hooks hold (THPVariable_subclass_traverse, python_variable.cpp).
     """
-    bound, references = weakref.WeakMethod(method), [weakref.ref(parameter) for parameter in parameters]
+
+    def __init__(self, method: Callable[[Tensor], None], parameter: Tensor) -> None:
+        self._method = weakref.WeakMethod(method)
+        parameter.register_post_accumulate_grad_hook(self)
+
+    @property
+    def is_dead(self) -> bool:
+        return self._method() is None
+
+    def __call__(self, parameter: Tensor) -> None:
+        method = self._method()
+        if method is not None:
+            method(parameter)
+        elif not any(isinstance(other, _Hook) for other in _hooks(parameter)):
+            warnings.warn(
+                f"a gradient of size {tuple(parameter.shape)} is left as it is: the optimizer that was made with "
+                "step_in_backward=True for its parameter is gone; keep a reference to it.",
+                stacklevel=2,
+            )
+
+
+def hook(parameter: Tensor, method: Callable[[Tensor], None]) -> None:
+    """Have an optimizer's `method` called when a parameter's gradient has come."""
+    _Hook(method, parameter)
+
+
+def is_hooked_once(parameter: Tensor) -> bool:
+    """Say whether one hook is all that looks at a parameter's gradient before an optimizer does."""
+    return len(_hooks(parameter)) == 1 and not parameter._backward_hooks
+
+
+def _hooks(parameter: Tensor) -> list[object]:
+    """Return the hooks, but for those of optimizers that are gone."""
+    hooks: dict[int, object] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return [each for each in hooks.values() if not (isinstance(each, _Hook) and each.is_dead)]
+
+
+def weakly(method: Callable[..., object], parameter: Tensor) -> Callable[..., None]:
+    """Return `method` of an optimizer for a parameter: a home must not keep either alive."""
+    bound, reference = weakref.WeakMethod(method), weakref.ref(parameter)
 
     def call(*more: Any) -> None:
-        called, given = bound(), [reference() for reference in references]
-        if called is not None and all(parameter is not None for parameter in given):
-            called(*given, *more)
+        called, given = bound(), reference()
+        if called is not None and given is not None:
+            called(given, *more)
 
     return call
 
 
 def accumulates(parameter: Tensor) -> bool:
     """Say whether the backward that runs adds to a parameter's gradient: `torch.autograd.grad` does not."""
+    if not parameter.requires_grad:  # any more: its graph is older
+        return False
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
         return bool(torch._C._will_engine_execute_node(node))

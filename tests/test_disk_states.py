@@ -183,6 +183,7 @@ def test_a_copy_of_an_optimizer_has_what_is_on_disk(tmp_path: Path) -> None:
     assert on_disk
     packed = optimizer.__getstate__()["state"]
     saved = optimizer.state_dict()["state"]
+    torch.save(saved, tmp_path / "saved.pt")
     for kept, each in zip(packed.values(), saved.values(), strict=True):
         assert kept.keys() == each.keys()
         assert all(torch.equal(kept[name], each[name]) for name in kept)

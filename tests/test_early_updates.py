@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import tencache_fx
 from tencache_fx.errors import UsageError
 from tencache_fx.optim import AdamW
+from tencache_fx.optim_updates import is_hooked_once
 from tencache_fx.runtime.streams import Event
 
 HIDDEN = 160
@@ -215,3 +217,43 @@ def test_after_a_backward_that_failed_training_goes_on() -> None:
     model(torch.randn(8, HIDDEN)).square().mean().backward()
     optimizer.state_dict()
     assert int(optimizer.state[model[1].into.weight]["step"]) == 5
+
+
+def test_a_parameter_that_is_frozen_between_steps_is_left_alone() -> None:
+    found = []
+    for now in (False, True):
+        torch.manual_seed(0)
+        model = tencache_fx.offload(nn.Sequential(Block(HIDDEN), Block(HIDDEN)))
+        optimizer = AdamW(model.parameters(), step_in_backward=now)
+        run = torch.compile(model, backend="tencache", options={"compiler": "eager", "calibrate": False})
+        for step in range(4):
+            loss = run(torch.ones(8, HIDDEN)).square().mean()
+            model[1].requires_grad_(requires_grad=step % 2 == 0)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+        torch.compiler.reset()
+        tencache_fx.close()
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_a_second_optimizer_takes_the_place_of_one_that_is_gone() -> None:
+    model = tencache_fx.offload(nn.Sequential(Block(HIDDEN)))
+    run = torch.compile(model, backend="tencache", options={"compiler": "eager", "calibrate": False})
+    weight = model[0].into.weight
+    for _ in range(3):
+        optimizer = AdamW(model.parameters(), step_in_backward=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                run(torch.ones(8, HIDDEN)).square().mean().backward()
+        assert weight.grad is None
+        model.state_dict()  # waits for updates, which keep their optimizer
+        assert eventually(lambda: is_hooked_once(weight))
+    gone = weakref.ref(optimizer)
+    del optimizer
+    assert eventually(lambda: gone() is None)
+    with pytest.warns(UserWarning, match="the optimizer that was made with step_in_backward=True .* is gone"):
+        run(torch.ones(8, HIDDEN)).square().mean().backward()
+    assert weight.grad is not None

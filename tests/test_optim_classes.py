@@ -1,6 +1,7 @@
 """Any class that updates each element by itself can be at home; state in bfloat16."""
 
 import copy
+import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -433,3 +434,19 @@ def test_a_step_compiles_one_kernel_whatever_its_numbers() -> None:
     assert len(kernels) == 1
     with pytest.raises(OptionError, match="AdamW cannot update a parameter at home: 'step'"):
         rule.step(group, 2, {}, made)
+
+
+@pytest.mark.parametrize("count", [100, 1 << 17])
+@pytest.mark.parametrize("least_bytes", [0, 1 << 30])
+def test_state_of_two_dtypes_can_be_saved(monkeypatch: pytest.MonkeyPatch, count: int, least_bytes: int) -> None:
+    monkeypatch.setattr(optim_places, "LEAST_BYTES", least_bytes)
+    parameter = nn.Parameter(torch.ones(count).bfloat16())
+    optimizer = AdamW([parameter], state_dtype=torch.bfloat16)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    assert count * 8 <= file.tell() <= count * 8 + 4096  # no more than there is
+    file.seek(0)
+    found, state = torch.load(file)["state"][0], optimizer.state[parameter]
+    assert all(torch.equal(found[name], state[name]) for name in ("master", "exp_avg", "exp_avg_sq"))

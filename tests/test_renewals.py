@@ -108,3 +108,17 @@ def test_what_reads_a_parameter_behind_its_renewal_is_found() -> None:
         check("sink", "renew", "read")
     with pytest.raises(InvariantError, match="renewals: renew.* stands before the beginning of an update"):
         check("read", "renew", "sink")
+
+
+def test_gradients_that_one_op_makes_leave_each_by_itself() -> None:
+    """Weight norm's backward has two results, gradients both."""
+
+    def run(*, home: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(HIDDEN, HIDDEN)) for _ in range(2)))
+        losses = train(tencache_fx.offload(model) if home else model, now=home)
+        torch.compiler.reset()
+        tencache_fx.close()
+        return losses
+
+    assert run(home=True) == run(home=False)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tencache_fx.runtime.updates import Room, Updates
+from tencache_fx.runtime.updates import Begun, Room, Updates
 
 
 @pytest.fixture
@@ -58,11 +58,11 @@ class Noted:
         time.sleep(0.001)
         self.done.append(f"{self.name} on host")
 
-    def on_device(self, room: Room) -> Callable[[], None]:
+    def on_device(self, room: Room) -> Begun:
         if self.name == "broken":
             raise RuntimeError("injected")
         time.sleep(0.001)
-        return lambda: self.done.append(f"{self.name} on device")
+        return Begun(lambda: False, lambda: self.done.append(f"{self.name} on device"))
 
 
 def test_the_most_urgent_that_can_begin_goes_first(streams: FaultyCpuStreams) -> None:
@@ -119,3 +119,65 @@ def test_room_that_is_too_small_to_be_of_use_is_not_taken(streams: FaultyCpuStre
     updates = Updates(streams)
     updates.open_room(1 << 20)
     assert not updates.streams_through_device
+
+
+class Streamed:
+    """An update of so many pieces that passes through the device."""
+
+    def __init__(self, pieces: int, ended: list[int], before: Callable[[], object] = lambda: None) -> None:
+        self.pieces, self.ended, self.before = pieces, ended, before
+        self.change, self.total = torch.ones(pieces * PIECE), torch.zeros(pieces * PIECE)
+        self.issued = 0
+
+    def on_device(self, room: Room) -> Begun:
+        def work(pieces: list[Tensor]) -> None:
+            self.issued += 1
+            if self.issued == self.pieces:
+                self.before()
+            pieces[1].add_(pieces[0])
+
+        last = room.stream(len(self.total), [self.change, self.total], [self.total], work)
+
+        def finish() -> None:
+            last.synchronize()
+            self.ended.append(self.pieces)
+
+        return Begun(last.query, finish)
+
+
+PIECE = 1 << 18
+ROOM_BYTES = 3 * PIECE * 8
+
+
+def test_what_is_done_ends_while_a_long_one_is_still_issued() -> None:
+    streams = FaultyCpuStreams(delay_s=0.002)
+    updates, gate, ended = Updates(streams), threading.Event(), []
+    updates.open_room(ROOM_BYTES)
+    updates._on_host.submit(gate.wait, 30)  # busy with another one
+    seen: list[list[int]] = []
+    begin = threading.Event()
+    small = updates.submit(Streamed(1, ended), 0, begin.is_set)
+    large = updates.submit(Streamed(12, ended, lambda: seen.append(list(ended))), 1, begin.is_set)
+    begin.set()
+    small.result(30)
+    large.result(30)
+    gate.set()
+    updates.stop()
+    streams.close()
+    assert seen == [[1]]  # before the last piece of the large one was issued
+    assert ended == [1, 12]
+
+
+def test_a_failed_copy_fails_one_update_only() -> None:
+    streams = FaultyCpuStreams(failing=[3])
+    room, right = Room(streams, ROOM_BYTES), []
+    for _ in range(6):
+        update = Streamed(2, [])
+        try:
+            update.on_device(room).finish()
+        except Exception:
+            right.append(False)
+        else:
+            right.append(bool((update.total == 1).all()))
+    streams.close()
+    assert right == [False, *[True] * 5]

@@ -23,6 +23,7 @@ from torch import Tensor
 from tencache_fx.errors import BudgetError, StoreError
 from tencache_fx.plan import Tier, round_up
 from tencache_fx.runtime.pool import Buffer, Pool, Use
+from tencache_fx.runtime.states import own_storage
 from tencache_fx.runtime.store import Extent, Store
 
 _MOST_BYTES = 24 << 20  # of a buffer
@@ -117,7 +118,8 @@ class DiskState:
         with tempfile.NamedTemporaryFile(prefix="tencache-", dir=self._line.store.directories[0]) as file:
             file.truncate(max(4, self.nbytes))
             found = torch.from_file(file.name, shared=True, size=self.nbytes, dtype=torch.uint8)
-        arrays = _arrays(found, count, self.dtypes.values())
+        parts = _arrays(found, count, self.dtypes.values())
+        arrays = [own_storage(part.view(torch.uint8), part.dtype) for part in parts]
 
         def copy(part: slice, pieces: Sequence[Tensor]) -> None:
             for array, piece in zip(arrays, pieces, strict=True):

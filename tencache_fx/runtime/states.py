@@ -33,16 +33,23 @@ class State:
         self.nbytes = starts.pop()
         if on_device or self.nbytes < _LEAST_BYTES:
             device = parameter.device if on_device else "cpu"
-            memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+            self.arrays = tuple(torch.empty(count, dtype=dtype, device=device) for dtype in dtypes.values())
         else:
             buffer = homes.lend_state(self.nbytes)
-            memory = buffer.memory
             weakref.finalize(self, homes.discard_later, buffer).atexit = False
-        self.arrays = tuple(
-            memory[start : start + count * dtype.itemsize].view(dtype)
-            for start, dtype in zip(starts, dtypes.values(), strict=True)
-        )
+            self.arrays = tuple(
+                own_storage(buffer.memory[start : start + count * dtype.itemsize], dtype)
+                for start, dtype in zip(starts, dtypes.values(), strict=True)
+            )
         self.tensors = {
             name: array.as_strided(parameter.size(), parameter.stride(), array.storage_offset())
             for name, array in zip(dtypes, self.arrays, strict=True)
         }
+
+
+def own_storage(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return bytes of host memory as an array whose storage is these only.
+
+    `torch.save` refuses storages that tensors of several dtypes share, and writes them whole.
+    """
+    return torch.frombuffer(part.numpy(), dtype=dtype) if part.numel() else torch.empty(0, dtype=dtype)

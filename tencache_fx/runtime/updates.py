@@ -40,11 +40,19 @@ class Update(Protocol):
     def on_host(self) -> None:
         """Carry it out."""
 
-    def on_device(self, room: "Room") -> Callable[[], None]:
-        """Issue it; return what blocks until it is done, and ends it."""
+    def on_device(self, room: "Room") -> "Begun":
+        """Issue it."""
 
-    def on_disk(self) -> Callable[[], None]:
-        """Begin it with state that is on disk; return what blocks until it is done, and ends it."""
+    def on_disk(self) -> "Begun":
+        """Begin it with state that is on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An update under way: `finish` blocks until it is done, and ends it."""
+
+    is_done: Callable[[], bool]
+    finish: Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -73,9 +81,13 @@ class _Slot:
 
 
 class Room:
-    """Device memory that updates pass through, a few pieces at a time. For one thread."""
+    """Device memory that updates pass through, a few pieces at a time. For one thread.
+
+    `between` is called before each piece: what is done by then need not wait for the rest to be issued.
+    """
 
     def __init__(self, streams: Streams, nbytes: int) -> None:
+        self.between: Callable[[], None] = lambda: None
         self._streams = streams
         memory = [torch.empty(nbytes // _DEPTH, dtype=torch.uint8, device=streams.device) for _ in range(_DEPTH)]
         allocated = (streams.record_compute(),)  # kernels may still run that had it before
@@ -110,8 +122,8 @@ class Room:
             for start in range(0, count, most):
                 slot = self._slots[0]
                 self._slots.rotate(-1)
-                for event in slot.after:
-                    event.synchronize()
+                streams.settle(slot.after)
+                self.between()
                 some = min(most, count - start)
                 pieces = _cut(slot.memory, arrays, most, some)
                 coming = [(piece, src[start : start + some]) for piece, src in zip(pieces, sources, strict=False)]
@@ -181,9 +193,9 @@ class _Queue:
 class _Ahead:
     """A thread that issues one task while the one before is under way: between two, nothing stands still."""
 
-    def __init__(self, queue: _Queue, issue: Callable[[Update], Callable[[], None]], name: str) -> None:
+    def __init__(self, queue: _Queue, issue: Callable[[Update], Begun], name: str) -> None:
         self._queue, self._issue = queue, issue
-        self._under_way: deque[tuple[_Task, Callable[[], None]]] = deque()
+        self._under_way: deque[tuple[_Task, Begun]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._noted = 0  # calls of `_do_one` to come
         self._lock = threading.Lock()
@@ -193,6 +205,12 @@ class _Ahead:
         with self._lock:
             self._noted += 1
         self._thread.submit(self._do_one)
+
+    def end_done(self) -> None:
+        """End those tasks that are done; for the thread itself, while it issues another."""
+        while self._under_way and self._under_way[0][1].is_done():
+            with contextlib.suppress(Exception):  # whoever waits for the task gets it
+                _end(*self._under_way.popleft())
 
     def stop(self) -> None:
         """Finish, and join the thread."""
@@ -215,8 +233,8 @@ class _Ahead:
         """Wait for what is under way, but for the last `rest` tasks; for all of these, even if one has failed."""
         ending = [self._under_way.popleft() for _ in range(len(self._under_way) - rest)]
         with contextlib.ExitStack() as steps:
-            for task, finish in reversed(ending):  # the last one first: it ends them in their order
-                steps.callback(_end, task, finish)
+            for task, begun in reversed(ending):  # the last one first: it ends them in their order
+                steps.callback(_end, task, begun)
 
 
 class Updates:
@@ -243,6 +261,7 @@ class Updates:
         if self._on_device is None and nbytes // _DEPTH >= 20 * _LEAST_COUNT:
             room = Room(self._streams, nbytes)
             self._on_device = _Ahead(self._shared, lambda update: update.on_device(room), "tencache-update-device")
+            room.between = self._on_device.end_done
 
     def submit(
         self, update: Update, urgency: int, can_begin: Callable[[], bool], *, on_disk: bool = False
@@ -277,8 +296,8 @@ class Updates:
             task.future.set_result(None)
 
 
-def _end(task: _Task, finish: Callable[[], None]) -> None:
-    task.run(finish)
+def _end(task: _Task, begun: Begun) -> None:
+    task.run(begun.finish)
     task.future.set_result(None)
 
 
