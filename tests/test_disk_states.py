@@ -216,8 +216,11 @@ def test_the_line_goes_on_when_no_buffer_can_be_written(tmp_path: Path) -> None:
     def fill(part: slice, arrays: Sequence[Tensor]) -> None:
         arrays[0].fill_(3)
 
+    def filled() -> torch.Tensor:
+        engine.disk_line.run(state, fill)
+        return state.read()["a"]  # waits for the writes that fail, where `run` does not
+
     io.write_errors = [28] * 1000
     with pytest.warns(UserWarning, match="with this in host memory"):
-        engine.disk_line.run(state, fill)
-        found = state.read()["a"]  # waits for writes that fail, where `run` does not
+        found = filled()
     assert torch.equal(found, torch.full((7 * PIECE,), 3.0))
