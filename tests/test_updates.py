@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tencache_fx.errors import InvariantError
 from tencache_fx.runtime.updates import Begun, Room, Updates
 
 
@@ -175,7 +176,7 @@ def test_a_failed_copy_fails_one_update_only() -> None:
         update = Streamed(2, [])
         try:
             update.on_device(room).finish()
-        except Exception:
+        except InvariantError:
             right.append(False)
         else:
             right.append(bool((update.total == 1).all()))
