@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(arguments.device)
     if arguments.host_budget or arguments.spill_dir:
         tencache_fx.configure(host_budget=arguments.host_budget or "auto", spill_dir=arguments.spill_dir or ())
+    rss_before_bytes = _rss_bytes(device)
     torch.manual_seed(0)
     with torch.device(device):
         model = Decoder(layers=arguments.layers, hidden=arguments.hidden, vocabulary=32000).bfloat16()
@@ -94,6 +96,7 @@ def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
         marks_ns[-1] = time.perf_counter_ns()
     stats = tencache_fx.stats()
     peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    rss_bytes = _rss_bytes(device)
     if arguments.trace:
         with torch.profiler.profile() as profile:
             for _ in range(3):
@@ -107,6 +110,8 @@ def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "step_ns": (marks_ns[-1] - marks_ns[0]) // arguments.steps,
         "median_ns": int(statistics.median(b - a for a, b in pairwise(marks_ns))),
         "peak_bytes": peak_bytes,
+        "rss_before_bytes": rss_before_bytes,  # torch and the driver alone
+        "rss_bytes": rss_bytes,
         "losses": [float(losses[0]), float(losses[-1])],
         "stats": {
             name: value // arguments.steps if name.endswith(("_ns", "2h_bytes", "2d_bytes")) else value
@@ -119,6 +124,13 @@ def _now_ns(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter_ns()
+
+
+def _rss_bytes(device: torch.device) -> int:
+    """Return the bytes of memory this process has, with the driver's once there is a context."""
+    torch.zeros(1, device=device)
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) << 10
 
 
 def main() -> None:
