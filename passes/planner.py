@@ -285,6 +285,8 @@ def _refuse_device(problem: Problem, spills: Sequence[Spill], note: str) -> None
         parts.append(f"{len(held) - 5} more {format_bytes(sum(s.nbytes for s in held[5:]))}")
     if op.scratch_bytes:
         parts.append(f"the op's own scratch {format_bytes(op.scratch_bytes)}")
+    if step == problem.boundary and problem.boundary_bytes:
+        parts.append(f"others between forward and backward {format_bytes(problem.boundary_bytes)}")
     if problem.outside_bytes:
         parts.append(f"outside this region's graphs {format_bytes(problem.outside_bytes)}")
     floor = floor_bytes(problem)

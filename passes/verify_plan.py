@@ -118,7 +118,7 @@ def _check_device(problem: Problem, plan: Plan) -> None:
     trips = {spill.name: spill for spill in plan.spills}
     most, at = problem.outside_bytes, 0
     for step, op in enumerate(problem.ops):
-        held = problem.outside_bytes + op.scratch_bytes
+        held, brought = problem.outside_bytes + op.scratch_bytes, op.scratch_bytes
         for storage in problem.storages:
             trip = trips.get(storage.name)
             birth, death = storage.birth, storage.death
@@ -129,6 +129,9 @@ def _check_device(problem: Problem, plan: Plan) -> None:
             away = trip is not None and trip.way is Way.ROUND and trip.gone <= step < trip.fetch
             if birth <= step < death and not away:
                 held += storage.nbytes
+                brought += storage.nbytes if birth == step else 0
+        if step == problem.boundary:
+            held += max(0, problem.between_bytes - brought)
         limit = problem.budgets.device_bytes
         if limit is not None and held > limit:
             _fail("device-budget", None, f"step {step} ({op.name}) holds {held} bytes, the budget is {limit}")

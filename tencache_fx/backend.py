@@ -31,6 +31,7 @@ from tencache_fx.options import Options
 from tencache_fx.passes.code_interface import Interface, read_interface
 from tencache_fx.passes.listing import list_graph
 from tencache_fx.passes.order import PinOrder
+from tencache_fx.passes.pause import drop_pause
 from tencache_fx.passes.transfers import insert_transfers
 from tencache_fx.passes.verify_code import planned_calls, verify_code
 from tencache_fx.passes.verify_graph import verify_graphs
@@ -97,6 +98,7 @@ class Region(LiveRegion):
         anew, for a plan that keeps so much free. The source is copied, because the compilers below take ownership of
         what they are given.
         """
+        REGIONS.compilations += 1
         open_workspaces(self.device)
         if any(home.parameter.requires_grad for home in self._homes.values()):
             open_update_room(self.device, self.options.device_budget)
@@ -113,7 +115,7 @@ class Region(LiveRegion):
                     sizes,
                     unforeseen_bytes,
                     {self._home_names[index]: home for index, home in self._homes.items()},
-                    Surroundings.find(self.device, self.options),
+                    Surroundings.find(self.device, self.options, self.between.wanted_bytes),
                 )
                 self._code = []
                 compiled = self._lower_source(compat.copy_module(self._source), inputs)
@@ -138,6 +140,7 @@ class Region(LiveRegion):
             self._draft, self._code = None, []  # graphs are not kept alive
         self._compiled = compiled
         if (record := self.record) is not None:
+            self.between.note_plan(record.problem.between_bytes)
             summary = show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes)
             log.info(f"region {self.index} on {self.device}:\n{summary}")
             if self.options.dump_dir is not None:
@@ -229,6 +232,7 @@ class Region(LiveRegion):
             engine.reserve_gradients([s.nbytes for s in plan.spills if s.way is Way.OUT])
             in_registers = insert_transfers(capture, known.storages, plan, known.registers, engine=engine.id)
             verify_graphs(*at_hints(draft.formulas, problem, plan), capture, in_registers, known.in_place)
+        drop_pause(capture)
         self._resident, self._staying = frozenset(plan.resident), draft.staying
         self._updated_here = frozenset(plan.updated_here) if capture.backward is not None else None
         self._keep(draft, plan, tuple(list_graph(graph, phase) for graph, phase in capture.phases))
@@ -250,6 +254,7 @@ class Region(LiveRegion):
             compiled = compile_graph(gm, example_inputs, planned=None)
         if interface is not None:
             self._code.append((interface, compat.source_code(compiled)))
+        compiled = self.between.watched(phase, compiled)
         return compiled if self._clock is None else self._clock.timed(phase, compiled)
 
     def _plan_inference(self, gm: fx.GraphModule) -> None:

@@ -22,13 +22,14 @@ from tencache_fx.passes.code_interface import Interface
 from tencache_fx.passes.lifetimes import StorageNodes
 from tencache_fx.passes.model_state import write_moves
 from tencache_fx.passes.moves import keep_resident, step_ns
+from tencache_fx.passes.pause import is_fence, write_pause
 from tencache_fx.passes.planner import floor_bytes, make_plan
-from tencache_fx.passes.products import runs_heavy
 from tencache_fx.passes.recipes import find_recipes, recomputed_nodes
 from tencache_fx.passes.region import choose_for_region
 from tencache_fx.passes.symbols import unbacked_sizes
 from tencache_fx.passes.weigh_code import UnreadableCodeError, code_peak_bytes
 from tencache_fx.plan import Budgets, Kind, Links, Plan, Problem, Step, live_bytes
+from tencache_fx.register import REGIONS
 from tencache_fx.runtime.disk_states import line_bytes
 from tencache_fx.runtime.registry import Usage, usage
 from tencache_fx.sizes import SizeFormulas, Sizes
@@ -161,7 +162,9 @@ class Settled(Protocol):
 class Surroundings:
     """What a compilation finds: the rates of the machine, the bytes held on the device, what the runtime has lent.
 
-    `measures` says whether ops whose cost is not known yet may be timed.
+    `pending_bytes` of those held are kept for the backward of forwards that can keep less the next time;
+    `between_bytes` are to be free between this region's graphs, as far as there is room. `measures` says whether ops
+    whose cost is not known yet may be timed.
     """
 
     roofline: Roofline
@@ -169,15 +172,19 @@ class Surroundings:
     held_bytes: int
     usage: Usage
     measures: bool = True
+    pending_bytes: int = 0
+    between_bytes: int = 0
 
     @staticmethod
-    def find(device: torch.device, options: Options) -> "Surroundings":
+    def find(device: torch.device, options: Options, between_bytes: int) -> "Surroundings":
         """Return those of this machine and process, measuring what is not known yet."""
         return Surroundings(
             roofline=machine.roofline(device, calibrate=options.calibrate),
             links=machine.links(device, options.spill_dir, calibrate=options.calibrate),
             held_bytes=held_bytes(device),
             usage=usage(device),
+            pending_bytes=sum(each.pending_bytes for each in REGIONS.waiting(device)),
+            between_bytes=between_bytes,
         )
 
 
@@ -227,6 +234,9 @@ class Drafts:
                 return None
         staying = write_moves(capture, capture.homes, {name: home.state_bytes for name, home in self._homes.items()})
         staying_bytes = sum(self._homes[name].nbytes for name in staying)
+        pauses = capture.backward is not None and self._around.between_bytes > 0
+        if pauses:
+            write_pause(capture)
         held_now_bytes = self._held_beside(training=capture.backward is not None) + staying_bytes
         known = study(capture, options, self._around.roofline, measure=self._around.measures)
         if beside is None:
@@ -240,6 +250,11 @@ class Drafts:
             key, learned = beside.learned_key, beside.learned
         known = dataclasses.replace(known, ops=learned.planning.scale(known.ops, capture.boundary))
         problem, formulas, entering_bytes = self._state_problem(known, held_now_bytes)
+        if self._around.pending_bytes and _over_bytes(problem) > 0:  # the last time that those hold so much
+            held_now_bytes = max(0, held_now_bytes - self._around.pending_bytes)
+            problem, formulas, entering_bytes = self._state_problem(known, held_now_bytes)
+        if pauses:
+            problem = _keep_between(problem, self._around.between_bytes)
         if beside is None:
             recipes = find_recipes(capture, known.storages) if options.recompute == "auto" else ()
             problem = dataclasses.replace(problem, recipes=recipes)
@@ -337,7 +352,7 @@ class Drafts:
                 host_taken_bytes=away.host_lent_bytes + more_bytes,
                 disk_bytes=max(0, options.spill_budget - away.disk_lent_bytes),
             ),
-            fences=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and runs_heavy(node)),
+            fences=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and is_fence(node)),
             # Smaller storages cannot matter: this many would still be under a thousandth of the budget each.
             min_spill_bytes=max(4096, (options.device_budget or 0) // 4096),
         )
@@ -360,3 +375,15 @@ class Drafts:
         resized = formulas.resize(problem, formulas.hints, formulas.planned)
         beside_bytes = outside_bytes(held_bytes, entering_bytes)
         return dataclasses.replace(resized, outside_bytes=beside_bytes), formulas, entering_bytes
+
+
+def _over_bytes(problem: Problem) -> int:
+    """Return by how much the floor is above the budget; negative where it is below."""
+    limit = problem.budgets.device_bytes
+    return 0 if limit is None else floor_bytes(problem) - limit
+
+
+def _keep_between(problem: Problem, nbytes: int) -> Problem:
+    """Return the problem with so much free between its graphs, or with as much as there is room for."""
+    whole = dataclasses.replace(problem, between_bytes=nbytes)
+    return dataclasses.replace(problem, between_bytes=max(0, nbytes - max(0, _over_bytes(whole))))

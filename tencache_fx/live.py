@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from tencache_fx import compat
+from tencache_fx.between import Between
 from tencache_fx.cache import cached
 from tencache_fx.dump import RegionRecord, write_measured
 from tencache_fx.errors import BudgetError, StoreError, TencacheError
@@ -18,6 +19,7 @@ from tencache_fx.memory import held_bytes, peak_held_bytes
 from tencache_fx.options import Options
 from tencache_fx.phases import CallTimes, PhaseClock
 from tencache_fx.plan import Plan, Problem
+from tencache_fx.register import REGIONS
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.homes import Home
 from tencache_fx.runtime.registry import find_homes, follow, open_engine
@@ -51,6 +53,7 @@ class LiveRegion(ABC):
         self.index = index
         self.options = options
         self.device = device
+        self.between = Between(index, device, options.device_budget)
         self.record: RegionRecord | None = None
         self._source = gm
         self._context = torch._guards.TracingContext.try_get()
@@ -91,6 +94,9 @@ class LiveRegion(ABC):
                 self._clock = self._rival = None  # it would take other sizes for a wrong forecast
             elif self._clock is not None and (measured := self._clock.times()) is not None:
                 self._learn(formulas, sizes, measured)
+            if self.between.wants_more:
+                self._rival = None
+                self._plan_again(formulas, sizes, "others hold too much between its forward and its backward")
             if not self._fits(self._footprint, sizes):
                 self._rival = None
                 self._plan_again(formulas, sizes, "its plan, or what is held beside it, is over the budget")
@@ -107,8 +113,17 @@ class LiveRegion(ABC):
         need = footprint.at(sizes)
         more_beside = held_bytes(self.device) - footprint.held_bytes - (need.input_bytes - footprint.input_bytes)
         assert self.options.device_budget is not None
-        if need.peak_bytes + more_beside > self.options.device_budget:
-            return False
+        if (over_bytes := need.peak_bytes + more_beside - self.options.device_budget) > 0:
+            waiting = REGIONS.waiting(self.device)
+            if over_bytes > sum(each.pending_bytes for each in waiting):
+                return False
+            for each in waiting:
+                each.press(need.peak_bytes + more_beside)
+            log.info(
+                "region %d goes %d bytes over the budget this once: others kept more for their backward than will do.",
+                self.index,
+                over_bytes,
+            )
         if not footprint.is_reserved(sizes):
             try:
                 self._reserve(footprint.plan_for(sizes))

@@ -32,6 +32,12 @@ def peak_held_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None
 
 
+def forget_peak(device: torch.device) -> None:
+    """Let `peak_held_bytes` begin anew from what is held now; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def is_input(storage: Storage) -> bool:
     """Say whether `storage` is a parameter or an input, which exists before the region runs."""
     return storage.birth == Step(0) and storage.kind in (Kind.PARAMETER, Kind.INPUT)

@@ -16,7 +16,8 @@ and for a parameter whose home is in host memory, of which the graph takes no mo
 A sink's `home` is the parameter's name where its update may begin at once: nothing behind asks for the parameter.
 `release`, `settle` and `renew` are declared to write what they take, so no reader of it changes sides.
 
-`arrive` and `depart` stand for a fetch and its wait, and for a sink and its release, until both have been planned.
+`arrive` and `depart` stand for a fetch and its wait, and for a sink and its release, until both have been planned,
+and `pause` for what others do between the forward and the backward.
 
 `release` is declared to write `src`: that keeps Inductor from inlining into a later kernel something that reads it,
 so what the plan counts as free is free.
@@ -53,6 +54,7 @@ LIBRARY.define(
 )
 LIBRARY.define("arrive(Tensor home) -> Tensor")
 LIBRARY.define("depart(Tensor src) -> Tensor")
+LIBRARY.define("pause() -> ()")
 
 OFFLOAD = torch.ops.tencache.offload.default
 RELEASE = torch.ops.tencache.release.default
@@ -66,7 +68,8 @@ HOMED = torch.ops.tencache.homed.default
 RUNTIME_OPS = (OFFLOAD, RELEASE, PREFETCH, WAIT, FETCH, SETTLE, RENEW, SINK, HOMED)
 ARRIVE = torch.ops.tencache.arrive.default
 DEPART = torch.ops.tencache.depart.default
-UNPLANNED = (ARRIVE, DEPART)
+PAUSE = torch.ops.tencache.pause.default
+UNPLANNED = (ARRIVE, DEPART, PAUSE)
 
 
 def key_tensor() -> Tensor:

@@ -139,7 +139,8 @@ class Problem:
     """Everything a policy may look at.
 
     `boundary` is the first backward step (`len(ops)` in inference): a storage that crosses it leaves from the forward
-    graph and comes back in the backward graph. `outside_bytes` are held on the device by others for the whole region.
+    graph and comes back in the backward graph. `outside_bytes` are held on the device by others for the whole region,
+    `between_bytes` more of them from the end of the forward graph to the begin of the backward graph.
     Storages below `min_spill_bytes` are not worth an op. `recipes` are what could be recomputed instead of saved, and
     `recompute_ns` is the time of the steps that do so already. `fences` are the steps whose place among the runtime
     ops is sure in the code that will run: a compiler that fuses may move the other steps between two fences. Without
@@ -152,6 +153,7 @@ class Problem:
     links: Links
     budgets: Budgets
     outside_bytes: int = 0
+    between_bytes: int = 0
     min_spill_bytes: int = 0
     fences: tuple[Step, ...] = ()
     recipes: tuple[Recipe, ...] = ()
@@ -163,6 +165,14 @@ class Problem:
         if self.budgets.device_bytes is None:
             return None
         return self.budgets.device_bytes - self.outside_bytes
+
+    @property
+    def boundary_bytes(self) -> int:
+        """What others hold between the graphs beyond what the first backward step, which counts for it, brings."""
+        if not self.between_bytes or self.boundary >= len(self.ops):
+            return 0
+        brought = sum(storage.nbytes for storage in self.storages if storage.birth == self.boundary)
+        return max(0, self.between_bytes - brought - self.ops[self.boundary].scratch_bytes)
 
     def within(self, **budgets: Any) -> "Problem":
         """Return the same problem under other budgets: fields of `Budgets`."""
@@ -262,6 +272,8 @@ def live_bytes(problem: Problem, spills: Iterable[Spill] = ()) -> "np.ndarray[An
         delta[spill.gone] -= spill.nbytes
         delta[spill.fetch] += spill.nbytes
     scratch = np.array([op.scratch_bytes for op in problem.ops], dtype=np.int64)
+    if more_bytes := problem.boundary_bytes:
+        scratch[problem.boundary] += more_bytes
     return np.cumsum(delta[:-1], dtype=np.int64) + scratch + problem.outside_bytes
 
 

@@ -7,8 +7,21 @@ import warnings
 import weakref
 from typing import Protocol
 
+import torch
+
 from tencache_fx.dump import RegionRecord
 from tencache_fx.errors import OptionError
+
+
+class Waiting(Protocol):
+    """What the register knows of a region's forwards whose backward is to come."""
+
+    @property
+    def pending_bytes(self) -> int:
+        """Return what they keep on the device that they could do without."""
+
+    def press(self, peak_bytes: int) -> None:
+        """Say that the device was to hold so much in all meanwhile."""
 
 
 class Region(Protocol):
@@ -16,6 +29,11 @@ class Region(Protocol):
 
     index: int
     record: RegionRecord | None
+    device: torch.device
+
+    @property
+    def between(self) -> Waiting:
+        """Return what is known of its forwards."""
 
     def measured(self) -> dict[str, int | None]:
         """Return what was measured of it."""
@@ -31,6 +49,7 @@ class Regions:
         self._live: weakref.WeakSet[Region] = weakref.WeakSet()
         self._indices = itertools.count()
         self._pid = os.getpid()
+        self.compilations = 0  # begun so far, of whatever region
 
     def next_index(self) -> int:
         """Return the index of the next region: they are never used twice."""
@@ -43,6 +62,10 @@ class Regions:
     def live(self) -> tuple[Region, ...]:
         """Return the live regions, oldest first."""
         return tuple(sorted(self._live, key=lambda region: region.index))
+
+    def waiting(self, device: torch.device) -> tuple[Waiting, ...]:
+        """Return the regions of which forwards keep something on `device` that they could do without."""
+        return tuple(each.between for each in self._live if each.device == device and each.between.pending_bytes)
 
     def dump_measured(self) -> None:
         """Let every region with a dump directory write what was measured of it; does nothing in a forked child."""

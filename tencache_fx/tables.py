@@ -70,11 +70,13 @@ def show_summary(problem: Problem, plan: Plan, captured: Problem, code_peak_byte
     forecast, budgets = plan.forecast, problem.budgets
     over = forecast.makespan_ns / max(1, forecast.ideal_ns)
     device_budget = "no limit" if budgets.device_bytes is None else format_bytes(budgets.device_bytes)
+    between = format_bytes(problem.between_bytes)
     trips = {tier: [spill for spill in plan.spills if spill.tier is tier] for tier in (Tier.HOST, Tier.NVME)}
     rows = [
         ("policy", plan.policy),
         ("steps", f"{len(problem.ops)}, backward from {problem.boundary}"),
         ("device budget", f"{device_budget}, of it held outside the region {format_bytes(problem.outside_bytes)}"),
+        *((("held between graphs", f"{between}, by others"),) if problem.between_bytes else ()),
         ("device peak", f"{format_bytes(forecast.peak_bytes)} at {_step_name(problem, forecast.peak_step)}"),
         *(() if code_peak_bytes is None else (("held by the code", format_bytes(code_peak_bytes)),)),
         ("device floor", format_bytes(forecast.floor_bytes)),

@@ -42,6 +42,14 @@ def links(rate: int = 10**9, **changes: int) -> Links:
     return Links(**{**rates, **changes})
 
 
+def between_bytes(problem: Problem, step: int) -> int:
+    """Return what others hold at a step because it stands for the time between the graphs, too."""
+    if step != problem.boundary:
+        return 0
+    own = problem.ops[step].scratch_bytes + sum(s.nbytes for s in problem.storages if s.birth == step)
+    return max(0, problem.between_bytes - own)
+
+
 @st.composite
 def problems(draw: st.DrawFn, *, most_steps: int = 24, most_storages: int = 14) -> Problem:
     """Regions of a few steps with any lifetimes; mostly over their device budget, and mostly above their floor."""
@@ -59,6 +67,7 @@ def problems(draw: st.DrawFn, *, most_steps: int = 24, most_storages: int = 14) 
         links=links(),
         budgets=Budgets(device_bytes=None, host_bytes=PLENTY),
         outside_bytes=draw(st.integers(0, 3)),
+        between_bytes=draw(st.sampled_from((0, 0, 4, 9))),
         min_spill_bytes=draw(st.sampled_from((0, 0, 0, 3))),
         fences=tuple(map(Step, sorted(draw(st.one_of(st.just(set()), st.sets(st.integers(0, steps - 1))))))),
     )

@@ -37,7 +37,10 @@ def nothing_left() -> Iterator[None]:
     drop_all()
 
 
-def train(budget: str | None, *, steps: int = 5, now: bool = False, clip: bool = False) -> list[float]:
+def train(
+    budget: str | None, *, steps: int = 5, now: bool = False, clip: bool = False, known_after: int = 0
+) -> list[float]:
+    """Return the losses; the device's peak begins anew after `known_after` steps."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(HIDDEN) for _ in range(LAYERS))).bfloat16()
     model = model.cuda() if budget is None else tencache_fx.offload(model, "cuda")
@@ -54,6 +57,8 @@ def train(budget: str | None, *, steps: int = 5, now: bool = False, clip: bool =
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
+        if len(losses) == known_after:
+            torch.cuda.reset_peak_memory_stats()
     return [loss.item() for loss in losses]
 
 
@@ -74,11 +79,11 @@ def test_late_copies_change_nothing() -> None:
 
 
 def test_the_peak_is_within_the_budget() -> None:
-    train("272MiB", steps=2)  # weights alone are 256 MiB
-    torch.cuda.reset_peak_memory_stats()
+    """Weights alone are 256 MiB. In the first step the region does not know what the loss will take."""
+    train("272MiB", steps=7, known_after=3)
     assert regions()[-1].plan.spills
-    train("272MiB", steps=3)
-    assert torch.cuda.max_memory_allocated() <= 272 * MIB * 1.02
+    assert regions()[-1].problem.between_bytes
+    assert torch.cuda.max_memory_allocated() <= 272 * MIB
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])

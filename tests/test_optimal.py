@@ -17,7 +17,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-from problems import PLENTY, links
+from problems import PLENTY, between_bytes, links
 from programs import Instruction, Program, measure, op_of, rewrite
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
@@ -92,7 +92,8 @@ def least_ns(ops: tuple[Op, ...], storages: Iterable[Storage], problem: Problem,
     times = [model.variable(start, start + slack, cost=float(step == len(ops))) for step, start in enumerate(starts)]
     for step, duration in enumerate(durations):
         model.at_least(duration, (1, times[step + 1]), (-1, times[step]))
-    held = np.array([op.scratch_bytes for op in ops]) + problem.outside_bytes
+    beside = [problem.outside_bytes + between_bytes(problem, step) for step in range(len(ops))]
+    held = np.array([op.scratch_bytes for op in ops]) + np.array(beside)
     away: list[list[tuple[float, int]]] = [[] for _ in ops]
     trips = []
     for storage in storages:

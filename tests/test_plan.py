@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import GIB, problems, problems_with_trips, transformer
+from problems import GIB, between_bytes, problems, problems_with_trips, transformer
 
 from tencache_fx.buffers import pool_classes, size_classes, staging_classes
 from tencache_fx.errors import BudgetError
@@ -40,7 +40,8 @@ def test_live_bytes_counts_what_is_held(case: Trips) -> None:
     live = live_bytes(problem, spills)
     for step, op in enumerate(problem.ops):
         held = held_at(problem, spills, Step(step))
-        assert live[step] == sum(s.nbytes for s in held) + op.scratch_bytes + problem.outside_bytes
+        beside = problem.outside_bytes + between_bytes(problem, step)
+        assert live[step] == sum(s.nbytes for s in held) + op.scratch_bytes + beside
         away = {s.name for s in spills if s.gone <= step < s.fetch}
         assert {s.name for s in held} == {s.name for s in problem.storages if s.birth <= step < s.death} - away
         assert [s.nbytes for s in held] == sorted((s.nbytes for s in held), reverse=True)

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 
 import pytest
 from hypothesis import assume, event, given, settings
-from problems import GIB, PLENTY, crowded_region, links, moving_problems, problems, transformer
+from problems import GIB, PLENTY, between_bytes, crowded_region, links, moving_problems, problems, transformer
 
 from tencache_fx.errors import BudgetError, OptionError
 from tencache_fx.passes.moves import keep_resident
@@ -35,7 +35,8 @@ def held(problem: Problem, spills: tuple[Spill, ...], step: int) -> int:
     """Device bytes at one step, counted one storage at a time."""
     away = {s.name for s in spills if s.gone <= step < s.fetch}
     live = [s.nbytes for s in problem.storages if s.birth <= step < s.death and s.name not in away]
-    return sum(live) + problem.ops[step].scratch_bytes + problem.outside_bytes
+    beside = problem.outside_bytes + between_bytes(problem, step)
+    return sum(live) + problem.ops[step].scratch_bytes + beside
 
 
 @settings(max_examples=200, deadline=None)

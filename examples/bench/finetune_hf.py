@@ -97,9 +97,7 @@ def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
         if lora or not ours:
             optimizer = (torch.optim.AdamW, {"lr": 1e-4, "fused": on_gpu})
         data = [{"input_ids": row, "labels": row} for row in rows]
-        trainer = Trainer(
-            model, settings, train_dataset=data, callbacks=[clock], optimizer_cls_and_kwargs=optimizer
-        )
+        trainer = Trainer(model, settings, train_dataset=data, callbacks=[clock], optimizer_cls_and_kwargs=optimizer)
         trainer.train()
     step_ns = int(statistics.median(b - a for a, b in pairwise(clock.marks_ns[arguments.warm_up - 1 :])))
     return {

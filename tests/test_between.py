@@ -1,0 +1,258 @@
+"""What others hold between a region's forward and its backward: learned in the first step, and then kept free."""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tencache_fx
+from tencache_fx import between, drafts, live
+from tencache_fx.errors import InvariantError
+from tencache_fx.passes.verify_plan import verify_plan
+from tencache_fx.plan import live_bytes
+from tencache_fx.register import REGIONS
+
+ROWS, WIDTH = 1024, 64
+VALUE = 4 * ROWS * WIDTH  # bytes of one activation
+
+
+class Meter(TorchDispatchMode):
+    """Counts the bytes of a CPU's tensors, as an accelerator's allocator does: those made while it is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(each, Tensor) and each.device.type == "cpu" and type(each) in (Tensor, nn.Parameter):
+                self._meet(each.untyped_storage())
+        return result
+
+    def _meet(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._known or storage.nbytes() < 1024:
+            return
+        self._known.add(storage._cdata)
+        self.held += storage.nbytes()
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(storage, self._lose, storage._cdata, storage.nbytes())
+
+    def _lose(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.held -= nbytes
+
+
+@pytest.fixture
+def meter(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Meter]:
+    """A CPU whose allocator counts."""
+    found = Meter()
+
+    def forget(device: torch.device) -> None:
+        found.peak = found.held
+
+    watched = between.Between.watched
+
+    def metered(self: between.Between, phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Count what a compiled forward makes: torch compiles nothing that is called under a mode."""
+
+        def run_metered(*args: Any) -> Any:
+            with found:
+                return run(*args)
+
+        run_metered._boxed_call = getattr(run, "_boxed_call", False)  # type: ignore[attr-defined]
+        return watched(self, phase, run if phase == "backward" else run_metered)
+
+    monkeypatch.setattr(between.Between, "watched", metered)
+    for module in (live, drafts, between):
+        monkeypatch.setattr(module, "held_bytes", lambda device: found.held)
+    monkeypatch.setattr(between, "peak_held_bytes", lambda device: found.peak)
+    monkeypatch.setattr(between, "forget_peak", forget)
+    caplog.set_level(logging.INFO, "tencache_fx")
+    torch.compiler.reset()
+    yield found
+    torch.compiler.reset()
+    tencache_fx.close()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def layers(count: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer() for _ in range(count)))
+
+
+def wide_loss(result: Tensor) -> Tensor:
+    """Take twelve activations' worth of memory."""
+    return result.repeat(1, 4).cos().square().mean()
+
+
+def train(meter: Meter, forward: Callable[[Tensor], Tensor], model: nn.Module, steps: int = 6) -> tuple[list[int], Any]:
+    """Return the peak of each step, and the gradients of the last."""
+    peaks = []
+    inputs = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(steps):
+        model.zero_grad(set_to_none=True)
+        meter.peak = meter.held
+        result = forward(inputs)
+        with meter:
+            wide_loss(result).backward()
+        del result
+        peaks.append(meter.peak)
+    return peaks, [parameter.grad for parameter in model.parameters()]
+
+
+OPTIONS = {"compiler": "eager", "recompute": "none", "calibrate": False}
+
+
+def expected(model: nn.Module, steps: int = 6) -> Any:
+    inputs = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(steps):
+        model.zero_grad(set_to_none=True)
+        wide_loss(model(inputs)).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(torch.allclose(one, other, rtol=1e-4, atol=1e-7) for one, other in zip(found, wanted, strict=True))
+
+
+def over(text: str) -> int:
+    return text.count("more than device_budget")
+
+
+def test_a_loss_outside_of_the_region_finds_room(meter: Meter, caplog: pytest.LogCaptureFixture) -> None:
+    model, budget = layers(12), 28 * VALUE
+    run = torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget})
+    peaks, gradients = train(meter, run, model)
+    assert peaks[0] > budget >= max(peaks[1:])
+    record = tencache_fx.regions()[-1]
+    assert max(peaks[1:]) >= budget - 2 * VALUE, "no more is away than has to be"
+    assert "held between graphs" in tencache_fx.report()
+    assert record.plan.spills
+    assert not over(caplog.text)
+    assert same(gradients, expected(layers(12)))
+
+
+def test_a_loss_that_leaves_room_changes_nothing(meter: Meter) -> None:
+    model, budget = layers(12), 60 * VALUE
+    run = torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget})
+    peaks, _ = train(meter, run, model)
+    assert max(peaks) <= budget
+    record = tencache_fx.regions()[-1]
+    assert record.problem.between_bytes == 0
+    assert not record.plan.spills
+
+
+def test_a_loss_too_large_is_told_of_once(meter: Meter, caplog: pytest.LogCaptureFixture) -> None:
+    model, budget = layers(12), 18 * VALUE
+    run = torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget})
+    peaks, gradients = train(meter, run, model)
+    assert budget < peaks[-1] < peaks[0]
+    assert over(caplog.text) == 1
+    assert f"cpu holds {peaks[-1]} bytes" in caplog.text
+    assert same(gradients, expected(layers(12)))
+
+
+def test_blocks_compiled_one_by_one_leave_room_for_each_other(meter: Meter, caplog: pytest.LogCaptureFixture) -> None:
+    model, budget = layers(12), 40 * VALUE
+    for layer in model:
+        layer.compile(backend="tencache", options={**OPTIONS, "device_budget": budget})
+    peaks, gradients = train(meter, model, model)
+    assert peaks[0] > budget >= max(peaks[1:])
+    assert caplog.text.count("planning again") == 1, "the blocks share one region"
+    assert not over(caplog.text)
+    assert same(gradients, expected(layers(12)))
+
+
+def test_regions_make_room_for_each_other(meter: Meter, caplog: pytest.LogCaptureFixture) -> None:
+    one, two = layers(8), layers(6)
+    budget = 28 * VALUE
+    first, second = (
+        torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget}) for model in (one, two)
+    )
+    peaks, gradients = train(meter, lambda x: second(first(x)), nn.ModuleList([one, two]))
+    assert peaks[0] > budget >= max(peaks[3:])
+    assert not over(caplog.text)
+    assert same(gradients, expected(nn.Sequential(layers(8), layers(6))))
+
+
+def test_a_region_that_would_not_fit_beside_one_that_waits_runs(meter: Meter, caplog: pytest.LogCaptureFixture) -> None:
+    """The second is planned as if the first, which keeps all it may, kept nothing; the next time that makes room."""
+    one, two = layers(16), layers(2)
+    budget = 26 * VALUE
+    first, second = (
+        torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget}) for model in (one, two)
+    )
+
+    def forward(x: Tensor) -> Tensor:
+        wide = first(x)
+        return second(torch.cat([wide] * 2))
+
+    peaks, gradients = train(meter, forward, nn.ModuleList([one, two]))
+    assert "over the budget this once" in caplog.text
+    assert peaks[0] > budget
+    assert max(peaks[3:]) < peaks[0] - 4 * VALUE
+    assert gradients[0] is not None
+
+
+def test_a_forward_whose_backward_never_comes_is_forgotten(meter: Meter) -> None:
+    model, budget = layers(12), 28 * VALUE
+    run = torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget})
+    inputs = torch.randn(ROWS, WIDTH)
+    for _ in range(5):
+        run(inputs)
+    peaks, _ = train(meter, run, model)
+    assert budget >= max(peaks[1:])
+    region = REGIONS.live()[-1]
+    assert region.between.pending_bytes == 0
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_a_pause_is_in_the_plan_but_not_in_the_graphs(
+    compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wanted = 18 * VALUE
+    monkeypatch.setattr(between.Between, "wants_more", False)
+    first = between.Between.__init__
+
+    def begin(self: between.Between, *args: Any) -> None:
+        first(self, *args)
+        self.wanted_bytes = wanted
+
+    monkeypatch.setattr(between.Between, "__init__", begin)
+    torch.compiler.reset()
+    model, budget = layers(12), 28 * VALUE
+    options = {**OPTIONS, "compiler": compiler, "device_budget": budget, "dump_dir": str(tmp_path)}
+    loss = torch.compile(model, backend="tencache", options=options)(torch.ones(ROWS, WIDTH)).square().mean()
+    loss.backward()
+    record = tencache_fx.regions()[-1]
+    assert record.problem.between_bytes == wanted
+    at = record.problem.boundary
+    assert record.problem.ops[at].name == "between_graphs"
+    assert live_bytes(record.problem, record.plan.spills)[at] <= budget
+    kept = replace(record.problem, between_bytes=0)
+    assert live_bytes(kept, record.plan.spills)[at] <= budget - wanted + VALUE  # the tangent comes then
+    with pytest.raises(InvariantError, match="device-budget"):
+        verify_plan(replace(record.problem, between_bytes=wanted + 4 * VALUE), record.plan)
+    assert all("between_graphs" not in str(listing) for listing in record.listings)
+    plain = layers(12)
+    plain(torch.ones(ROWS, WIDTH)).square().mean().backward()
+    assert same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    torch.compiler.reset()
+    tencache_fx.close()
