@@ -85,12 +85,18 @@ def overruled(settings: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a module that Dynamo made, with two attributes that copies lack.
+def _tensor_dicts(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    return vars(module), module._parameters, module._buffers
 
-    By them AOTAutograd knows the parameters among the inputs (torch: `_aot_autograd/frontend_utils.py`).
+
+def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a module that Dynamo made, with its own tensors, and with two attributes that copies lack.
+
+    By them AOTAutograd knows the parameters among the inputs (torch: `_aot_autograd/frontend_utils.py`). What an
+    optimizer's step writes to is no input but in the module itself: a copy of that would be updated in its stead.
     """
-    copied = copy.deepcopy(gm)
+    held = (each for module in gm.modules() for among in _tensor_dicts(module) for each in among.values())
+    copied = copy.deepcopy(gm, {id(each): each for each in held if isinstance(each, torch.Tensor)})
     if hasattr(gm, "_param_name_to_source"):
         copied._param_name_to_source = gm._param_name_to_source
     for node, twin in zip(gm.graph.nodes, copied.graph.nodes, strict=True):
