@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from tencache_fx.capture import byte_hint, output_args, placeholders, tensors_of
+from tencache_fx.capture import byte_hint, output_args, placeholders, storage_of, tensors_of
 from tencache_fx.passes.model_state import is_away
 from tencache_fx.passes.symbols import evaluate
 from tencache_fx.plan import round_up
@@ -58,7 +58,9 @@ def read_interface(
     def part(value: object, given: Collection[int] = ()) -> Part | None:
         if not isinstance(value, torch.Tensor) or value.device.type != device.type:
             return None
-        key, nbytes = value.untyped_storage()._cdata, _number(value.untyped_storage().nbytes(), sizes)
+        if (storage := storage_of(value)) is None:
+            return None
+        key, nbytes = storage._cdata, _number(storage.nbytes(), sizes)
         shape = tuple(_number(size, sizes) for size in value.shape)
         return Part(key=key, nbytes=allocated_bytes(nbytes, device), shape=shape, fresh=key not in given)
 
@@ -72,7 +74,8 @@ def read_interface(
         if node.op == "call_function" and "val" in node.meta:
             value = node.meta["val"]
             values = value if isinstance(value, (tuple, list)) else (value,)
-            given = {tensor.untyped_storage()._cdata for each in node.all_input_nodes for tensor in tensors_of(each)}
+            taken = (storage_of(tensor) for each in node.all_input_nodes for tensor in tensors_of(each))
+            given = {storage._cdata for storage in taken if storage is not None}
             operation = operation_name(str(node.target))
             made.setdefault(operation, []).append(tuple(part(each, given) for each in values))
             scratch[operation] = max(scratch.get(operation, 0), node_scratch.get(node.name, 0))

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from tencache_fx.capture import Capture, output_args, placeholders, tensors_of
+from tencache_fx.capture import Capture, output_args, placeholders, storage_of, tensors_of
 from tencache_fx.ops import ARRIVE, DEPART, key_tensor
 from tencache_fx.passes.fusion import is_view, readers_of
 
@@ -160,8 +160,8 @@ def _write_departures(
     storages = [_storage(value) for value in values]
     given = {_storage(node) for node in placeholders(backward)}
     for index, home in homes.items():
-        gradient = values[index] if index < len(values) else None
-        if not isinstance(gradient, fx.Node) or storages.count(storages[index]) > 1 or storages[index] in given:
+        gradient, storage = (values[index], storages[index]) if index < len(values) else (None, None)
+        if not isinstance(gradient, fx.Node) or storage is None or storages.count(storage) > 1 or storage in given:
             continue
         value, parameter = gradient.meta["val"], inputs[index].meta["val"]
         dense = bool(torch.ops.aten.is_non_overlapping_and_dense(value)) and value.storage_offset() == 0
@@ -186,4 +186,5 @@ def _write_departures(
 
 def _storage(value: object) -> int | None:
     tensors = tensors_of(value) if isinstance(value, fx.Node) else ()
-    return tensors[0].untyped_storage()._cdata if len(tensors) == 1 else None
+    storage = storage_of(tensors[0]) if len(tensors) == 1 else None
+    return None if storage is None else storage._cdata

@@ -19,7 +19,7 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 
 from tencache_fx import compat
-from tencache_fx.capture import step_nodes
+from tencache_fx.capture import step_nodes, storage_of, tensors_of
 from tencache_fx.ops import OFFLOAD, RELEASE, RUNTIME_OPS, SINK, WAIT
 from tencache_fx.passes.costs import count_flops
 from tencache_fx.passes.fusion import is_loop_body, is_reduction, is_view, registers_among
@@ -49,6 +49,7 @@ class PinOrder(CustomGraphPass):
                 read = readers.sources_of(node)
                 latest = [*(each for each in latest if each not in read), node]
         preserve_node_ordering(graph, follows)
+        _renew_sparse(graph)
         graph.lint()
 
     def uuid(self) -> Any | None:
@@ -108,6 +109,21 @@ class _Readers:
                 else:
                     found.add(user)
         return sorted(found, key=lambda node: self._order[node])
+
+
+def _renew_sparse(graph: fx.Graph) -> None:
+    """Put new nodes in place of those that make sparse tensors: Inductor then works out what they stand for.
+
+    What an old node stands for it would compare with that, by their storages, and a sparse tensor has none (2.13:
+    `_inductor/fx_utils.py: _is_fake_tensor_same`).
+    """
+    for node in step_nodes(graph):
+        if any(storage_of(tensor) is None for tensor in tensors_of(node)):
+            with graph.inserting_after(node):
+                fresh = graph.node_copy(node)
+            del fresh.meta["val"]
+            node.replace_all_uses_with(fresh)
+            graph.erase_node(node)
 
 
 def _trace_of(node: fx.Node) -> fx.Node:

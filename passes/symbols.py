@@ -9,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from tencache_fx.capture import Capture, output_args, placeholders, tensors_of
+from tencache_fx.capture import Capture, output_args, placeholders, storage_of, tensors_of
 
 Place = tuple[int, int | None]
 
@@ -34,7 +34,8 @@ def storage_places(values: Sequence[object]) -> dict[sympy.Symbol, tuple[int, in
     """
     places: dict[sympy.Symbol, tuple[int, int]] = {}
     for index, value in enumerate(values):
-        size = value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0
+        storage = storage_of(value) if isinstance(value, torch.Tensor) else None
+        size = 0 if storage is None else storage.nbytes()
         if isinstance(size, torch.SymInt):
             unit_bytes, rest = size.node.expr.as_coeff_Mul()
             if isinstance(rest, sympy.Symbol) and isinstance(unit_bytes, sympy.Integer):
@@ -53,8 +54,13 @@ def evaluate(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, int]) -> int:
 def unbacked_sizes(capture: Capture) -> tuple[torch.SymInt, ...]:
     """Return the sizes of the region's tensors and of their storages that are known only when it runs."""
     tensors = (tensor for graph in capture.graphs for node in graph.nodes for tensor in tensors_of(node))
-    sizes = (size for tensor in tensors for size in (*tensor.shape, tensor.untyped_storage().nbytes()))
+    sizes = (size for tensor in tensors for size in (*tensor.shape, *_storage_size(tensor)))
     return tuple(size for size in sizes if isinstance(size, torch.SymInt) and free_unbacked_symbols(size))
+
+
+def _storage_size(tensor: torch.Tensor) -> tuple[int | torch.SymInt, ...]:
+    storage = storage_of(tensor)
+    return () if storage is None else (storage.nbytes(),)
 
 
 class SymbolSource:

@@ -3,6 +3,7 @@
 import torch
 from torch import fx
 
+from tencache_fx.capture import storage_of
 from tencache_fx.errors import InvariantError
 from tencache_fx.ops import FETCH, RENEW, SETTLE, SINK, WAIT
 from tencache_fx.plan import Problem
@@ -68,7 +69,8 @@ def _check_renewals(graphs: tuple[fx.Graph, ...]) -> None:
 
 def _storages(node: fx.Node) -> set[int]:
     value = node.meta.get("val")
-    return {value.untyped_storage()._cdata} if isinstance(value, torch.Tensor) else set()
+    storage = storage_of(value) if isinstance(value, torch.Tensor) else None
+    return set() if storage is None else {storage._cdata}
 
 
 def away_names(graphs: tuple[fx.Graph, ...]) -> frozenset[str]:

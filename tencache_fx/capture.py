@@ -78,6 +78,11 @@ def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
     return tuple(item for item in values if isinstance(item, torch.Tensor))
 
 
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor; None for a sparse one, which has none: asking for it raises."""
+    return tensor.untyped_storage() if tensor.layout is torch.strided else None
+
+
 def byte_hint(size: int | torch.SymInt) -> int:
     """Return a size, a symbolic one at the value seen while tracing, or if only a run knows it, the most it can be.
 

@@ -23,6 +23,7 @@ from torch._inductor.pattern_matcher import compute_mutation_region_ids
 from torch._inductor.utils import BoxedBool
 from torch.utils.checkpoint import CheckpointPolicy
 
+from tencache_fx.capture import storage_of
 from tencache_fx.errors import OptionError
 from tencache_fx.options import nearest
 
@@ -172,7 +173,8 @@ def _save_what_is_overwritten(joint: fx.Graph) -> None:
         storage = node.meta["val"].untyped_storage()._cdata
         for user in node.users:
             value = user.meta.get("val")
-            is_view = isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage
+            made = storage_of(value) if isinstance(value, torch.Tensor) else None
+            is_view = made is not None and made._cdata == storage
             if is_view and user.target is not torch.ops.aten.copy_.default:
                 written.append(user)
             elif user.op == "call_function":

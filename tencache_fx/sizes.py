@@ -18,7 +18,7 @@ import sympy
 import torch
 
 from tencache_fx.buffers import pool_classes, staging_classes
-from tencache_fx.capture import byte_hint, tensors_of
+from tencache_fx.capture import byte_hint, storage_of, tensors_of
 from tencache_fx.errors import TencacheError
 from tencache_fx.memory import is_input
 from tencache_fx.passes.lifetimes import StorageNodes, allocated_bytes, formula_of
@@ -50,7 +50,8 @@ class SizeFormulas:
         expressions: dict[str, sympy.Expr] = {}
         for item in storages:
             for tensor in (tensor for member in item.members for tensor in tensors_of(member)):
-                size = tensor.untyped_storage().nbytes()
+                storage = storage_of(tensor)
+                size = 0 if storage is None else storage.nbytes()
                 if isinstance(size, torch.SymInt) and item.storage.formula == formula_of(size) != "":
                     expressions[item.storage.formula] = size.node.expr
         self._expressions = tuple(expressions.values())
