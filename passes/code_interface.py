@@ -102,6 +102,8 @@ def _number(size: "int | torch.SymInt", sizes: Mapping[str, int]) -> int:
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression = size.node.expr
+    if (formula := str(expression)) in sizes:  # of a storage behind a view
+        return sizes[formula]
     known = {symbol: sizes[str(symbol)] for symbol in expression.free_symbols if str(symbol) in sizes}
     return evaluate(expression, known) if len(known) == len(expression.free_symbols) else byte_hint(size)
 

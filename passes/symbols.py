@@ -27,19 +27,17 @@ def symbol_places(values: Sequence[object]) -> dict[sympy.Symbol, Place]:
     return places
 
 
-def storage_places(values: Sequence[object]) -> dict[sympy.Symbol, tuple[int, int]]:
-    """Return for symbols that show in the size of a tensor's storage only (the tensor is a view): where, and how often.
+def storage_places(values: Sequence[object]) -> dict[sympy.Expr, int]:
+    """Return where `values` have tensors whose storages are symbolic in size, by that size in bytes, expanded.
 
-    The storage has so many bytes for each one of the symbol.
+    What a view leaves out of its storage shows in no shape: rows that are cut off, or the base of a transposed tensor.
     """
-    places: dict[sympy.Symbol, tuple[int, int]] = {}
+    places: dict[sympy.Expr, int] = {}
     for index, value in enumerate(values):
         storage = storage_of(value) if isinstance(value, torch.Tensor) else None
         size = 0 if storage is None else storage.nbytes()
         if isinstance(size, torch.SymInt):
-            unit_bytes, rest = size.node.expr.as_coeff_Mul()
-            if isinstance(rest, sympy.Symbol) and isinstance(unit_bytes, sympy.Integer):
-                places.setdefault(rest, (index, int(unit_bytes)))
+            places.setdefault(sympy.expand(size.node.expr), index)
     return places
 
 

@@ -34,6 +34,8 @@ _REMEMBERED = 1024  # sizes whose needs are kept
 class SizeFormulas:
     """The storages' sizes as expressions in the symbols that a region's inputs define.
 
+    Where shapes do not define all symbols of an input's storage, because the input is a view, the bytes of that storage
+    stand for a symbol, named like their formula.
     `columns` number the formulas for arithmetic on all of them; column 0 stands for the sizes that never change.
     `hints` are the sizes torch traced with, `planned` those that plans are made for: the same unless given.
     Raises `TencacheError` when a size depends on what no input shows.
@@ -54,19 +56,22 @@ class SizeFormulas:
                 size = 0 if storage is None else storage.nbytes()
                 if isinstance(size, torch.SymInt) and item.storage.formula == formula_of(size) != "":
                     expressions[item.storage.formula] = size.node.expr
+        readers = {symbol: _reader(*place) for symbol, place in symbol_places(inputs).items()}
+        behind = storage_places(inputs)
+        for formula, expression in expressions.items():
+            if not expression.free_symbols <= readers.keys() and (whole := sympy.expand(expression)) in behind:
+                expressions[formula] = symbol = sympy.Symbol(formula)
+                readers[symbol] = _storage_reader(behind[whole])
         self._expressions = tuple(expressions.values())
         self.columns = {formula: column for column, formula in enumerate(("", *expressions))}
-        shown, behind = symbol_places(inputs), storage_places(inputs)
         used: frozenset[sympy.Symbol] = frozenset().union(*(each.free_symbols for each in self._expressions))
-        if hidden := used - shown.keys() - behind.keys():
+        if hidden := used - readers.keys():
             raise TencacheError(
                 f"the sizes {', '.join(sorted(map(str, hidden)))} of this region cannot be read from its inputs, so "
                 "its memory cannot be planned; mark those dimensions static, or set device_budget to None."
             )
         self.symbols = tuple(sorted(used, key=str))
-        self._readers = tuple(
-            _reader(*shown[symbol]) if symbol in shown else _storage_reader(*behind[symbol]) for symbol in self.symbols
-        )
+        self._readers = tuple(readers[symbol] for symbol in self.symbols)
         self.hints = tuple(byte_hint(size) for size in self.read(inputs))
         self.planned = self.hints if planned is None else planned
 
@@ -127,8 +132,8 @@ def _reader(index: int, dim: int | None) -> Reader:
     return operator.itemgetter(index) if dim is None else lambda inputs: inputs[index].shape[dim]
 
 
-def _storage_reader(index: int, unit_bytes: int) -> Reader:
-    return lambda inputs: inputs[index].untyped_storage().nbytes() // unit_bytes
+def _storage_reader(index: int) -> Reader:
+    return lambda inputs: inputs[index].untyped_storage().nbytes()
 
 
 def plan_at(problem: Problem, plan: Plan) -> Plan:

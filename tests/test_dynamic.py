@@ -132,6 +132,30 @@ def test_a_view_of_a_larger_batch_is_counted_with_what_is_behind_it() -> None:
         del run
 
 
+VIEWS: dict[str, tuple[Callable[[int], Tensor], Callable[[Tensor], Tensor]]] = {
+    "cut off": (lambda n: torch.randn(n // 8, 9, 64), lambda x: x[:, :-1]),
+    "transposed": (lambda n: torch.randn(8, n // 8, 64), lambda x: x.transpose(0, 1)),
+    "columns": (lambda n: torch.randn(n, 64 + n // 8), lambda x: x[:, :64]),
+    "middle": (lambda n: torch.randn(4, n // 2, 64), lambda x: x[1:3]),
+}
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_is_behind_any_view_is_read_from_it(view: str, *, dynamic: bool | None) -> None:
+    """The shape of `tokens[:, :-1]` tells neither the length nor, with it, the bytes of what it is a view of."""
+    model, (make, look) = tower(), VIEWS[view]
+    with faulty_engine() as engine:
+        run = compiled(model, {**EAGER, "device_budget": 1_300_000}, dynamic=dynamic)
+        for batch in (256, 240, 312, 248):
+            check_gradients(model, run, look(x := make(batch)))
+        assert engine.stats.take()["offloads"] > 0
+        footprint = REGIONS.live()[-1]._footprint
+        *_, sizes = (footprint.formulas.planned, *footprint._needs)
+        assert footprint.at(sizes).input_bytes == sum(p.nbytes for p in model.parameters()) + x.nbytes
+        del run
+
+
 def test_a_batch_too_large_is_refused_before_anything_runs() -> None:
     model = tower()
     with faulty_engine() as engine, plannings() as again:
