@@ -21,6 +21,7 @@ from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
 from torch._inductor.pattern_matcher import compute_mutation_region_ids
 from torch._inductor.utils import BoxedBool
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tencache_fx.capture import storage_of
@@ -104,6 +105,23 @@ def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
         if hasattr(node, "_dynamo_source"):
             twin._dynamo_source = node._dynamo_source
     return copied
+
+
+def keep_numbers(fakes: Sequence[Any], context: torch._guards.TracingContext | None) -> list[Any]:
+    """Return fakes; those of a Python float that Dynamo has made a tensor of know which number it is.
+
+    AOTAutograd copies fakes into its own mode (torch: `_aot_autograd/frontend_utils.py`), and copies do not know it:
+    here such a one is copied with it.
+    """
+    mode = None if context is None else context.fake_mode
+    found = list(fakes)
+    for index, fake in enumerate(fakes):
+        if mode is None or not isinstance(fake, FakeTensor) or fake.fake_mode is mode:
+            continue
+        if fake.item_memo is not None:
+            found[index] = mode.from_tensor(fake)
+            found[index].item_memo = fake.item_memo
+    return found
 
 
 def copy_joint(joint: fx.GraphModule) -> fx.GraphModule:

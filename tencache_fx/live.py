@@ -243,7 +243,8 @@ class LiveRegion(ABC):
 
     def _fakes(self) -> list[Any]:
         """Return the inputs' fakes, with the sizes torch traced the region with."""
-        return [node.meta["example_value"] for node in self._source.graph.find_nodes(op="placeholder")]
+        fakes = [node.meta["example_value"] for node in self._source.graph.find_nodes(op="placeholder")]
+        return compat.keep_numbers(fakes, self._context)
 
     def _reserve(self, plan: Plan) -> Engine:
         """Return the device's engine, holding the buffers and the disk that `plan` needs."""

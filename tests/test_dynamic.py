@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -392,3 +393,30 @@ def test_a_size_that_only_the_run_knows_beside_a_dynamic_one(
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         assert ("runs without a plan" in caplog.text) is not counted
         del run
+
+
+class Scaled(nn.Module):
+    """Reads a Python float, which Dynamo makes an input of the graph where everything is dynamic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.half = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * math.sqrt(2 / self.half)
+        return x
+
+
+def test_a_region_that_reads_a_float_is_planned_again() -> None:
+    torch.manual_seed(0)
+    model = Scaled()
+    options = {"compiler": "eager", "calibrate": False, "host_budget": "64MiB", "device_budget": "3.2MB"}
+    run = torch.compile(model, backend="tencache", dynamic=True, options=options)
+    for rows in (256, 1400):
+        inputs = torch.randn(rows, 64)
+        found = run(inputs)
+        found.square().mean().backward()
+        torch.testing.assert_close(found, model(inputs))
+    assert tencache_fx.regions()[-1].plan.spills

@@ -391,7 +391,7 @@ def _named(deed: str, label: str) -> contextlib.AbstractContextManager[object]:
 def _once(slot: Slot) -> str:
     return (
         f"{slot.label} was asked for a second time: a region with a plan has one backward, which frees what was away; "
-        "call backward once, without retain_graph=True, or give a device_budget in which the region fits."
+        "call backward once, without retain_graph=True, or compile with device_budget=None."
     )
 
 
