@@ -17,6 +17,7 @@ from torch import fx
 
 from tencache_fx import compat
 from tencache_fx.capture import Capture, main_device
+from tencache_fx.copies import copy_joint, copy_module
 from tencache_fx.drafts import ATTEMPTS, Draft, Drafts, Halves, Surroundings
 from tencache_fx.dump import Listing, RegionRecord, write_region
 from tencache_fx.errors import BudgetError
@@ -118,7 +119,7 @@ class Region(LiveRegion):
                     Surroundings.find(self.device, self.options, self.between.wanted_bytes),
                 )
                 self._code = []
-                compiled = self._lower_source(compat.copy_module(self._source), inputs)
+                compiled = self._lower_source(copy_module(self._source), inputs)
                 over_bytes = self._weigh()
                 if over_bytes <= 0:
                     self._drafts.keep_margin()
@@ -172,14 +173,14 @@ class Region(LiveRegion):
 
         Where the `joint` policy finds it worth recomputing more, a copy of the joint graph is split once more that way.
         """
-        untouched = compat.copy_joint(joint) if self.options.may_recompute else None
+        untouched = copy_joint(joint) if self.options.may_recompute else None
         halves, draft = self._split(joint, joint_inputs, frozenset(), kwargs)
         self._captured = None if draft is None else draft.captured
         if untouched is not None and draft is not None:
             source, first = untouched, draft
 
             def again(nodes: frozenset[str], names: tuple[str, ...]) -> tuple[Halves, Draft | None]:
-                copied = compat.copy_joint(source)
+                copied = copy_joint(source)
                 return self._split(copied, joint_inputs, nodes, kwargs, beside=first, recomputed=names)
 
             better, draft = self._drafts.recompute_more(first, again)

@@ -12,6 +12,7 @@ from torch import fx
 from tencache_fx import compat
 from tencache_fx.between import Between
 from tencache_fx.cache import cached
+from tencache_fx.copies import keep_numbers
 from tencache_fx.dump import RegionRecord, write_measured
 from tencache_fx.errors import BudgetError, StoreError, TencacheError
 from tencache_fx.feedback import Learned, PhaseTimes, Rival, Scales, correct, reconsider
@@ -244,7 +245,7 @@ class LiveRegion(ABC):
     def _fakes(self) -> list[Any]:
         """Return the inputs' fakes, with the sizes torch traced the region with."""
         fakes = [node.meta["example_value"] for node in self._source.graph.find_nodes(op="placeholder")]
-        return compat.keep_numbers(fakes, self._context)
+        return keep_numbers(fakes, self._context)
 
     def _reserve(self, plan: Plan) -> Engine:
         """Return the device's engine, holding the buffers and the disk that `plan` needs."""

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from tencache_fx import compat
 from tencache_fx.backend import Phase, Region
 from tencache_fx.capture import byte_hint, output_args
+from tencache_fx.copies import copy_module
 from tencache_fx.drafts import Draft, Drafts, Surroundings
 from tencache_fx.errors import BudgetError
 from tencache_fx.options import Options
@@ -64,7 +64,7 @@ class Sketch(Region):
         self._home_names = {index: settler.name for index, settler in self.settlers.items()}
         by_name = {settler.name: settler for settler in self.settlers.values()}
         self._drafts = Drafts(self.options, self._settings, self.device, self._fakes(), sizes, 0, by_name, self._around)
-        self._compiled = self._lower_source(compat.copy_module(self._source), inputs)
+        self._compiled = self._lower_source(copy_module(self._source), inputs)
 
     def compile_for(self, options: Options) -> None:
         """Capture and plan it anew, with other options."""

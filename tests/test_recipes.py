@@ -18,6 +18,7 @@ from zoo import BATCH, CASES, LENGTH, WIDTH, Case, case, vectors
 import tencache_fx
 from tencache_fx import compat
 from tencache_fx.capture import Capture, output_args, placeholders
+from tencache_fx.copies import copy_joint
 from tencache_fx.passes.fusion import find_registers
 from tencache_fx.passes.in_place import reuse_in_place
 from tencache_fx.passes.lifetimes import StorageNodes, measure_lifetimes
@@ -52,7 +53,7 @@ def look(case: Case, *, recompute: str = "auto") -> list[Seen]:
 
     def partition(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
         checkpointed = frozenset(node.name for node in joint.graph.nodes if node.meta.get("recompute") is not None)
-        kept = [compat.copy_joint(joint) for _ in range(2)]
+        kept = [copy_joint(joint) for _ in range(2)]
         halves, capture = split(joint, joint_inputs, recompute, kwargs)
         registers = find_registers(capture)
         fused, _ = reuse_in_place(capture, registers, measure_lifetimes(capture, registers))
