@@ -29,7 +29,7 @@ def _allocated_bytes(device: torch.device, which: str) -> int:
 
 def peak_held_bytes(device: torch.device) -> int | None:
     """Return the most bytes held on `device` since its peak was last reset; None for a CPU."""
-    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None
+    return _allocated_bytes(device, "peak") if device.type == "cuda" else None
 
 
 def forget_peak(device: torch.device) -> None:
