@@ -146,6 +146,6 @@ class Between:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """Return the tensors among arguments or results, boxed ones, too."""
+    """Return the tensors with a storage among arguments or results, boxed ones, too."""
     flat = (each for value in values for each in (value if isinstance(value, (list, tuple)) else (value,)))
-    return [each for each in flat if isinstance(each, Tensor)]
+    return [each for each in flat if isinstance(each, Tensor) and each.layout is torch.strided]

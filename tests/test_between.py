@@ -256,3 +256,14 @@ def test_a_pause_is_in_the_plan_but_not_in_the_graphs(
     assert same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
     torch.compiler.reset()
     tencache_fx.close()
+
+
+def test_what_has_no_storage_is_no_matter(meter: Meter) -> None:
+    """A sparse result, say: it has none that could be looked at."""
+    where, what = torch.tensor([[0, 2]]), torch.ones(2, WIDTH, requires_grad=True)
+
+    def scatter(values: Tensor) -> Tensor:
+        return torch.sparse_coo_tensor(where, values * 2, (4, WIDTH))
+
+    watched = between.Between(0, torch.device("cpu"), 1 << 30).watched("forward", scatter)
+    assert torch.equal(watched(what).to_dense()[2], torch.full((WIDTH,), 2.0))
