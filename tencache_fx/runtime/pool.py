@@ -275,14 +275,12 @@ class Pool:
     def _find(self, nbytes: int, use: Use, most_bytes: int) -> Buffer | None:
         sizes = self._sizes[use]
         fitting = sizes[bisect.bisect_left(sizes, nbytes) : bisect.bisect_right(sizes, most_bytes)]
-        for size in fitting:
-            free = self._free[use, size]
+        for free in (self._free[use, size] for size in fitting):
             for i, buffer in enumerate(free):
                 if buffer.idle:
                     buffer.after = ()
                     return free.pop(i)
-        for size in fitting:
-            if free := self._free[use, size]:
+            if free:  # an idle one of the next class may be wanted for what that was reserved for
                 return free.pop(0)
         return None
 
