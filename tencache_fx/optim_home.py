@@ -376,7 +376,7 @@ class HomeOptimizer(torch.optim.Optimizer):
             state = self._keep(parameter, saved_of(held, state, arrays), place)
         if home is not None:
             kept = self._states[parameter]
-            home.state = weakref.ref(kept) if isinstance(kept, State) else None
+            home.state = weakref.ref(kept)
             home.place_state = weakly(self._ready, parameter)
         if home is not None or place is Tier.DEVICE:
             return state

@@ -12,7 +12,7 @@ from tencache_fx.model_state import LEAST_BYTES, engine_of, find_home
 from tencache_fx.optim_rules import MASTER
 from tencache_fx.plan import Tier
 from tencache_fx.runtime.disk_states import DiskState, line_bytes
-from tencache_fx.runtime.pool import Use
+from tencache_fx.runtime.pinned import Use
 from tencache_fx.runtime.rounds import ROUND_BYTES
 from tencache_fx.runtime.states import State
 
@@ -53,9 +53,8 @@ class Places:
         pool = engine_of(device).pool
         homes = {p: find_home(p) for p in self._order if p.device == device and p.requires_grad}
         updated = [p for p, home in homes.items() if home is not None and not home.updated_here]
-        gradient_bytes = max(0, sum(p.nbytes for p in updated) - pool.allocated_for(Use.GRADIENT))  # none was there yet
-        room_bytes = pool.budget_bytes - pool.allocated_bytes - gradient_bytes
-        room_bytes -= line_bytes(pool.budget_bytes) + ROUND_BYTES
+        gradient_bytes = max(0, sum(p.nbytes for p in updated) - pool.held_for(Use.GRADIENT))  # none was there yet
+        room_bytes = pool.room_bytes - gradient_bytes - line_bytes(pool.budget_bytes) - ROUND_BYTES
         for parameter in updated:
             if parameter in self._on_disk:
                 continue

@@ -20,7 +20,7 @@ from tencache_fx.optim import AdamW
 from tencache_fx.plan import Tier
 from tencache_fx.runtime.disk_states import DiskState, line_bytes
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.pool import Use
+from tencache_fx.runtime.pinned import Use
 from tencache_fx.runtime.registry import engines, install_engine
 from tencache_fx.runtime.store import Store
 

@@ -17,7 +17,8 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from tencache_fx.errors import BudgetError, OptionError, TencacheError
 from tencache_fx.plan import PoolClass, round_up
-from tencache_fx.runtime.pool import PAGE_BYTES, Buffer, Pool, Use
+from tencache_fx.runtime.pinned import PAGE_BYTES, Buffer, Use
+from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.streams import CpuStreams, Event
 
 BUDGET_BYTES = 24 * PAGE_BYTES
@@ -37,6 +38,11 @@ class Flag:
 
     def synchronize(self) -> None:
         assert self.happened
+
+
+def span(buffer: Buffer) -> tuple[int, int]:
+    start = buffer.memory.data_ptr()
+    return start, start + buffer.nbytes
 
 
 class PinCounter(CpuStreams):
@@ -67,22 +73,29 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = Pool(self.streams, BUDGET_BYTES, patience_s=0)
         self.holders: dict[Buffer, int] = {}
         self.asked: dict[Buffer, int] = {}
-        self.guards: dict[Buffer, list[Flag]] = {}
+        self.left: list[tuple[int, int, Flag]] = []
         self.parked: set[Buffer] = set()
         self.reserved: list[tuple[Use, Counter[int]]] = []
         self.serial = 0
 
-    def pending(self, buffer: Buffer) -> bool:
-        return any(not flag.happened for flag in self.guards.get(buffer, []))
+    def pending(self, buffer: Buffer) -> set[Flag]:
+        """Return the copies that may still touch a buffer's memory, whoever it was lent to."""
+        start, stop = span(buffer)
+        return {flag for a, b, flag in self.left if not flag.happened and a < stop and start < b}
+
+    @property
+    def hosts(self) -> set[Buffer | None]:
+        return {b.host for b in self.holders if b.host is not None}
 
     @property
     def free(self) -> list[Buffer]:
-        return [b for b in self.pool._buffers if b not in self.holders]
+        return [b for b in self.pool._buffers if b not in self.holders and b not in self.hosts]
 
     @property
     def busy(self) -> list[Buffer]:
-        """All that cannot make way: lent, or still being copied."""
-        return [*self.holders, *(b for b in self.free if self.pending(b))]
+        """All mapped memory that cannot make way: lent, or still being copied."""
+        free = set(self.free)
+        return [b for b in self.pool._buffers if b not in free or self.pending(b)]
 
     def fits(self, nbytes: int) -> bool:
         """Say whether a new buffer fits beside all that cannot make way; idle ones do."""
@@ -96,7 +109,7 @@ class PoolMachine(RuleBasedStateMachine):
         size = round_up(nbytes, PAGE_BYTES)
         known = {size for each, classes in self.reserved for size in classes if each is use}
         own = min((each for each in known if size <= each <= 2 * size), default=None)
-        have = sum(b.use is use and b.nbytes == own for b in self.pool._buffers)
+        have = sum(b.use is use and b.nbytes == own and b not in self.hosts for b in self.pool._buffers)
         return own if own is not None and have < self.planned(use, own) else None
 
     def can_lend(self, nbytes: int, use: Use) -> bool:
@@ -115,15 +128,17 @@ class PoolMachine(RuleBasedStateMachine):
         busy = Counter(b.nbytes for b in self.busy if b.use is use)
         new_bytes = sum(size * max(0, number - busy[size]) for size, number in wanted.items())
         asked = [PoolClass(nbytes=size - 7, count=number) for size, number in wanted.items()]
-        if sum(b.nbytes for b in self.busy) + new_bytes > BUDGET_BYTES:
-            before = list(self.pool._buffers)
-            with pytest.raises(BudgetError, match="host budget"):
-                self.pool.reserve(asked, use)
+        allowed = sum(b.nbytes for b in self.busy) + new_bytes <= BUDGET_BYTES
+        before = list(self.pool._buffers)
+        try:
+            (self.pool.promise if use is Use.GRADIENT else self.pool.reserve)(asked, use)
+        except BudgetError:
+            assert not allowed or self.hosts
             assert list(self.pool._buffers) == before
             return
-        self.pool.reserve(asked, use)
+        assert allowed or self.hosts, "gradients that are tenants count"
         have = Counter(b.nbytes for b in self.pool._buffers if b.use is use)
-        assert have >= wanted
+        assert use is Use.GRADIENT or have >= wanted
         self.reserved.append((use, wanted))
 
     @rule(target=lent, nbytes=sizes, use=uses)
@@ -132,24 +147,32 @@ class PoolMachine(RuleBasedStateMachine):
         before = self.pool.allocated_bytes
         most_bytes = self.short_class(nbytes, use) or nbytes * 2
         free_fit = any(b.use is use and nbytes <= b.nbytes <= most_bytes for b in self.free)
-        if not allowed:
-            with pytest.raises(BudgetError, match=str(BUDGET_BYTES)):
-                self.pool.lend(nbytes, use)
+        try:
+            buffer = self.pool.lend(nbytes, use)
+        except BudgetError:
+            assert not allowed
             return None
-        buffer = self.pool.lend(nbytes, use)
+        assert allowed or (use is Use.GRADIENT and buffer.host is not None)
         assert not (free_fit and self.pool.allocated_bytes > before), "grew although a buffer was free"
         assert buffer not in self.holders
         assert buffer.use is use
         assert buffer.nbytes >= nbytes
         assert buffer.memory.data_ptr() % PAGE_BYTES == 0
-        assert set(buffer.after) >= {flag for flag in self.guards.get(buffer, []) if not flag.happened}
-        self.guards[buffer] = []
+        assert set(buffer.after) >= self.pending(buffer)
+        self.take(buffer)
         self.holders[buffer], self.asked[buffer] = 1, nbytes
         self.serial += 1
         buffer.after = ()
         buffer.memory.fill_(self.serial % 251)
         buffer.view[0] = self.serial % 251
         return buffer
+
+    def take(self, buffer: Buffer) -> None:
+        """Forget the copies that touched this memory: its taker has waited for them."""
+        start, stop = span(buffer)
+        parts = [(a, min(b, start), flag) for a, b, flag in self.left]
+        parts += [(max(a, stop), b, flag) for a, b, flag in self.left]
+        self.left = [(a, b, flag) for a, b, flag in parts if a < b]
 
     @rule(buffer=lent)
     def hold(self, buffer: Buffer | None) -> None:
@@ -166,7 +189,7 @@ class PoolMachine(RuleBasedStateMachine):
         flags = [Flag() for _ in range(copies)]
         for flag in flags:
             flag.happened = done
-        self.guards[buffer] += flags
+        self.left += [(*span(buffer), flag) for flag in flags]
         for i in range(self.holders.pop(buffer)):
             self.pool.give_back(buffer, *(flags if i == 0 else ()))
         self.parked.discard(buffer)
@@ -179,7 +202,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def finish_copies(self, data: st.DataObject) -> None:
-        flags = [flag for some in self.guards.values() for flag in some if not flag.happened]
+        flags = list({flag: None for _, _, flag in self.left if not flag.happened})
         if flags:
             data.draw(st.sampled_from(flags)).happened = True
 
@@ -193,17 +216,17 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def lent_buffers_do_not_overlap(self) -> None:
-        spans = sorted((b.memory.data_ptr(), b.memory.data_ptr() + b.nbytes) for b in self.holders)
+        spans = sorted(map(span, self.holders))
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
 
     def return_everything(self) -> None:
         for buffer, holds in self.holders.items():
             for _ in range(holds):
                 self.pool.give_back(buffer)
-        for flags in self.guards.values():
-            for flag in flags:
-                flag.happened = True
+        for _, _, flag in self.left:
+            flag.happened = True
         self.holders.clear()
+        assert not any(self.pool._carving.tenants())
         self.parked.clear()
 
     def teardown(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from tencache_fx.errors import InvariantError, OptionError, TencacheError
 from tencache_fx.plan import PoolClass
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.pool import Use
+from tencache_fx.runtime.pinned import Use
 from tencache_fx.runtime.registry import Registry, engine_by_id, engines, install_engine, open_engine
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.passes.region import choose_for_region
 from tencache_fx.passes.verify_plan import verify_plan
 from tencache_fx.plan import Kind, Problem, Recipe, Step, Way
-from tencache_fx.runtime.pool import Use
+from tencache_fx.runtime.pinned import Use
 from tencache_fx.runtime.registry import engines, install_engine
 from tencache_fx.session import regions
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from tencache_fx.errors import BudgetError, InvariantError, OptionError, StoreError, TencacheError
 from tencache_fx.plan import PoolClass
 from tencache_fx.runtime.homes import Home
-from tencache_fx.runtime.pool import Buffer, Pool, Use
+from tencache_fx.runtime.pinned import Buffer, Use
+from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.slots import Slot, SlotTable, Stage, raw_bytes
 from tencache_fx.runtime.stats import Stats
 from tencache_fx.runtime.store import WORKERS, Extent, Store

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from tencache_fx.errors import BudgetError, StoreError
 from tencache_fx.plan import Tier, round_up
-from tencache_fx.runtime.pool import Buffer, Pool, Use
+from tencache_fx.runtime.pinned import Buffer, Use
+from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.states import own_storage
 from tencache_fx.runtime.store import Extent, Store
 

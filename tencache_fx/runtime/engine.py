@@ -25,7 +25,8 @@ from tencache_fx.runtime.disk_states import DiskLine
 from tencache_fx.runtime.flights import Flights
 from tencache_fx.runtime.gradients import HomeGradient, Lease
 from tencache_fx.runtime.homes import Homes
-from tencache_fx.runtime.pool import Buffer, Pool, Use
+from tencache_fx.runtime.pinned import Buffer, Use
+from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.slots import Layout, Slot, Stage, new_token, raw_bytes
 from tencache_fx.runtime.stats import Stats
 from tencache_fx.runtime.store import Store
@@ -108,9 +109,9 @@ class Engine:
             self._custody.need_store().reserve(disk_bytes)
 
     def reserve_gradients(self, sizes: Sequence[int]) -> None:
-        """Hold a buffer for each gradient of these sizes in bytes; raises `BudgetError` when that cannot be."""
+        """Set room aside for each gradient of these sizes in bytes; raises `BudgetError` when that cannot be."""
         self._enter()
-        self.pool.reserve(size_classes([(Step(0), Step(1), nbytes) for nbytes in sizes]), Use.GRADIENT)
+        self.pool.promise(size_classes([(Step(0), Step(1), nbytes) for nbytes in sizes]), Use.GRADIENT)
 
     def offload(self, src: Tensor, tier: Tier, label: str = "") -> Tensor:
         """Issue the copy of `src` to `tier`; return the handle. `src` must stay as it is until `release`.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tencache_fx.runtime.homes import Homes
-from tencache_fx.runtime.pool import Buffer
+from tencache_fx.runtime.pinned import Buffer
 from tencache_fx.runtime.slots import Layout
 from tencache_fx.runtime.streams import Event
 

@@ -19,12 +19,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tencache_fx import compat
 from tencache_fx.errors import InvariantError, UsageError
 from tencache_fx.plan import STATE_BYTES, Tier
-from tencache_fx.runtime.pool import Buffer, Pool, Use
+from tencache_fx.runtime.pinned import Buffer, Use
+from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.slots import Layout, raw_bytes
 from tencache_fx.runtime.streams import Event, Lane, Streams
 from tencache_fx.runtime.updates import Updates
 
 if TYPE_CHECKING:
+    from tencache_fx.runtime.disk_states import DiskState
     from tencache_fx.runtime.gradients import Lease
     from tencache_fx.runtime.states import State
 
@@ -46,7 +48,7 @@ class Home:
         self.state_bytes = STATE_BYTES * parameter.numel()  # what its optimizer keeps of it, once that has told
         self.resident = False
         self.updated_here = False  # it stays on the device, and so do its gradient and its optimizer's state
-        self.state: weakref.ref[State] | None = None  # as its optimizer keeps it
+        self.state: weakref.ref[State | DiskState] | None = None  # as its optimizer keeps it
         self.place_state: Callable[[], None] | None = None  # has its optimizer move that where it belongs
         self.summoned = False
         self.version = 0
@@ -280,6 +282,7 @@ class Homes:
         self._left_behind: deque[Home] = deque()
         self._guard: Any = None
         self._draining = threading.Lock()  # threads take turns; finalizers only append
+        pool.keep_free(self._state_to_come)
 
     def __iter__(self) -> Iterator[Home]:
         return iter(tuple(self._by_storage.values()))
@@ -368,6 +371,12 @@ class Homes:
         if self._guard is not None:
             self._guard.remove()
             self._guard = None
+
+    def _state_to_come(self) -> int:
+        """Return the bytes of host memory that optimizers may yet take for state that they have not made so far."""
+        waiting = (home for home in self if not home.updated_here and (home.state is None or home.state() is None))
+        trained = ((home, home._parameter()) for home in waiting)
+        return sum(home.state_bytes for home, p in trained if p is not None and p.requires_grad)
 
     def _forget(self, key: int, home: Home) -> None:
         if self._by_storage.get(key) is home:

@@ -17,67 +17,27 @@ Every buffer is a mapping of its own, so that any idle byte can make way for a s
 remembered as counts by class: idle buffers beyond those counts make way first, and a class that had to make way is
 mapped again when a trip of its size comes. So what was reserved together can be lent together again, whatever sizes
 came in between.
+
+Gradients are the exception to both: what is reserved for them is only *promised*, to be mapped when it is wanted, and
+with budget to spare they are lent pieces of idle buffers for trips (`carving.py`). Whoever is lent one may keep it, so
+a buffer is opened for that only while all that was reserved could be mapped beside the open ones: trips never wait.
 """
 
 import bisect
 import itertools
-import mmap
 import threading
 import time
-import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from enum import StrEnum
-
-import numpy as np
-import torch
+from collections.abc import Callable, Iterable, Iterator
 
 from tencache_fx.errors import BudgetError, OptionError, TencacheError
 from tencache_fx.plan import PoolClass, round_up
+from tencache_fx.runtime.carving import Carving
+from tencache_fx.runtime.pinned import PAGE_BYTES, Buffer, Use, map_buffer
 from tencache_fx.runtime.streams import STUCK_S, Event, Streams
 
-PAGE_BYTES = 4096
 _ROOMY = 2  # a buffer this many times too large serves only when the budget leaves no better one
 _POLL_S = 0.02  # CUDA events do not notify; a waiter looks again this often
-
-
-class Use(StrEnum):
-    """What a buffer is for."""
-
-    TRIP = "host trips"
-    STAGING = "staging"
-    ROUND = "optimizer steps"
-    HOME = "parameters at home"
-    GRADIENT = "gradients at home"
-    STATE = "optimizer state"
-
-
-@dataclass(slots=True, eq=False)
-class Buffer:
-    """Page-aligned host memory, lent or free. `after` are the copies that may still touch it: whoever issues one sets
-    it, and the next taker waits for it.
-    """
-
-    memory: torch.Tensor
-    view: memoryview
-    raw: "np.ndarray[tuple[int], np.dtype[np.uint8]]"
-    use: Use
-    pinned: bool
-    after: tuple[Event, ...] = ()
-    requested_bytes: int = 0
-    holds: int = 0
-    parked: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size class."""
-        return self.view.nbytes
-
-    @property
-    def idle(self) -> bool:
-        """Say whether nobody has it and no copy touches it."""
-        return self.holds == 0 and all(event.query() for event in self.after)
 
 
 class Pool:
@@ -93,6 +53,9 @@ class Pool:
         self._buffers: dict[Buffer, None] = {}
         self._counts: Counter[tuple[Use, int]] = Counter()
         self._planned: Counter[tuple[Use, int]] = Counter()
+        self._most: Counter[tuple[Use, int]] = Counter()  # lent at once so far
+        self._carving = Carving()
+        self._to_come: Callable[[], int] = int
         self._returns = 0
         self._warned = False
         self._closed = False
@@ -110,12 +73,26 @@ class Pool:
     def lent_for(self, use: Use) -> int:
         """Return the bytes of the buffers lent for `use`."""
         with self._cond:
-            return sum(buffer.nbytes for buffer in self._buffers if buffer.use is use and buffer.holds)
+            every = itertools.chain(self._buffers, self._carving.tenants())
+            return sum(buffer.nbytes for buffer in every if buffer.use is use and buffer.holds)
 
-    def allocated_for(self, use: Use) -> int:
-        """Return the bytes of all buffers for `use`, lent or free."""
+    def held_for(self, use: Use) -> int:
+        """Return the bytes of all buffers for `use`: lent, free, or promised."""
         with self._cond:
-            return sum(buffer.nbytes for buffer in self._buffers if buffer.use is use)
+            return sum(size * count for (each, size), count in (self._counts | self._planned).items() if each is use)
+
+    @property
+    def room_bytes(self) -> int:
+        """Return the bytes of the budget that are neither taken nor promised."""
+        with self._cond:
+            return self._budget_bytes - self.allocated_bytes - self._owed_bytes(Counter())
+
+    def keep_free(self, to_come: Callable[[], int]) -> None:
+        """Have gradients share no buffers at the cost of `to_come()` bytes, which nobody reserves but which will come.
+
+        It is called with the pool's lock held.
+        """
+        self._to_come = to_come
 
     def resize_budget(self, budget_bytes: int) -> None:
         """Set the budget; gives idle buffers back to the system if need be.
@@ -137,26 +114,15 @@ class Pool:
         They may be evicted later for a size nobody planned, and then come back when they are wanted. Waits for copies
         under way if their buffers must make way. Raises `BudgetError` when the host budget does not allow it.
         """
-        wanted: Counter[tuple[Use, int]] = Counter()
-        for each in classes:
-            wanted[use, round_up(max(1, each.nbytes), PAGE_BYTES)] += each.count
-        until = time.monotonic() + self._patience_s
         with self._cond:
-            missing = wanted - self._counts
-            while not self._make_room(sum(size * count for (_, size), count in missing.items()), keep=wanted):
-                if time.monotonic() >= until or all(b.idle for free in self._free.values() for b in free):
-                    (_, size), count = max(missing.items(), key=lambda item: item[0][1] * item[1])
-                    more = f" (and {len(missing) - 1} more sizes)" if len(missing) > 1 else ""
-                    raise BudgetError(
-                        f"{count} more pinned buffers of {size} bytes{more} for {use} do not fit the host "
-                        f"budget: {self.allocated_bytes} of {self._budget_bytes} bytes are taken; raise host_budget."
-                    )
-                self._cond.wait(_POLL_S)
-                missing = wanted - self._counts
-            for (_, size), count in missing.items():
+            for (_, size), count in self._set_aside(classes, use).items():
                 for _ in range(count):
                     self._map(size, use)
-            self._planned |= wanted
+
+    def promise(self, classes: Iterable[PoolClass], use: Use) -> None:
+        """As `reserve`, but have buffers mapped only when they are wanted."""
+        with self._cond:
+            self._set_aside(classes, use)
 
     def lend(self, nbytes: int, use: Use) -> Buffer:
         """Return a buffer of at least `nbytes`; the taker orders itself behind `buffer.after`.
@@ -203,7 +169,9 @@ class Pool:
             self._returns += 1
             if not self._closed:
                 buffer.after = self._streams.after_return(buffer.memory, buffer.after)
-                self._free[buffer.use, buffer.nbytes].append(buffer)
+                free = buffer if buffer.host is None else self._carving.leave(buffer)
+                if free is not None:
+                    self._free[free.use, free.nbytes].append(free)
             self._cond.notify_all()
 
     def discard(self, buffer: Buffer) -> None:
@@ -211,6 +179,7 @@ class Pool:
         with self._cond:
             if self._closed:
                 return
+            assert buffer.host is None, "a piece goes back to the buffer that it is of"
             buffer.holds = 0
             self.lent_bytes -= buffer.nbytes
             self.requested_bytes -= buffer.requested_bytes
@@ -237,21 +206,54 @@ class Pool:
             for buffer in list(self._buffers):
                 self._unmap(buffer)
             self._free.clear()
+            self._carving = Carving()
+
+    def _set_aside(self, classes: Iterable[PoolClass], use: Use) -> "Counter[tuple[Use, int]]":
+        """Make room for the buffers of `classes` that are missing, and remember them all; return the missing ones."""
+        wanted: Counter[tuple[Use, int]] = Counter()
+        for each in classes:
+            wanted[use, round_up(max(1, each.nbytes), PAGE_BYTES)] += each.count
+        until = time.monotonic() + self._patience_s
+        missing = self._missing(wanted)
+        aside_bytes = self._owed_bytes(self._carving.opened) - self._owed_bytes(Counter())  # to do without open buffers
+        while not self._make_room(aside_bytes + sum(size * count for (_, size), count in missing.items()), keep=wanted):
+            if time.monotonic() >= until or all(b.idle for free in self._free.values() for b in free):
+                (_, size), count = max(missing.items(), key=lambda item: item[0][1] * item[1])
+                more = f" (and {len(missing) - 1} more sizes)" if len(missing) > 1 else ""
+                raise BudgetError(
+                    f"{count} more pinned buffers of {size} bytes{more} for {use} do not fit the host "
+                    f"budget: {self.allocated_bytes} of {self._budget_bytes} bytes are taken; raise host_budget."
+                )
+            self._cond.wait(_POLL_S)
+            missing = self._missing(wanted)
+        for _, size in wanted:
+            self._know(use, size)
+        self._planned |= wanted
+        return missing
+
+    def _missing(self, wanted: "Counter[tuple[Use, int]]") -> "Counter[tuple[Use, int]]":
+        """Return the buffers that are neither there nor lent as a piece of another."""
+        pieces = Counter((b.use, self._class_of(b.nbytes, b.use) or b.nbytes) for b in self._carving.tenants())
+        return wanted - self._counts - pieces
 
     def _obtain(self, nbytes: int, use: Use) -> Buffer | None:
         """Return a fitting free buffer, else a new one, else any that is free, else a new one in place of idle ones.
 
         A reserved class that lacks buffers gets the one that is missing first: with a larger one instead, what was
-        reserved together might not fit together.
+        reserved together might not fit together. A gradient without a fitting buffer is a tenant rather than in a new
+        one.
         """
         size = round_up(max(1, nbytes), PAGE_BYTES)
-        if short := self._short_class(size, use):
-            if buffer := self._find(nbytes, use, short):
-                return buffer
-            if self._make_room(short, keep=Counter()):
-                self._map(short, use)
-                return self._find(nbytes, use, short)
-        if buffer := self._find(nbytes, use, size * _ROOMY if use is Use.TRIP else self._budget_bytes):
+        roomy = size * _ROOMY if use in (Use.TRIP, Use.GRADIENT) else self._budget_bytes
+        short = self._short_class(size, use)
+        if buffer := self._find(nbytes, use, short or roomy):
+            return buffer
+        if use is Use.GRADIENT and (buffer := self._lodge(size)):
+            return buffer
+        if short and self._make_room(short, keep=Counter()):
+            self._map(short, use)
+            return self._find(nbytes, use, short)
+        if short and (buffer := self._find(nbytes, use, roomy)):
             return buffer
         if use is Use.STAGING and any(
             self._planned[use, b.nbytes] and b.nbytes >= nbytes for b in self._moving() if b.use is use
@@ -266,11 +268,44 @@ class Pool:
         return self._find(nbytes, use, size)
 
     def _short_class(self, size: int, use: Use) -> int | None:
-        """Return the reserved class that a request of `size` belongs to, if some of its buffers made way for others."""
+        """Return the reserved class of a request, if some of its buffers are promised, made way, or are open now."""
+        key = use, self._class_of(size, use) or 0
+        return key[1] if self._counts[key] - self._carving.opened[key] < self._planned[key] else None
+
+    def _class_of(self, size: int, use: Use) -> int | None:
+        """Return the reserved class that a request of `size` belongs to."""
         sizes = self._sizes[use]
         near = sizes[bisect.bisect_left(sizes, size) : bisect.bisect_right(sizes, size * _ROOMY)]
-        planned = next((each for each in near if self._planned[use, each]), None)
-        return planned if planned is not None and self._counts[use, planned] < self._planned[use, planned] else None
+        return next((each for each in near if self._planned[use, each]), None)
+
+    def _lodge(self, size: int) -> Buffer | None:
+        """Return a piece of a buffer for trips: of one that is open, else of the largest that may be opened."""
+        if tenant := self._carving.place(size):
+            return tenant
+        sizes = self._sizes[Use.TRIP]
+        for each in reversed(sizes[bisect.bisect_left(sizes, size) :]):
+            host = next((buffer for buffer in self._free[Use.TRIP, each] if buffer.idle), None)
+            if host is not None and self._may_open(host):
+                self._free[Use.TRIP, each].remove(host)
+                self._carving.open(host)
+                return self._carving.place(size)
+        return None
+
+    def _may_open(self, host: Buffer) -> bool:
+        """Say whether everything that was reserved could still be mapped if the host never came back."""
+        owed_bytes = self._owed_bytes(self._carving.opened + Counter([(host.use, host.nbytes)]))
+        return self.allocated_bytes + owed_bytes + self._to_come() <= self._budget_bytes
+
+    def _owed_bytes(self, opened: "Counter[tuple[Use, int]]") -> int:
+        """Return the bytes it takes to map all that is promised, made way, or is `opened`.
+
+        A class that more buffers than reserved were lent of counts on those that are there, too.
+        """
+        owed_bytes = 0
+        for key in self._planned | opened:
+            due = max(self._planned[key], min(self._most[key], self._counts[key]))
+            owed_bytes += key[1] * max(0, due + opened[key] - self._counts[key])
+        return owed_bytes
 
     def _find(self, nbytes: int, use: Use, most_bytes: int) -> Buffer | None:
         sizes = self._sizes[use]
@@ -287,6 +322,10 @@ class Pool:
     def _lent(self, buffer: Buffer, nbytes: int) -> Buffer:
         buffer.holds = 1
         buffer.requested_bytes = nbytes
+        if buffer.host is None:
+            key = buffer.use, buffer.nbytes
+            lent = self._counts[key] - self._carving.opened[key] - len(self._free[key])
+            self._most[key] = max(self._most[key], lent)
         self.lent_bytes += buffer.nbytes
         self.requested_bytes += nbytes
         if self.lent_bytes > self.high_water_bytes:
@@ -333,26 +372,18 @@ class Pool:
 
     def _map(self, size: int, use: Use) -> None:
         """Add a free buffer of `size`; the caller has made room for it."""
-        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        mapping.madvise(mmap.MADV_DONTFORK)  # else every fork (a data loader's worker) copies all pinned pages at once
-        raw = np.frombuffer(mapping, dtype=np.uint8)
-        pinned = self._streams.pin(raw)
-        if not pinned and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"the driver refused to pin {size} bytes of host memory; copies will be about 5x slower. "
-                "Raise the limit on locked memory (ulimit -l unlimited) or set a smaller host_budget.",
-                stacklevel=2,
-            )
-        memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        buffer = Buffer(memory=memory, view=memoryview(mapping), raw=raw, use=use, pinned=pinned)
+        buffer = map_buffer(size, use, self._streams, warn=not self._warned)
+        self._warned |= not buffer.pinned
         self._buffers[buffer] = None
         self.allocated_bytes += size
+        self._know(use, size)
+        self._free[use, size].append(buffer)
+        self._counts[use, size] += 1
+
+    def _know(self, use: Use, size: int) -> None:
         if (use, size) not in self._free:
             self._free[use, size] = []
             bisect.insort(self._sizes[use], size)
-        self._free[use, size].append(buffer)
-        self._counts[use, size] += 1
 
     def _unmap(self, buffer: Buffer) -> None:
         """Unregister; the mapping itself goes when the last view of it does."""

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.pool import Buffer, Use
+from tencache_fx.runtime.pinned import Buffer, Use
 from tencache_fx.runtime.streams import Event, Lane
 
 PIECE_BYTES = 32 << 20

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tencache_fx.errors import InvariantError, UsageError
 from tencache_fx.plan import Tier
-from tencache_fx.runtime.pool import Buffer
+from tencache_fx.runtime.pinned import Buffer
 from tencache_fx.runtime.store import Extent
 from tencache_fx.runtime.streams import Event
 
