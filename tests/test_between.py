@@ -34,7 +34,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for each in result if isinstance(result, (list, tuple)) else (result,):
-            if isinstance(each, Tensor) and each.device.type == "cpu" and type(each) in (Tensor, nn.Parameter):
+            if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu" and each.layout is torch.strided:
                 self._meet(each.untyped_storage())
         return result
 
