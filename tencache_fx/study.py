@@ -9,6 +9,7 @@ from torch import fx
 from tencache_fx.calibrate import kept_costs, time_calls
 from tencache_fx.capture import Capture
 from tencache_fx.machine import Roofline
+from tencache_fx.ops import PAUSE
 from tencache_fx.options import Options
 from tencache_fx.passes.costs import estimate_ops, find_calls, measured_scratch
 from tencache_fx.passes.fused_groups import hold_fused_operands
@@ -36,8 +37,9 @@ class Study:
 
     @property
     def fingerprint(self) -> str:
-        """A name for the region that is the same in every process: its ops and its sizes."""
-        seen = [op.name for op in self.ops], [(item.storage.name, item.storage.nbytes) for item in self.storages]
+        """A name for the region that is the same in every process, with a pause or without: its ops and its sizes."""
+        names = [op.name for op, node in zip(self.ops, self.capture.nodes, strict=True) if node.target is not PAUSE]
+        seen = names, [(item.storage.name, item.storage.nbytes) for item in self.storages]
         return hashlib.sha256(repr(seen).encode()).hexdigest()
 
     @property
