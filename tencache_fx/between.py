@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tencache_fx import compat
+from tencache_fx.capture import storage_of
 from tencache_fx.memory import forget_peak, held_bytes, peak_held_bytes
 from tencache_fx.register import REGIONS
 
 log = logging.getLogger("tencache_fx")
 
 _ASKS = 4  # how often a region is planned anew for this
+_PRESSES = 64  # how often forwards that wait may be in the way of others, before they are taken to be kept for good
 _MARGIN = 256  # one part in so many of the budget more is asked for than was seen, so that once is enough
 
 
@@ -26,19 +29,21 @@ _MARGIN = 256  # one part in so many of the budget more is asked for than was se
 class _Forward:
     """A forward that has ended, and whose backward has not begun: bytes as they were then.
 
-    `kept_bytes` are those it has left on the device; `residual` is the last of them.
+    `kept_bytes` are those it has left on the device; `residual` is the last of them. `asks` says how often its region
+    had been planned anew by then, `compilations` how many there had been of any.
     """
 
     held_bytes: int
     kept_bytes: int
     peak_bytes: int
     compilations: int
+    asks: int
     residual: StorageWeakRef | None
 
     @property
     def waits(self) -> bool:
-        """Say whether its backward may still come."""
-        return self.residual is None or not self.residual.expired()
+        """Say whether its backward may still come, and frees something."""
+        return self.residual is not None and not self.residual.expired()
 
 
 class Between:
@@ -49,7 +54,7 @@ class Between:
         self.wanted_bytes = 0  # to be free at the boundary
         self._asked_bytes = 0  # of them, those that the plan was asked for
         self._planned_bytes = 0  # and those that it has
-        self._asks = 0
+        self._asks = self._presses = 0
         self._device, self._budget_bytes = device, budget_bytes
         self._waiting: list[_Forward] = []
         self._warned = False
@@ -66,9 +71,9 @@ class Between:
                 self._begin_backward()
                 return run(*args)
             before_bytes = held_bytes(self._device)
-            given = {value.untyped_storage()._cdata for value in _tensors(args)}
+            given = {storage._cdata for storage in _storages(args, self._device)}
             results = run(*args)
-            self._end_forward(before_bytes, [t for t in _tensors((results,)) if t.device == self._device], given)
+            self._end_forward(before_bytes, _storages((results,), self._device), given)
             return results
 
         watched_run._boxed_call = getattr(run, "_boxed_call", False)  # type: ignore[attr-defined]
@@ -76,10 +81,11 @@ class Between:
 
     @property
     def pending_bytes(self) -> int:
-        """Return what forwards keep for a backward that is to come, and could keep less of after the next planning."""
-        if self._at_its_least:
+        """Return what forwards keep for a backward that is to come, and will keep less of the next time."""
+        if self._presses >= _PRESSES:
             return 0
-        return sum(forward.kept_bytes for forward in self._waiting if forward.waits)
+        least = self._asks if self._at_its_least else self._asks + 1
+        return sum(forward.kept_bytes for forward in self._waiting if forward.asks < least and forward.waits)
 
     @property
     def _at_its_least(self) -> bool:
@@ -92,8 +98,10 @@ class Between:
 
     def press(self, peak_bytes: int) -> None:
         """Say that the device was to hold `peak_bytes` in all since the first forward that waits has ended."""
+        self._presses += 1
         if self._waiting and self._budget_bytes is not None:
-            more_bytes = peak_bytes - self._waiting[0].held_bytes + self._budget_bytes // _MARGIN
+            first = next((forward for forward in self._waiting if forward.waits), self._waiting[-1])
+            more_bytes = peak_bytes - first.held_bytes + self._budget_bytes // _MARGIN
             self.wanted_bytes = max(self.wanted_bytes, more_bytes)
 
     def note_plan(self, planned_bytes: int) -> None:
@@ -101,14 +109,19 @@ class Between:
         self._asks += self.wanted_bytes > self._asked_bytes
         self._asked_bytes, self._planned_bytes = self.wanted_bytes, planned_bytes
 
-    def _end_forward(self, before_bytes: int, results: list[Tensor], given: set[int]) -> None:
-        """Note that a forward has left `results`, of which those with storages in `given` were there before."""
-        made = [t.untyped_storage() for t in results if t.untyped_storage()._cdata not in given]
+    def give_up(self) -> None:
+        """Say that the region could not be planned anew: it stays as it was, and nobody asks any more."""
+        self.wanted_bytes, self._budget_bytes, self._waiting = self._asked_bytes, None, []
+
+    def _end_forward(self, before_bytes: int, results: list[torch.UntypedStorage], given: set[int]) -> None:
+        """Note that a forward has left `results`, of which those in `given` were there before."""
+        made = [storage for storage in results if storage._cdata not in given]
         after_bytes, peak_bytes = held_bytes(self._device), peak_held_bytes(self._device)
         if peak_bytes is None or self._budget_bytes is None:
             return
-        if peak_bytes > self._budget_bytes and self._clean_at != REGIONS.compilations:
-            self._clean_at = REGIONS.compilations  # else what was before would hide what comes now
+        self._presses, compilations = 0, _compilations()
+        if peak_bytes > self._budget_bytes and self._clean_at != compilations:
+            self._clean_at = compilations  # else what was before would hide what comes now
             forget_peak(self._device)
             peak_bytes = after_bytes
         self._waiting = [forward for forward in self._waiting if forward.waits]
@@ -117,19 +130,21 @@ class Between:
                 held_bytes=after_bytes,
                 kept_bytes=max(0, after_bytes - before_bytes),
                 peak_bytes=peak_bytes,
-                compilations=REGIONS.compilations,
+                compilations=compilations,
+                asks=self._asks,
                 residual=StorageWeakRef(made[-1]) if made else None,
             )
         )
 
     def _begin_backward(self) -> None:
         """See what the device has held since the forward of this backward, the last one that waits, has ended."""
-        if not self._waiting or (peak_bytes := peak_held_bytes(self._device)) is None:
+        waiting = list(self._waiting)  # another thread may run the region, too
+        if not waiting or (peak_bytes := peak_held_bytes(self._device)) is None:
             return
-        forward = self._waiting[-1]
+        forward = next((each for each in reversed(waiting) if each.waits), waiting[-1])
         assert self._budget_bytes is not None
         risen = peak_bytes > max(forward.peak_bytes, self._budget_bytes)
-        if risen and forward.compilations == REGIONS.compilations:  # to compile takes memory, too, but once
+        if risen and forward.compilations == _compilations():  # to compile takes memory, too, but once
             self.press(peak_bytes)
             if self._at_its_least and not self._warned and not REGIONS.waiting(self._device):
                 self._warned = True
@@ -142,10 +157,16 @@ class Between:
                     self.index,
                     peak_bytes - self._budget_bytes,
                 )
-        self._waiting.pop()
+        self._waiting = [each for each in self._waiting if each is not forward]
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    """Return the tensors with a storage among arguments or results, boxed ones, too."""
+def _compilations() -> int:
+    """Return a number that changes with each compilation, of our backend's or of others'."""
+    return REGIONS.compilations + compat.frames_compiled()
+
+
+def _storages(values: Any, device: torch.device) -> list[torch.UntypedStorage]:
+    """Return the storages on `device` of the tensors among arguments or results, boxed ones, too."""
     flat = (each for value in values for each in (value if isinstance(value, (list, tuple)) else (value,)))
-    return [each for each in flat if isinstance(each, Tensor) and each.layout is torch.strided]
+    found = (storage_of(each) for each in flat if isinstance(each, Tensor) and each.device == device)
+    return [storage for storage in found if storage is not None]

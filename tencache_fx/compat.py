@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._inductor import config, list_mode_options
@@ -296,6 +297,11 @@ def any_number_of_compilations() -> contextlib.AbstractContextManager[None]:
     """Let Dynamo compile the same code as often as it is asked to: beyond some limits it runs it uncompiled."""
     most = 1 << 30
     return torch._dynamo.config.patch(recompile_limit=most, accumulated_recompile_limit=most)  # type: ignore[no-any-return]
+
+
+def frames_compiled() -> int:
+    """Return how many frames Dynamo was given to compile so far, for whatever backend."""
+    return int(counters["frames"]["total"])
 
 
 def source_code(compiled: Any) -> str | None:

@@ -261,13 +261,11 @@ class Drafts:
         else:
             extra_ns = max(0, known.duration_ns - beside.study.duration_ns)
             problem = dataclasses.replace(problem, recompute_ns=extra_ns)
-        plan: Plan | BudgetError
-        try:
-            plan = dataclasses.replace(make_plan(problem, options.policy), recomputed=recomputed)
+        problem, plan = _plan_for(problem, options.policy)
+        stated = problem
+        if isinstance(plan, Plan):
             stated = keep_resident(problem, plan.resident, plan.updated_here)
-            plan = dataclasses.replace(plan, resident=(*sorted(staying), *plan.resident))
-        except BudgetError as refusal:
-            stated, plan = problem, refusal
+            plan = dataclasses.replace(plan, recomputed=recomputed, resident=(*sorted(staying), *plan.resident))
         return Draft(
             study=known,
             problem=stated,
@@ -387,3 +385,14 @@ def _keep_between(problem: Problem, nbytes: int) -> Problem:
     """Return the problem with so much free between its graphs, or with as much as there is room for."""
     whole = dataclasses.replace(problem, between_bytes=nbytes)
     return dataclasses.replace(problem, between_bytes=max(0, nbytes - max(0, _over_bytes(whole))))
+
+
+def _plan_for(problem: Problem, policy: str) -> tuple[Problem, Plan | BudgetError]:
+    """Return what is planned, and the plan, or why there is none: less free between the graphs if too little can go."""
+    try:
+        return problem, make_plan(problem, policy)
+    except BudgetError as refusal:
+        if not (nbytes := problem.between_bytes):
+            return problem, refusal
+    few = (problem.budgets.device_bytes or 0) // 16  # a plan can take a while
+    return _plan_for(dataclasses.replace(problem, between_bytes=nbytes // 2 if nbytes > few else 0), policy)

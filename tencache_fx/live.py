@@ -91,13 +91,12 @@ class LiveRegion(ABC):
         if self._footprint is not None:
             formulas = self._footprint.formulas
             sizes = formulas.read(args)
-            if sizes != formulas.planned:
+            if self.between.wants_more:  # first: a plan with less room there is no rival of one with more
+                self._make_room(formulas, sizes)
+            elif sizes != formulas.planned:
                 self._clock = self._rival = None  # it would take other sizes for a wrong forecast
             elif self._clock is not None and (measured := self._clock.times()) is not None:
                 self._learn(formulas, sizes, measured)
-            if self.between.wants_more:
-                self._rival = None
-                self._plan_again(formulas, sizes, "others hold too much between its forward and its backward")
             if not self._fits(self._footprint, sizes):
                 self._rival = None
                 self._plan_again(formulas, sizes, "its plan, or what is held beside it, is over the budget")
@@ -147,6 +146,15 @@ class LiveRegion(ABC):
             except BudgetError as error:
                 if planned == sizes:
                     raise BudgetError(f"region {self.index}{at}: {error}") from error
+
+    def _make_room(self, formulas: SizeFormulas, sizes: Sizes) -> None:
+        """Have it planned anew with more room between its graphs; what fails there is no reason to stop what runs."""
+        self._rival = None
+        try:
+            self._plan_again(formulas, sizes, "others hold too much between its forward and its backward")
+        except (TencacheError, *compat.COMPILER_ERRORS) as error:
+            log.warning("region %d stays as it was: %s: %s", self.index, type(error).__name__, error)
+            self.between.give_up()
 
     def _arrange(self) -> None:
         """Have those parameters on the device that the plan counts on there, and no others of them.

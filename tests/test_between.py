@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -267,3 +268,108 @@ def test_what_has_no_storage_is_no_matter(meter: Meter) -> None:
 
     watched = between.Between(0, torch.device("cpu"), 1 << 30).watched("forward", scatter)
     assert torch.equal(watched(what).to_dense()[2], torch.full((WIDTH,), 2.0))
+
+
+@pytest.mark.parametrize("short", [{"policy": "none"}, {"host_budget": 2 * VALUE}])
+def test_what_cannot_leave_stays_and_training_goes_on(
+    short: dict[str, Any], meter: Meter, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, budget = layers(12), 28 * VALUE
+    run = torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget, **short})
+    peaks, gradients = train(meter, run, model)
+    assert peaks[-1] > budget
+    assert over(caplog.text) == 1
+    assert same(gradients, expected(layers(12)))
+
+
+def test_a_region_that_cannot_be_planned_anew_stays_as_it_was(
+    meter: Meter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(capture: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(drafts, "write_pause", fail)
+    model, budget = layers(12), 30 * VALUE
+    run = torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget})
+    _, gradients = train(meter, run, model)
+    assert caplog.text.count("stays as it was: RuntimeError: a bug") == 1
+    assert same(gradients, expected(layers(12)))
+
+
+def test_blocks_that_keep_too_much_in_the_first_step_do_not_stop_it(meter: Meter) -> None:
+    """A plan that keeps its least changes nothing for the forwards before it, which keep more until this step ends."""
+    model, budget = layers(24), 40 * VALUE
+    for layer in model:
+        layer.compile(backend="tencache", options={**OPTIONS, "device_budget": budget})
+    peaks, gradients = train(meter, model, model, steps=3)
+    assert peaks[-1] < peaks[0]
+    assert same(gradients, expected(layers(24), steps=3))
+
+
+def test_a_forward_that_is_kept_for_good_is_taken_as_held(meter: Meter, caplog: pytest.LogCaptureFixture) -> None:
+    budget = 29 * VALUE
+    options = {**OPTIONS, "device_budget": budget}
+    kept, run = (torch.compile(layers(count), backend="tencache", options=options) for count in (10, 8))
+    inputs = torch.randn(ROWS, WIDTH)
+    features = kept(inputs)
+    for _ in range(between._PRESSES + 2):
+        meter.peak = meter.held
+        run(inputs).mean().backward()
+    assert meter.peak <= budget
+    assert caplog.text.count("this once") == between._PRESSES
+    assert features.grad_fn is not None
+
+
+def test_what_other_compilers_take_is_not_learned(meter: Meter) -> None:
+    model, budget = layers(12), 60 * VALUE
+    run = torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget})
+
+    def compile_wastefully(gm: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        meter.peak = max(meter.peak, meter.held + 2 * budget)
+        return gm
+
+    run(torch.ones(ROWS, WIDTH)).mean().backward()
+    loss = torch.compile(lambda result: result.square().mean(), backend=compile_wastefully)
+    for _ in range(3):
+        loss(run(torch.ones(ROWS, WIDTH))).backward()
+    assert REGIONS.live()[-1].between.wanted_bytes == 0
+
+
+def test_room_is_made_before_a_plan_without_it_is_timed(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan with more room is slower than its rival without, which would go on instead, and nobody would ask again."""
+    model, budget = layers(12), 28 * VALUE
+    run = torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget})
+    learned = []
+    monkeypatch.setattr(live.LiveRegion, "_learn", lambda self, *measured: learned.append(measured))
+    train(meter, run, model, steps=1)
+    region = REGIONS.live()[-1]
+    assert region.between.wants_more
+    monkeypatch.setattr(region, "_clock", SimpleNamespace(times=lambda: 1))
+    run(torch.ones(ROWS, WIDTH))
+    assert not learned
+    assert region.record.problem.between_bytes
+
+
+def test_a_region_that_returns_a_sparse_tensor_runs() -> None:
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(x * 2), torch.sparse_coo_tensor(torch.arange(8)[None], x[:8, 0], (16,))
+
+    seen = between._storages((forward(torch.ones(8, 8)),), torch.device("cpu"))
+    assert len(seen) == 1
+
+
+def test_learned_durations_hold_with_a_pause_and_without(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def remember(*args: Any, **kwargs: Any) -> Any:
+        found.append(study(*args, **kwargs))
+        names.append(found[-1].fingerprint)
+        return found[-1]
+
+    names: list[str] = []
+    study = drafts.study
+    monkeypatch.setattr(drafts, "study", remember)
+    model, budget = layers(12), 28 * VALUE
+    train(meter, torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget}), model, steps=3)
+    assert [sum(op.name == "between_graphs" for op in each.ops) for each in found] == [0, 1]
+    assert names[0] == names[1]
