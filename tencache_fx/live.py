@@ -16,7 +16,7 @@ from tencache_fx.copies import keep_numbers
 from tencache_fx.dump import RegionRecord, write_measured
 from tencache_fx.errors import BudgetError, StoreError, TencacheError
 from tencache_fx.feedback import Learned, PhaseTimes, Rival, Scales, correct, reconsider
-from tencache_fx.memory import held_bytes, peak_held_bytes
+from tencache_fx.memory import held_bytes, most_bytes, peak_held_bytes
 from tencache_fx.options import Options
 from tencache_fx.phases import CallTimes, PhaseClock
 from tencache_fx.plan import Plan, Problem
@@ -114,11 +114,13 @@ class LiveRegion(ABC):
         more_beside = held_bytes(self.device) - footprint.held_bytes - (need.input_bytes - footprint.input_bytes)
         assert self.options.device_budget is not None
         if (over_bytes := need.peak_bytes + more_beside - self.options.device_budget) > 0:
-            waiting = REGIONS.waiting(self.device)
-            if over_bytes > sum(each.pending_bytes for each in waiting):
+            waiting, most = REGIONS.waiting(self.device), most_bytes(self.device)
+            peak_bytes = need.peak_bytes + more_beside
+            excused = over_bytes <= sum(each.pending_bytes for each in waiting)
+            if not excused or (most is not None and peak_bytes > most):
                 return False
             for each in waiting:
-                each.press(need.peak_bytes + more_beside)
+                each.press(peak_bytes)
             log.info(
                 "region %d goes %d bytes over the budget this once: others kept more for their backward than will do.",
                 self.index,

@@ -16,6 +16,15 @@ def held_bytes(device: torch.device) -> int:
     return _allocated_bytes(device, "current") if device.type == "cuda" else 0
 
 
+def most_bytes(device: torch.device) -> int | None:
+    """Return the bytes torch could hold on `device` now at the very most; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    allowed_bytes = int(total_bytes * torch.cuda.get_per_process_memory_fraction(device))
+    return min(allowed_bytes, free_bytes + int(torch.cuda.memory_reserved(device)))
+
+
 def allocated_ever_bytes(device: torch.device) -> int | None:
     """Return all the bytes torch's allocator has ever handed out on `device`; None for a CPU."""
     return _allocated_bytes(device, "allocated") if device.type == "cuda" else None

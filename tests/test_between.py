@@ -212,6 +212,20 @@ def test_a_region_that_would_not_fit_beside_one_that_waits_runs(meter: Meter, ca
     assert gradients[0] is not None
 
 
+def test_no_region_goes_over_what_the_device_has(
+    meter: Meter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = layers(8), layers(6)
+    budget = 28 * VALUE
+    monkeypatch.setattr(live, "most_bytes", lambda device: budget)
+    first, second = (
+        torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget}) for model in (one, two)
+    )
+    _, gradients = train(meter, lambda x: second(first(x)), nn.ModuleList([one, two]), steps=3)
+    assert "this once" not in caplog.text
+    assert same(gradients, expected(nn.Sequential(layers(8), layers(6)), steps=3))
+
+
 def test_a_forward_whose_backward_never_comes_is_forgotten(meter: Meter) -> None:
     model, budget = layers(12), 28 * VALUE
     run = torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget})
