@@ -51,11 +51,8 @@ class SizeFormulas:
         self._device = device
         expressions: dict[str, sympy.Expr] = {}
         for item in storages:
-            for tensor in (tensor for member in item.members for tensor in tensors_of(member)):
-                storage = storage_of(tensor)
-                size = 0 if storage is None else storage.nbytes()
-                if isinstance(size, torch.SymInt) and item.storage.formula == formula_of(size) != "":
-                    expressions[item.storage.formula] = size.node.expr
+            if item.storage.formula and (size := _size_of(item)) is not None:
+                expressions[item.storage.formula] = size.node.expr
         readers = {symbol: _reader(*place) for symbol, place in symbol_places(inputs).items()}
         behind = storage_places(inputs)
         for formula, expression in expressions.items():
@@ -126,6 +123,22 @@ class SizeFormulas:
             for op, rate in zip(problem.ops, rates.tolist(), strict=True)
         )
         return dataclasses.replace(problem, ops=ops, storages=storages)
+
+
+def _size_of(item: StorageNodes) -> torch.SymInt | None:
+    """Return the symbolic size that a storage's formula was written for.
+
+    torch may have found since then that two symbols are equal: the formula names the one that it does not use any more.
+    """
+    renamed = None
+    for made in (tensors_of(member) for member in item.members):
+        for storage in map(storage_of, made):
+            size = 0 if storage is None else storage.nbytes()
+            if isinstance(size, torch.SymInt) and formula_of(size) == item.storage.formula:
+                return size
+            if isinstance(size, torch.SymInt) and formula_of(size) and len(made) == 1:
+                renamed = size
+    return renamed
 
 
 def _reader(index: int, dim: int | None) -> Reader:
