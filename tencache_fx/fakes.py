@@ -165,8 +165,15 @@ def _import_file(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(path.stem)
     sys.modules[path.stem] = module  # as an import does; pickle and dataclasses look there
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]  # as an import does
+        if before is not None:
+            sys.modules[path.stem] = before
+        raise
     return module
 
 

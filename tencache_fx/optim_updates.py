@@ -192,9 +192,8 @@ class _Hook:
     Python's collector does not see what torch's hooks hold (THPVariable_subclass_traverse, python_variable.cpp).
     """
 
-    def __init__(self, method: Callable[[Tensor], None], parameter: Tensor) -> None:
+    def __init__(self, method: Callable[[Tensor], None]) -> None:
         self._method = weakref.WeakMethod(method)
-        parameter.register_post_accumulate_grad_hook(self)
 
     @property
     def is_dead(self) -> bool:
@@ -214,7 +213,7 @@ class _Hook:
 
 def hook(parameter: Tensor, method: Callable[[Tensor], None]) -> None:
     """Have an optimizer's `method` called when a parameter's gradient has come."""
-    _Hook(method, parameter)
+    parameter.register_post_accumulate_grad_hook(_Hook(method))
 
 
 def is_hooked_once(parameter: Tensor) -> bool:

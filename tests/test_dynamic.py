@@ -13,12 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 from harness import EAGER, INDUCTOR, Options, budget_for, compiled, faulty_engine
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import tencache_fx
 from tencache_fx.errors import BudgetError, OptionError
-from tencache_fx.plan import live_bytes
+from tencache_fx.passes.lifetimes import StorageNodes, formula_of
+from tencache_fx.plan import Kind, Step, Storage, live_bytes
 from tencache_fx.register import REGIONS
+from tencache_fx.sizes import SizeFormulas
 
 
 def tower() -> nn.Module:
@@ -420,3 +425,34 @@ def test_a_region_that_reads_a_float_is_planned_again() -> None:
         found.square().mean().backward()
         torch.testing.assert_close(found, model(inputs))
     assert tencache_fx.regions()[-1].plan.spills
+
+
+def test_a_size_that_turns_out_to_equal_another_keeps_its_formula() -> None:
+    """torch then calls both by one symbol, while what was planned goes by the name of before."""
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+    rows = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    inputs = [
+        mode.from_tensor(torch.ones(5, 4), source=ConstantSource(name), symbolic_context=rows) for name in ("a", "b")
+    ]
+    graph, storages = fx.Graph(), []
+    for name, value in zip("ab", inputs, strict=True):
+        node = graph.placeholder(name)
+        node.meta["val"] = value
+        storage = Storage(
+            name=name,
+            nbytes=80,
+            kind=Kind.INPUT,
+            birth=Step(0),
+            death=Step(1),
+            uses=(Step(0),),
+            spillable=False,
+            formula=formula_of(value.untyped_storage().nbytes()),
+        )
+        storages.append(StorageNodes(storage=storage, members=(node,), saved=()))
+    named = [item.storage.formula for item in storages]
+    assert inputs[0].shape[0] == inputs[1].shape[0]
+    assert [formula_of(value.untyped_storage().nbytes()) for value in inputs] != named, "one was called anew"
+    formulas = SizeFormulas(inputs, storages, torch.device("cpu"))
+    assert set(formulas.columns) == {"", *named}
+    assert formulas.values(formulas.read([torch.ones(7, 4), torch.ones(7, 4)])).tolist() == [1, 112, 112]

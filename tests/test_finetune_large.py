@@ -139,7 +139,7 @@ class Plain:
         }
 
 
-def close(found: dict[int, float], expected: dict[int, float], rel: float) -> None:
+def assert_close(found: dict[int, float], expected: dict[int, float], rel: float) -> None:
     assert found.keys() == expected.keys()
     for step, loss in expected.items():
         assert found[step] == pytest.approx(loss, rel=rel), f"step {step}"
@@ -150,7 +150,7 @@ def test_clipping_accumulation_schedule_and_frozen_blocks_are_those_of_plain_tor
 ) -> None:
     plain = Plain(finetune)
     fresh = {name: value.clone() for name, value in plain.model.state_dict().items()}
-    close(read_losses(uninterrupted / "losses"), {step: plain.step() for step in range(1, STEPS + 1)}, rel=1e-5)
+    assert_close(read_losses(uninterrupted / "losses"), {step: plain.step() for step in range(1, STEPS + 1)}, rel=1e-5)
     after: dict[str, Tensor] = torch.load(uninterrupted / "run.pt")["model"]
     torch.testing.assert_close(after, dict(plain.model.state_dict()), rtol=1e-3, atol=1e-4)
     kept = {name for name, value in after.items() if torch.equal(value, fresh[name])}
@@ -161,7 +161,7 @@ def test_clipping_accumulation_schedule_and_frozen_blocks_are_those_of_plain_tor
 def test_bf16_weights_with_fp32_masters_are_those_of_plain_torch(finetune: ModuleType, tmp_path: Path) -> None:
     plain = Plain(finetune, "--dtype", "bfloat16")
     expected = {step: plain.step() for step in range(1, STEPS + 1)}
-    close(run(finetune, tmp_path, "--dtype", "bfloat16"), expected, rel=5e-3)
+    assert_close(run(finetune, tmp_path, "--dtype", "bfloat16"), expected, rel=5e-3)
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
@@ -215,7 +215,7 @@ def test_what_plain_torch_has_saved_is_gone_on_with(finetune: ModuleType, tmp_pa
         plain.step()
     torch.save(plain.state(), tmp_path / "run.pt")
     resumed = run(finetune, tmp_path, "--checkpoint", str(tmp_path / "run.pt"), "--resume", "--stop-after", "2")
-    close(resumed, {4: plain.step(), 5: plain.step()}, rel=1e-5)
+    assert_close(resumed, {4: plain.step(), 5: plain.step()}, rel=1e-5)
     again = Plain(finetune)
     state = torch.load(tmp_path / "run.pt")
     again.model.load_state_dict(state["model"])

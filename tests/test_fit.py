@@ -1,5 +1,6 @@
 """`tencache_fx.fit`: the same figures as a real run, by hand where they can be, and no memory for any of it."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -272,6 +273,18 @@ def test_what_cannot_be_fitted_is_refused_in_a_sentence(
     *logged, line = err.strip().splitlines()
     assert line.startswith(f"tencache: {said}")
     assert not [each for each in logged if "tencache" in each]  # torch may have logged where it failed
+
+
+def test_a_file_that_cannot_be_imported_leaves_no_module_behind(
+    command: Callable[..., tuple[int, str, str]], factories: Path
+) -> None:
+    (factories / "colorsys.py").write_text("import nowhere")
+    before = importlib.import_module("colorsys")
+    for name in ("nowhere", "colorsys"):
+        code, _, err = command(f"{name}.py:make")
+        assert (code, "cannot be imported" in err) == (2, True)
+    assert "nowhere" not in sys.modules
+    assert sys.modules["colorsys"] is before
 
 
 def test_bad_arguments_are_refused() -> None:

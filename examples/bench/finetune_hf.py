@@ -10,8 +10,6 @@ timed from one line of the log to the next, each of which reads the loss. Prints
 """
 
 import argparse
-import gc
-import json
 import statistics
 import tempfile
 import time
@@ -19,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from measure import FAILURES, one_line
+from measure import print_ways
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
@@ -101,7 +99,6 @@ def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
         trainer.train()
     step_ns = int(statistics.median(b - a for a, b in pairwise(clock.marks_ns[arguments.warm_up - 1 :])))
     return {
-        "way": way,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "median_ns": step_ns,
         "tokens_per_s": arguments.batch * arguments.seq * 10**9 // step_ns,
@@ -120,18 +117,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["plain", "checkpointing", "tencache@4MB"])
     parser.add_argument("--step-in-backward", action="store_true", help="update in the backward; no clipping then")
     arguments = parser.parse_args()
-    for way in arguments.ways:
-        about = {"torch": torch.__version__, **vars(arguments)}
-        about.pop("ways")
-        try:
-            print(json.dumps(about | measure(way, arguments)), flush=True)
-        except FAILURES as error:
-            print(json.dumps(about | {"way": way, "error": one_line(error)}), flush=True)
-        torch.compiler.reset()
-        tencache_fx.close()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    print_ways(measure, arguments)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ values; `plain` and `tencache` are compiled. Prints JSON lines.
 """
 
 import argparse
-import gc
-import json
 import statistics
 import time
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 import accelerate
 import torch
 from finetune_hf import SIZES, make
-from measure import FAILURES, one_line
+from measure import print_ways
 
 import tencache_fx
 
@@ -51,7 +49,6 @@ def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
         times_ns.append(time.perf_counter_ns() - start_ns)
     median_ns = int(statistics.median(times_ns))
     return {
-        "way": way,
         "weights_bytes": weights_bytes,
         "median_ns": median_ns,
         "tokens_per_s": arguments.batch * arguments.new * 10**9 // median_ns,
@@ -69,18 +66,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.5, help="the budget, as a share of the weights")
     parser.add_argument("--ways", nargs="+", default=["plain", "tencache", "cpu_offload"])
     arguments = parser.parse_args()
-    for way in arguments.ways:
-        about = {"torch": torch.__version__, **vars(arguments)}
-        about.pop("ways")
-        try:
-            print(json.dumps(about | measure(way, arguments)), flush=True)
-        except FAILURES as error:
-            print(json.dumps(about | {"way": way, "error": one_line(error)}), flush=True)
-        torch.compiler.reset()
-        tencache_fx.close()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    print_ways(measure, arguments)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Measure one way to run one case, in this process; as a script, what a request on the command line asks for."""
 
+import argparse
 import contextlib
 import dataclasses
 import gc
@@ -236,6 +237,22 @@ def one_line(error: BaseException) -> str:
     inner = getattr(error, "inner_exception", None) or error
     (text, *_) = str(inner).strip().splitlines() or [""]
     return f"{type(inner).__name__}: {text}"[:400]
+
+
+def print_ways(measure: Callable[[str, argparse.Namespace], dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Measure each of `arguments.ways` from a clean start, and print a JSON line for it: what was asked, and found."""
+    for way in arguments.ways:
+        about = {"torch": torch.__version__, **vars(arguments), "way": way}
+        about.pop("ways")
+        try:
+            print(json.dumps(about | measure(way, arguments)), flush=True)
+        except FAILURES as error:
+            print(json.dumps(about | {"error": one_line(error)}), flush=True)
+        torch.compiler.reset()
+        tencache_fx.close()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def main() -> None:

@@ -10,8 +10,6 @@ forward. Prints JSON lines.
 """
 
 import argparse
-import gc
-import json
 import statistics
 import time
 from itertools import pairwise
@@ -20,7 +18,7 @@ from typing import Any
 
 import torch
 from cases import tokens
-from measure import FAILURES, one_line
+from measure import print_ways
 from models import Decoder
 from torch import nn
 
@@ -105,7 +103,6 @@ def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
         profile.export_chrome_trace(f"{arguments.trace}/{way.replace('@', '-')}.json.gz")
     count = sum(parameter.numel() for parameter in model.parameters())
     return {
-        "way": way,
         "parameters": count,
         "step_ns": (marks_ns[-1] - marks_ns[0]) // arguments.steps,
         "median_ns": int(statistics.median(b - a for a, b in pairwise(marks_ns))),
@@ -144,19 +141,7 @@ def main() -> None:
     parser.add_argument("--trace", help="directory for the traces of three steps more, which are not timed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
-
-    for way in arguments.ways:
-        about = {"torch": torch.__version__, "device": arguments.device, **vars(arguments)}
-        about.pop("ways")
-        try:
-            print(json.dumps(about | measure(way, arguments)), flush=True)
-        except FAILURES as error:
-            print(json.dumps(about | {"way": way, "error": one_line(error)}), flush=True)
-        torch.compiler.reset()
-        tencache_fx.close()
-        gc.collect()
-        if arguments.device == "cuda":
-            torch.cuda.empty_cache()
+    print_ways(measure, arguments)
 
 
 if __name__ == "__main__":
