@@ -89,12 +89,16 @@ def _read_behind(node: fx.Node) -> bool:
 
 def write_settled(capture: Capture, steps: Sequence[fx.Node], engine: int) -> None:
     """Write what is left of arrivals and departures: those of parameters that stay, or are updated, on the device."""
-    homes = {node.meta["tencache_home"] for node in steps if node.target is ARRIVE}
+    settled: set[fx.Node] = set()
     for node in steps:
-        if node.target is ARRIVE:
+        if node.target is ARRIVE and node.args[0] in settled:
+            _stay(node)
+        elif node.target is ARRIVE:
+            settled |= {*node.all_input_nodes}
             _settle(node, engine)
         elif node.target is DEPART:
             _stay(node)
+    homes = {node.meta["tencache_home"] for node in settled}
     for graph in capture.graphs:
         for node in graph.find_nodes(op="placeholder"):
             if node.meta.get("tencache_home") in homes:
@@ -143,11 +147,11 @@ def _settle(node: fx.Node, engine: int) -> None:
 
 
 def _stay(node: fx.Node) -> None:
-    """Let a gradient that is used where it is be handed out as it is."""
-    (gradient,) = node.all_input_nodes
+    """Let a gradient that is used where it is be handed out as it is, a parameter that is settled be read."""
+    (value,) = node.all_input_nodes
     node.target = torch.ops.aten.alias.default
-    with gradient.meta["val"].fake_mode:
-        node.meta["val"] = torch.ops.aten.alias.default(gradient.meta["val"])
+    with value.meta["val"].fake_mode:
+        node.meta["val"] = torch.ops.aten.alias.default(value.meta["val"])
 
 
 def _move_name(role: str, spill: Spill) -> str:

@@ -5,7 +5,7 @@ the hand-over from forward to backward (torch: `_inductor/fx_passes/memory_estim
 a storage needs to travel is decided here too: a *carrier*, a dense tensor that spans all of it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import sympy
@@ -60,13 +60,16 @@ class _Trace:
     saved: list[int] = field(default_factory=list)
 
 
-def measure_lifetimes(capture: Capture, registers: Registers) -> tuple[StorageNodes, ...]:
+def measure_lifetimes(
+    capture: Capture, registers: Registers, mutations: Mapping[fx.Node, fx.Node] | None = None
+) -> tuple[StorageNodes, ...]:
     """Return every storage on the region's device with its life, in order of birth.
 
-    Values in `registers` have no storage; what they are computed from is read when their reader runs. Raises
-    `TencacheError` if a size is known only when the region runs, and nothing bounds it. O(nodes + arguments).
+    Values in `registers` have no storage; what they are computed from is read when their reader runs. Those in
+    `mutations` have that of an input. Raises `TencacheError` if a size is known only when the region runs, and nothing
+    bounds it. O(nodes + arguments).
     """
-    walk = _Walk(capture, registers)
+    walk = _Walk(capture, registers, mutations or {})
     walk.enter()
     for step, node in enumerate(capture.nodes):
         if step == capture.boundary:
@@ -82,8 +85,9 @@ def measure_lifetimes(capture: Capture, registers: Registers) -> tuple[StorageNo
 class _Walk:
     """One pass over both graphs in step order, collecting a trace per storage."""
 
-    def __init__(self, capture: Capture, registers: Registers) -> None:
+    def __init__(self, capture: Capture, registers: Registers, mutations: Mapping[fx.Node, fx.Node]) -> None:
         self.capture = capture
+        self._mutations = mutations
         self.traces: list[_Trace] = []
         # By fake storage, in the graph being walked. What the backward recomputes keeps the forward's fakes, though it
         # is memory of its own: so the backward begins with its placeholders' storages only.
@@ -165,6 +169,9 @@ class _Walk:
                 self._known[key].kind, self._known[key].home = Kind.SUNK, node.meta["tencache_home"]
                 self._known[key].state_bytes = node.meta["tencache_state_bytes"]
             return
+        if (root := self._mutations.get(node)) is not None:
+            ((given, _),) = self._storages(root)
+            self._known |= {key: self._known[given] for key, _ in self._storages(node)}
         for key, tensor in self._storages(node):
             twice_made = key in self._known and key not in read
             trace = self._trace(key, node, tensor, Kind.ACTIVATION, birth=step, made_here=True)

@@ -7,7 +7,8 @@ Before, a parameter `w` that both graphs read:
 
 After, for the planner: each graph has the parameter's bytes from `arrive` to its last reader, and the gradient's until
 `depart`, which stands behind its last reader and in its place among the graph's outputs. It stands behind the arrival
-of its parameter, too: nothing asks for the parameter any more once its update may have begun.
+of its parameter, too: nothing asks for the parameter any more once its update may have begun. A parameter that a graph
+reads at its begin and at its end, as it does a tied embedding, arrives twice.
 
     forward:  (w, x); a = arrive(w); y = mm(x, a);                      return y, x, w
     backward: (x, w, dy); b = arrive(w); dx = mm(dy, t(b)); dw = mm(t(x), dy); h = depart(dw); return h, dx
@@ -24,6 +25,9 @@ from torch import fx
 from tencache_fx.capture import Capture, output_args, placeholders, storage_of, tensors_of
 from tencache_fx.ops import ARRIVE, DEPART, key_tensor
 from tencache_fx.passes.fusion import is_view, readers_of
+
+_LEAST_ABSENCE = 0.25  # of a graph's nodes, for a parameter to arrive once more rather than to stay
+_LEAST_NODES = 50  # likewise
 
 
 def write_moves(capture: Capture, homes: Mapping[int, str], state_bytes: Mapping[str, int]) -> frozenset[str]:
@@ -138,16 +142,31 @@ def _write_arrival(parameter: fx.Node, home: str) -> None:
     """Let every reader read what arrives; what the graph returns of it for the backward is the name still."""
     graph, value = parameter.graph, parameter.meta["val"]
     parameter.meta["tencache_home"] = home
-    readers = [node for node in graph.nodes if node in parameter.users and node.op != "output"]
-    if not readers:
-        return
-    with graph.inserting_before(readers[0]):
-        arrival = graph.call_function(ARRIVE, (parameter,), name=f"arrive_{parameter.name}")
-    arrival.meta["tencache_home"] = home
-    with value.fake_mode:
-        arrival.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    for reader in readers:
-        reader.replace_input_with(parameter, arrival)
+    for readers in _readings(parameter):
+        with graph.inserting_before(readers[0]):
+            arrival = graph.call_function(ARRIVE, (parameter,), name=f"arrive_{parameter.name}")
+        arrival.meta["tencache_home"] = home
+        with value.fake_mode:
+            arrival.meta["val"] = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )
+        for reader in readers:
+            reader.replace_input_with(parameter, arrival)
+
+
+def _readings(parameter: fx.Node) -> list[list[fx.Node]]:
+    """Return the readers of a parameter in order, apart where the graph does without it for long."""
+    order = {node: index for index, node in enumerate(parameter.graph.nodes)}
+    least = max(_LEAST_NODES, len(order) * _LEAST_ABSENCE)
+    readings: list[list[fx.Node]] = []
+    last = -least
+    for reader in sorted((user for user in parameter.users if user.op != "output"), key=order.__getitem__):
+        if order[reader] - last >= least:
+            readings.append([])
+        readings[-1].append(reader)
+        through = readers_of(reader) if is_view(reader) else ()
+        last = max(last, *(order[node] for node in (reader, *through) if node.op != "output"))
+    return readings
 
 
 def _write_departures(

@@ -327,7 +327,7 @@ class HomeOptimizer(torch.optim.Optimizer):
             where = {"on_disk": held.place is Tier.NVME}
             return engine.homes.updates.submit(update, self._urgency[parameter], lambda: lease.has_landed, **where)
 
-        lease.reading = home.begin_update(submit, readers)
+        lease.note_reader(home.begin_update(submit, readers))
         increment_version(parameter)
 
     def _pieces(self, todo: Iterable[Tensor], updated: list[Tensor]) -> Iterator[Piece[PieceUpdate]]:

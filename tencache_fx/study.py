@@ -16,6 +16,7 @@ from tencache_fx.passes.fused_groups import hold_fused_operands
 from tencache_fx.passes.fusion import find_registers
 from tencache_fx.passes.in_place import InPlace, reuse_in_place
 from tencache_fx.passes.lifetimes import StorageNodes, measure_lifetimes
+from tencache_fx.passes.mutations import find_mutations
 from tencache_fx.passes.products import sink_products
 from tencache_fx.passes.views import mend_views
 from tencache_fx.plan import Op
@@ -58,10 +59,12 @@ def study(capture: Capture, options: Options, roofline: Roofline, *, measure: bo
         sink_products(capture)
     mend_views(capture)
     registers = find_registers(capture) if fuses else None
-    storages = measure_lifetimes(capture, registers or {})
-    in_place: InPlace = {}
+    mutations = find_mutations(capture) if fuses else {}
+    storages = measure_lifetimes(capture, registers or {}, mutations)
+    in_place: InPlace = {node: node.all_input_nodes[0] for node in mutations}
     if registers is not None:
-        storages, in_place = reuse_in_place(capture, registers, storages)
+        storages, taken = reuse_in_place(capture, registers, storages)
+        in_place = {**in_place, **taken}
         storages = hold_fused_operands(capture, registers, storages)
     heavy = find_calls(capture, roofline, registers) if options.calibrate else {}
     if measure:

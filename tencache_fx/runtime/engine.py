@@ -23,7 +23,7 @@ from tencache_fx.plan import PoolClass, Step, Tier
 from tencache_fx.runtime.custody import Custody
 from tencache_fx.runtime.disk_states import DiskLine
 from tencache_fx.runtime.flights import Flights
-from tencache_fx.runtime.gradients import HomeGradient, Lease
+from tencache_fx.runtime.gradients import HomeGradient, Lease, norm_of
 from tencache_fx.runtime.homes import Homes
 from tencache_fx.runtime.pinned import Buffer, Use
 from tencache_fx.runtime.pool import Pool
@@ -262,7 +262,7 @@ class Engine:
         with _named("sink", label), contextlib.ExitStack() as undo:
             buffer = self.homes.lend_gradient(layout.nbytes)
             undo.callback(self.pool.give_back, buffer)
-            norm = torch.linalg.vector_norm(src.detach(), dtype=torch.float32) if src.is_floating_point() else None
+            norm = norm_of(src.detach())
             with self._lock:
                 slot = self._leave(src, layout, label, Tier.HOST, buffer)
                 undo.pop_all()

@@ -3,8 +3,8 @@
 `HomeGradient` is what a compiled backward returns for a parameter with a home: a tensor of the parameter's device whose
 bytes are in a pinned buffer. Autograd's own bookkeeping (accumulation, hooks, `zero_grad`) works on it as on any other,
 and so do the norms and factors of gradient clipping and loss scaling, without a byte coming back: a gradient's norm is
-taken on the device before it leaves, and factors wait for whoever reads the gradient next. All other operations are
-carried out on a copy on the device.
+taken on the device before it leaves, or as it is added to another one, and factors wait for whoever reads the gradient
+next. All other operations are carried out on a copy on the device.
 """
 
 import weakref
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from tencache_fx.errors import InvariantError
+from tencache_fx.runtime.additions import kernel_of
 from tencache_fx.runtime.homes import Homes
 from tencache_fx.runtime.pinned import Buffer
 from tencache_fx.runtime.slots import Layout
@@ -27,16 +29,18 @@ _aten = torch.ops.aten
 class Lease:
     """The buffer that a gradient is in, for as long as anybody has the gradient.
 
-    `norm` is its Euclidean norm, fp32 on the device, while that is known; `factor` is still to be multiplied with.
+    `factor` is still to be multiplied with.
     """
 
     def __init__(self, homes: Homes, buffer: Buffer, layout: Layout, landed: Event, norm: Tensor | None) -> None:
         self.layout = layout
-        self.norm = norm
         self.factor: Tensor | None = None
-        self.reading: Future[None] | None = None  # somebody reads `_host` until this is done
+        self._norm = norm  # fp32 on the device, with the factor; None if it is not known
+        self._sum: Future[Tensor] | None = None  # until it is done, more is added; it gives the norm
+        self._readers: list[Future[Any]] = []  # somebody reads `_host` until these are done
         self._on_device: Tensor | None = None
         self._landed = landed
+        self._additions = homes.updates.additions
         self._host = torch.empty(0, dtype=layout.dtype).set_(
             buffer.memory.untyped_storage(), 0, layout.size, layout.stride
         )
@@ -46,30 +50,86 @@ class Lease:
         """Multiply by a number, a tensor of one element, later."""
         factor = factor.detach().float().reshape(())
         self.factor = factor if self.factor is None else self.factor * factor.to(self.factor.device)
-        if self.norm is not None:
-            self.norm = self.norm * factor.abs().to(self.norm.device)
+        if self._norm is not None:
+            self._norm = self._norm * factor.abs().to(self._norm.device)
+
+    def norm(self) -> Tensor:
+        """Return the Euclidean norm, fp32, on the device; blocks the host if it is not known there."""
+        if self.changes:
+            return norm_of(self.device())
+        if self._norm is None:
+            landed = self.landed()
+            norm = norm_of(landed) if self._sum is None else self._sum.result()
+            norm = norm.to(self.layout.device)
+            self._norm = norm if self.factor is None else norm * self.factor.abs().to(norm.device)
+        return self._norm
+
+    def add(self, other: "Lease") -> bool:
+        """Add another gradient, once both are in host memory; False if that has to be done by the caller, now."""
+        mine, others = self.layout, other.layout
+        alike = (mine.size, mine.stride, mine.dtype) == (others.size, others.stride, others.dtype)
+        plain = all(each.factor is None and not each.changes for each in (self, other))
+        if not (alike and plain and mine.dtype.is_floating_point) or self is other:
+            return False
+        self._end_readers()
+        kernel, before, leases = kernel_of(mine.dtype), self._sum, [self, other]
+
+        def work() -> Tensor:
+            try:
+                value, more = (each._host.as_strided((each._host.numel(),), (1,)) for each in leases)
+                leases[0]._landed.synchronize()
+                if before is not None:
+                    before.result()
+                leases[1].landed()
+                return kernel(value, more)
+            finally:
+                leases.clear()  # a buffer that nobody else has is free by the time that this is known to be done
+
+        begun = self._additions.begin(work)
+        if begun is None:
+            return False
+        other.note_reader(begun)
+        self._sum, self._norm = begun, None
+        return True
+
+    def note_reader(self, reader: "Future[Any]") -> None:
+        """Say that somebody reads the gradient in host memory until `reader` is done."""
+        self._readers = [*(each for each in self._readers if not each.done()), reader]
 
     @property
     def has_landed(self) -> bool:
-        """Say whether the gradient is in host memory, or never will be."""
-        return self._landed.query()
+        """Say whether the gradient is in host memory, with all that is added to it, or never will be."""
+        return self._landed.query() and (self._sum is None or self._sum.done())
 
     def landed(self) -> Tensor:
         """Return the gradient in host memory, but for its factor, to read only. Blocks the host."""
         self._landed.synchronize()
+        error = None if self._sum is None else self._sum.exception()
+        if error is not None:  # raised anew: its traceback will hold the gradient, which holds the old one
+            size = tuple(self.layout.size)
+            raise InvariantError(
+                f"a gradient of size {size} is lost, another one could not be added to it: {error!r}; set it to None, "
+                "and repeat the step."
+            ) from error
         return self._host
 
     def host(self) -> Tensor:
-        """Return the gradient in host memory, to read or to write. Blocks the host."""
-        if self.reading is not None:
-            self.reading.exception()
-            self.reading = None
+        """Return the gradient in host memory, with its factor. Blocks the host."""
+        self._end_readers()
         value = self.landed()
         if self._on_device is not None:  # whoever has a view of it may have changed it
             value.copy_(self._on_device)
         if self.factor is not None:
+            if self._sum is not None:
+                self.norm()
             value.mul_(self.factor.item())
             self.factor = None
+        return value
+
+    def write(self) -> Tensor:
+        """Return the gradient in host memory, to change it. Blocks the host."""
+        value = self.host()
+        self._norm = self._sum = None
         return value
 
     def device(self) -> Tensor:
@@ -79,13 +139,24 @@ class Lease:
         elif self.factor is not None:
             self._on_device.mul_(self.factor)
             self.factor = None
-        self.norm = None
+        self._norm = self._sum = None
         return self._on_device
+
+    def _end_readers(self) -> None:
+        for reader in self._readers:
+            reader.exception()
+        self._readers = []
 
     @property
     def changes(self) -> bool:
         """Say whether what is in host memory may be out of date."""
         return self._on_device is not None
+
+
+def norm_of(value: Tensor) -> Tensor:
+    """Return the Euclidean norm of a tensor, fp32, on its device."""
+    norm: Tensor = torch.linalg.vector_norm(value, dtype=torch.promote_types(value.dtype, torch.float32))
+    return norm.float()
 
 
 class HomeGradient(Tensor):
@@ -152,11 +223,11 @@ def _add(gradient: Any, other: Any, *, alpha: float = 1) -> Any:
     """Accumulate in host memory, as autograd does for the second backward without `zero_grad`."""
     if not isinstance(gradient, HomeGradient) or not isinstance(other, Tensor) or other.shape != gradient.shape:
         return NotImplemented
-    more = other.lease.host() if isinstance(other, HomeGradient) else other.cpu()
     if gradient.lease.changes:
         return NotImplemented
-    gradient.lease.host().add_(more, alpha=alpha)
-    gradient.lease.norm = None
+    if alpha != 1 or not isinstance(other, HomeGradient) or not gradient.lease.add(other.lease):
+        more = other.lease.host() if isinstance(other, HomeGradient) else other.cpu()
+        gradient.lease.write().add_(more, alpha=alpha)
     return gradient
 
 
@@ -164,21 +235,10 @@ def _is_euclidean(order: Any) -> bool:
     return isinstance(order, (int, float)) and order == 2
 
 
-def _norm_of(gradient: HomeGradient) -> Tensor:
-    lease = gradient.lease
-    if lease.changes:
-        changed: Tensor = torch.linalg.vector_norm(lease.device(), dtype=torch.float32)
-        return changed
-    if lease.norm is None:
-        lease.norm = torch.linalg.vector_norm(lease.host(), dtype=torch.float32).to(gradient.device)
-    norm: Tensor = lease.norm
-    return norm
-
-
 def _norm(gradient: Any, order: Any = 2, dim: Any = None, keepdim: Any = None, *, dtype: Any = None) -> Any:
     if not _is_euclidean(order) or dim is not None or keepdim:
         return NotImplemented
-    return _norm_of(gradient).to(torch.float32 if dtype is None else dtype, copy=True)
+    return gradient.lease.norm().to(torch.float32 if dtype is None else dtype, copy=True)
 
 
 def _norms(gradients: Sequence[Any], order: Any = 2, dtype: Any = None) -> Any:
@@ -220,7 +280,7 @@ def _unscale(gradients: Sequence[Any], found_inf: Tensor, inverse: Tensor) -> No
     """As `GradScaler` has it; a gradient whose norm is no finite number has an element that is none."""
     for each in gradients:
         if isinstance(each, HomeGradient):
-            found_inf.copy_(torch.maximum(found_inf, (~_norm_of(each).isfinite()).to(found_inf)))
+            found_inf.copy_(torch.maximum(found_inf, (~each.lease.norm().isfinite()).to(found_inf)))
             if _scale(each, inverse) is NotImplemented:
                 each.lease.device().mul_(inverse)
         else:

@@ -325,9 +325,13 @@ class Homes:
         return home
 
     def lend_gradient(self, nbytes: int) -> Buffer:
-        """Lend a buffer for a gradient; raises `BudgetError`."""
+        """Lend a buffer for a gradient, rather one of an addition under way than a new one; raises `BudgetError`."""
         self.drain()
-        return self._pool.lend(nbytes, Use.GRADIENT)
+        while (
+            buffer := self._pool.lend_at_hand(nbytes, Use.GRADIENT)
+        ) is None and self.updates.additions.wait_for_one():
+            self.drain()
+        return self._pool.lend(nbytes, Use.GRADIENT) if buffer is None else buffer
 
     def lend_state(self, nbytes: int) -> Buffer:
         """Lend a buffer for an optimizer's state, as it comes: clean or not; raises `BudgetError`."""

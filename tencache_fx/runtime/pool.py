@@ -129,8 +129,7 @@ class Pool:
 
         The smallest class that fits wins, and in it a buffer whose copies are over. A dry pool grows by one buffer
         within the budget; staging does not while a reserved buffer that fits is on its way back, since the plan counts
-        on their number. Else the caller waits for one.
-        Raises `BudgetError` when none can come, or none came for a minute.
+        on their number. Else the caller waits; raises `BudgetError` when none can come, or none came for a minute.
         """
         waiting_since = time.monotonic()
         returns = -1
@@ -148,6 +147,12 @@ class Pool:
                     )
                 self._cond.wait(_POLL_S)
         raise TencacheError("the engine was closed while a copy waited for a pinned buffer.")
+
+    def lend_at_hand(self, nbytes: int, use: Use) -> Buffer | None:
+        """Return a buffer of at least `nbytes` as `lend` does; None where it would take memory that is not reserved."""
+        with self._cond:
+            buffer = None if self._closed else self._obtain(nbytes, use, grow=False)
+            return None if buffer is None else self._lent(buffer, nbytes)
 
     def hold(self, buffer: Buffer) -> None:
         """Add a holder: the buffer is free once every holder gave it back."""
@@ -236,12 +241,12 @@ class Pool:
         pieces = Counter((b.use, self._class_of(b.nbytes, b.use) or b.nbytes) for b in self._carving.tenants())
         return wanted - self._counts - pieces
 
-    def _obtain(self, nbytes: int, use: Use) -> Buffer | None:
+    def _obtain(self, nbytes: int, use: Use, *, grow: bool = True) -> Buffer | None:
         """Return a fitting free buffer, else a new one, else any that is free, else a new one in place of idle ones.
 
         A reserved class that lacks buffers gets the one that is missing first: with a larger one instead, what was
         reserved together might not fit together. A gradient without a fitting buffer is a tenant rather than in a new
-        one.
+        one. Without `grow`, only buffers that are reserved are new.
         """
         size = round_up(max(1, nbytes), PAGE_BYTES)
         roomy = size * _ROOMY if use in (Use.TRIP, Use.GRADIENT) else self._budget_bytes
@@ -259,11 +264,12 @@ class Pool:
             self._planned[use, b.nbytes] and b.nbytes >= nbytes for b in self._moving() if b.use is use
         ):
             return None
+        if not grow:
+            return None
         if self.allocated_bytes + size > self._budget_bytes:
-            if buffer := self._find(nbytes, use, self._budget_bytes):
+            buffer = self._find(nbytes, use, self._budget_bytes)
+            if buffer or not self._make_room(size, keep=Counter()):
                 return buffer
-            if not self._make_room(size, keep=Counter()):
-                return None
         self._map(size, use)
         return self._find(nbytes, use, size)
 

@@ -1,0 +1,55 @@
+"""Inputs that Inductor writes to where they are: a cache of keys and values gets a row, and is never there twice.
+
+AOTAutograd makes of `cache.index_copy_(...)` a value of its own, and copies that into the input at the end:
+
+    new = index_put(cache, where, row); ... reads of new ...; copy_(cache, new)
+
+Inductor writes the row into the input instead, if nobody reads that behind the scatter any more (torch:
+`_inductor/fx_passes/reinplace.py: reinplace_inplaceable_ops_core`): `new` is then another name for the input.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from tencache_fx.capture import Capture, storage_of, tensors_of
+
+_aten = torch.ops.aten
+_PUTS = (_aten.index_put.default, _aten._unsafe_index_put.default)
+_PARTS = (_aten.slice_scatter.default, _aten.select_scatter.default)
+
+
+def find_mutations(capture: Capture) -> Mapping[fx.Node, fx.Node]:
+    """Return the values that are written into an input of their graph, and into which. O(nodes x scatters)."""
+    found: dict[fx.Node, fx.Node] = {}
+    for graph in capture.graphs:
+        copies = graph.find_nodes(op="call_function", target=_aten.copy_.default)
+        back = {copy.all_input_nodes[0]: copy for copy in reversed(copies)}  # the first of each
+        order = {node: index for index, node in enumerate(graph.nodes)}
+        for node in order if back else ():
+            if node.target not in _PUTS + _PARTS:
+                continue
+            base = node.all_input_nodes[0]
+            root = found.get(base, base)
+            if root.op != "placeholder" or root not in back:
+                continue
+            if node.target in _PARTS and back[root].args[1] is not node:
+                continue
+            alike = [other for other in order if _shares(other, base) or _shares(other, root)]
+            own = [argument for argument in node.all_input_nodes if argument is not base]
+            until = order[back[root]]
+            read_behind = any(order[node] < order[user] < until for other in alike for user in other.users)
+            if not read_behind and not any(_shares(argument, base) for argument in own):
+                found[node] = root
+    return found
+
+
+def _shares(node: fx.Node, base: fx.Node) -> bool:
+    """Say whether two nodes stand for the same memory."""
+    return bool(_storages(node) & _storages(base))
+
+
+def _storages(node: fx.Node) -> set[int]:
+    storages = map(storage_of, tensors_of(node))
+    return {storage._cdata for storage in storages if storage is not None}
