@@ -19,8 +19,9 @@ from tencache_fx.passes.planner import floor_bytes
 from tencache_fx.plan import Problem, Tier, live_bytes
 
 ODD_BYTES = 1024  # scalars and tokens of autograd and of the loop, outside the region
-# A CPU's eager kernels for these allocate for themselves what no graph shows (fma, max pooling, mkldnn's reorders).
-KERNEL_BYTES = {"t5": 32_768, "convnet": 131_072, "views": 4096, "gpt2-checkpoint": 4096}
+# A CPU's eager kernels for these allocate for themselves what no graph shows (fma, max pooling, mkldnn's reorders and
+# its products in bf16).
+KERNEL_BYTES = {"t5": 32_768, "convnet": 131_072, "views": 4096, "gpt2-checkpoint": 4096, "gpt2-autocast": 65_536}
 ATTENTION_BYTES = 8192  # what the CPU's flash attention takes for each thread
 
 

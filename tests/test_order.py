@@ -4,6 +4,7 @@ Runtime ops stay in their place, what leaves is what was computed, and nobody re
 and senseless; the check of the generated code (`verify_code`) is what judges.
 """
 
+import itertools
 import random
 from collections.abc import Callable
 from unittest import mock
@@ -85,10 +86,11 @@ def random_plan(problem: Problem, draw: random.Random) -> Plan:
     """Draw a plan in which about half of what may travel does, and something does if that is possible at all."""
     able = [s for s in problem.storages if is_candidate(problem, s) and inactive_intervals(s)]
     trips: dict[str, Spill] = {}
-    for storage in draw.choices(able, k=4 * len(able)) if able else ():
+    for tries in itertools.count(1) if able else ():
+        storage = draw.choice(able)
         if storage.name not in trips and (trip := random_trip(problem, storage, draw)) is not None:
             trips[storage.name] = trip
-        if 2 * len(trips) > len(able):
+        if 2 * len(trips) > len(able) or tries > (4 if trips else 100) * len(able):
             break
     return build_plan(problem, "teraio", tuple(trips.values()))
 
