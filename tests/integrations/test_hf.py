@@ -79,6 +79,27 @@ def test_the_example_trains_as_without_us_and_goes_on_from_a_checkpoint(tmp_path
     assert all(torch.equal(weights[name], value) for name, value in again.model.state_dict().items())
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_precision_checkpointing_and_schedules_together(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reentrant: bool,  # noqa: FBT001
+) -> None:
+    module = example("hf_trainer")
+    more = {"bf16": True, "gradient_checkpointing": True, "lr_scheduler_type": "cosine", "warmup_steps": 2}
+    more |= {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}, "gradient_accumulation_steps": 3}
+    for name, value in more.items():
+        monkeypatch.setitem(module.USUAL, name, value)
+    expected = module.train(str(tmp_path / "plain"), plain=True)
+    trainer = module.train(str(tmp_path / "ours"))
+    assert spilled_bytes() > 0
+    assert losses(trainer) == pytest.approx(losses(expected), rel=1e-2)
+    norms = [
+        [line["grad_norm"] for line in each.state.log_history if "grad_norm" in line] for each in (trainer, expected)
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=5e-2)
+
+
 def test_what_the_runtime_did_reaches_those_who_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, float]] = []
 
