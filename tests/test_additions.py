@@ -9,7 +9,7 @@ import torch
 from faulty_streams import FaultyCpuStreams
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tied_model import TIGHT, batch, compiled, network
+from tied_model import batch, compiled, network, trained
 from torch import Tensor, nn
 
 import tencache_fx
@@ -229,29 +229,10 @@ def test_any_use_of_gradients_is_that_of_ordinary_ones(actions: list[str], delay
         engine.close()
 
 
-def losses_of(*, home: bool, clip: bool) -> tuple[list[float], dict[str, Tensor]]:
-    model = network()
-    if home:
-        tencache_fx.offload(model)
-    run = compiled(model, TIGHT if home else None)
-    optimizer = (AdamW if home else torch.optim.AdamW)(model.parameters(), lr=0.01)
-    losses = []
-    for step in range(3):
-        for part in range(4):
-            tokens = batch(4 * step + part)
-            loss = nn.functional.cross_entropy(run(tokens), tokens)
-            loss.backward()
-            losses.append(loss.item())
-        if clip:
-            losses.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, {name: value.clone() for name, value in model.state_dict().items()}
-
-
 @pytest.mark.parametrize("clip", [False, True])
 def test_updates_wait_for_additions(monkeypatch: pytest.MonkeyPatch, clip: bool) -> None:  # noqa: FBT001
-    expected = losses_of(home=False, clip=clip)
+    how = {"dtype": torch.float32, "steps": 3, "parts": 4, "clip": 0.5 if clip else None}
+    expected = trained(home=False, **how)
     kernel = kernel_of(torch.float32)
 
     def late(value: Tensor, more: Tensor) -> Tensor:
@@ -259,7 +240,7 @@ def test_updates_wait_for_additions(monkeypatch: pytest.MonkeyPatch, clip: bool)
         return kernel(value, more)
 
     monkeypatch.setattr(gradients, "kernel_of", lambda _: late)
-    found = losses_of(home=True, clip=clip)
+    found = trained(home=True, **how)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -272,7 +253,7 @@ def test_a_step_with_an_addition_that_failed_leaves_the_weights(monkeypatch: pyt
     run, optimizer = compiled(model), AdamW(model.parameters(), lr=0.1)
     for part in range(2):
         tokens = batch(part)
-        nn.functional.cross_entropy(run(tokens), tokens).backward()
+        nn.functional.cross_entropy(run(tokens), (tokens * 7 + 3) % 128).backward()
     (engine,) = engines()
     before = {home.name: home.host.clone() for home in engine.homes}
     assert any(isinstance(p.grad, HomeGradient) for p in model.parameters())
