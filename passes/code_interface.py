@@ -112,7 +112,8 @@ def _hints(inputs: Iterable[fx.Node]) -> dict[str, int]:
     """Return the value that each symbol had in tracing."""
     values = [node.meta.get("val") for node in inputs]
     numbers = [*values, *(size for value in values if isinstance(value, torch.Tensor) for size in value.shape)]
-    return {str(n.node.expr): byte_hint(n) for n in numbers if isinstance(n, torch.SymInt)}
+    symbolic = (n for n in numbers if isinstance(n, torch.SymInt) and not isinstance(n.node.hint, torch.SymInt))
+    return {str(n.node.expr): byte_hint(n) for n in symbolic}  # the length of a nested tensor's rows is no number
 
 
 def allocated_bytes(nbytes: int, device: torch.device) -> int:

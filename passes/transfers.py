@@ -71,6 +71,7 @@ def insert_transfers(
     steps = capture.nodes
     trips = [_find_trip(capture, by_name[s.name], s, steps) for s in plan.spills if s.way is Way.ROUND]
     moves = find_moves(plan, steps)
+    symbols = {graph: symbol_source(capture, graph) for graph in capture.graphs}  # before values are handles
     gaps = Gaps(capture)
     handles: dict[str, fx.Node] = {}
     for trip in sorted(trips, key=lambda t: (t.spill.offload, t.spill.gone, t.spill.name)):
@@ -88,7 +89,6 @@ def insert_transfers(
         else:
             tickets[coming.spill.name] = _write_prefetch(gaps, coming, handles[coming.spill.name], engine)
     write_settled(capture, steps, engine)
-    symbols = {graph: symbol_source(capture, graph) for graph in capture.graphs}
     returns: dict[fx.Node, _Return] = {}
     for trip in sorted(trips, key=lambda t: (t.spill.back, t.spill.name)):
         wait, returned = _write_wait(gaps, trip, tickets[trip.spill.name], symbols[trip.target], engine)

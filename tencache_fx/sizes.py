@@ -9,13 +9,14 @@ ones, so that the code makes no choice that its guards do not cover.
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import sympy
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tencache_fx.buffers import pool_classes, staging_classes
 from tencache_fx.capture import byte_hint, storage_of, tensors_of
@@ -53,8 +54,9 @@ class SizeFormulas:
         for item in storages:
             if item.storage.formula and (size := _size_of(item)) is not None:
                 expressions[item.storage.formula] = size.node.expr
-        readers = {symbol: _reader(*place) for symbol, place in symbol_places(inputs).items()}
-        behind = storage_places(inputs)
+        getters, parts = zip(*_parts(inputs), strict=True) if inputs else ((), ())
+        readers = {symbol: _reader(getters[at], dim) for symbol, (at, dim) in symbol_places(parts).items()}
+        behind = {size: getters[at] for size, at in storage_places(parts).items()}
         for formula, expression in expressions.items():
             if not expression.free_symbols <= readers.keys() and (whole := sympy.expand(expression)) in behind:
                 expressions[formula] = symbol = sympy.Symbol(formula)
@@ -141,12 +143,28 @@ def _size_of(item: StorageNodes) -> torch.SymInt | None:
     return renamed
 
 
-def _reader(index: int, dim: int | None) -> Reader:
-    return operator.itemgetter(index) if dim is None else lambda inputs: inputs[index].shape[dim]
+def _parts(inputs: Sequence[object]) -> Iterator[tuple[Reader, object]]:
+    """Yield what finds each part of a region's inputs, and that part: tensors that wrap others are taken apart."""
+    pending: list[tuple[Reader, Any]] = [(operator.itemgetter(index), value) for index, value in enumerate(inputs)]
+    while pending:
+        getter, value = pending.pop()
+        if is_traceable_wrapper_subclass(value):
+            names, _ = value.__tensor_flatten__()
+            pending += [(_attribute(getter, name), getattr(value, name)) for name in names]
+        else:
+            yield getter, value
 
 
-def _storage_reader(index: int) -> Reader:
-    return lambda inputs: inputs[index].untyped_storage().nbytes()
+def _attribute(getter: Reader, name: str) -> Reader:
+    return lambda inputs: getattr(getter(inputs), name)
+
+
+def _reader(getter: Reader, dim: int | None) -> Reader:
+    return getter if dim is None else lambda inputs: getter(inputs).shape[dim]
+
+
+def _storage_reader(getter: Reader) -> Reader:
+    return lambda inputs: getter(inputs).untyped_storage().nbytes()
 
 
 def plan_at(problem: Problem, plan: Plan) -> Plan:
