@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 pytestmark = pytest.mark.usefixtures("quick_libraries")
 
-BUDGET_BYTES = {"llama": 4_000_000, "gpt2": 5_000_000}
+BUDGET_BYTES = {"llama": 4_000_000, "gpt2": 5_000_000, "tied": 6_600_000}
 
 
 def make(kind: str) -> torch.nn.Module:
@@ -20,12 +20,16 @@ def make(kind: str) -> torch.nn.Module:
     if kind == "gpt2":
         return GPT2LMHeadModel(GPT2Config(n_embd=256, n_layer=4, n_head=4, n_positions=128, **tokens)).eval()
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    if kind == "tied":
+        tokens |= {"vocab_size": 4096, "tie_word_embeddings": True}
     return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **shape, **tokens)).eval()
 
 
-@pytest.mark.parametrize(("kind", "cache"), [("llama", "dynamic"), ("llama", "static"), ("gpt2", "dynamic")])
+@pytest.mark.parametrize(
+    ("kind", "cache"), [("llama", "dynamic"), ("llama", "static"), ("gpt2", "dynamic"), ("tied", "static")]
+)
 def test_prefill_and_decode_find_the_same_tokens(kind: str, cache: str) -> None:
-    prompt = torch.randint(1, 256, (2, 16), generator=torch.Generator().manual_seed(3))
+    prompt = torch.randint(1, 256, (2 if kind != "tied" else 16, 16), generator=torch.Generator().manual_seed(3))
     how = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt), "disable_compile": True}
     how |= {"cache_implementation": "static"} if cache == "static" else {}
     with torch.no_grad():
