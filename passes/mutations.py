@@ -8,6 +8,7 @@ Inductor writes the row into the input instead, if nobody reads that behind the 
 `_inductor/fx_passes/reinplace.py: reinplace_inplaceable_ops_core`): `new` is then another name for the input.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
@@ -21,33 +22,31 @@ _PARTS = (_aten.slice_scatter.default, _aten.select_scatter.default)
 
 
 def find_mutations(capture: Capture) -> Mapping[fx.Node, fx.Node]:
-    """Return the values that are written into an input of their graph, and into which. O(nodes x scatters)."""
+    """Return the values that are written into an input of their graph, and into which. O(nodes + readers of inputs)."""
     found: dict[fx.Node, fx.Node] = {}
     for graph in capture.graphs:
         copies = graph.find_nodes(op="call_function", target=_aten.copy_.default)
         back = {copy.all_input_nodes[0]: copy for copy in reversed(copies)}  # the first of each
-        order = {node: index for index, node in enumerate(graph.nodes)}
-        for node in order if back else ():
+        order = {node: index for index, node in enumerate(graph.nodes)} if back else {}
+        alike: defaultdict[int, list[fx.Node]] = defaultdict(list)  # by storage
+        for node in order:
+            for key in _storages(node):
+                alike[key].append(node)
+        for node in order:
             if node.target not in _PUTS + _PARTS:
                 continue
-            base = node.all_input_nodes[0]
+            base, *others = node.all_input_nodes
             root = found.get(base, base)
             if root.op != "placeholder" or root not in back:
                 continue
             if node.target in _PARTS and back[root].args[1] is not node:
                 continue
-            alike = [other for other in order if _shares(other, base) or _shares(other, root)]
-            own = [argument for argument in node.all_input_nodes if argument is not base]
-            until = order[back[root]]
-            read_behind = any(order[node] < order[user] < until for other in alike for user in other.users)
-            if not read_behind and not any(_shares(argument, base) for argument in own):
+            taken, until = _storages(base) | _storages(root), order[back[root]]
+            users = (user for key in taken for other in alike[key] for user in other.users)
+            read_behind = any(order[node] < order[user] < until for user in users)
+            if not read_behind and not any(taken & _storages(other) for other in others):
                 found[node] = root
     return found
-
-
-def _shares(node: fx.Node, base: fx.Node) -> bool:
-    """Say whether two nodes stand for the same memory."""
-    return bool(_storages(node) & _storages(base))
 
 
 def _storages(node: fx.Node) -> set[int]:
