@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from tencache_fx.capture import Capture, storage_of, tensors_of
 
@@ -28,25 +29,36 @@ def find_mutations(capture: Capture) -> Mapping[fx.Node, fx.Node]:
         copies = graph.find_nodes(op="call_function", target=_aten.copy_.default)
         back = {copy.all_input_nodes[0]: copy for copy in reversed(copies)}  # the first of each
         order = {node: index for index, node in enumerate(graph.nodes)} if back else {}
-        alike: defaultdict[int, list[fx.Node]] = defaultdict(list)  # by storage
+        readers: defaultdict[int, list[fx.Node]] = defaultdict(list)  # by storage
         for node in order:
             for key in _storages(node):
-                alike[key].append(node)
+                readers[key] += node.users
         for node in order:
             if node.target not in _PUTS + _PARTS:
                 continue
-            base, *others = node.all_input_nodes
+            base, *others = [each for each in tree_leaves((node.args, node.kwargs)) if isinstance(each, fx.Node)]
             root = found.get(base, base)
-            if root.op != "placeholder" or root not in back:
+            if root.op != "placeholder" or root not in back or not _is_there(root, capture):
                 continue
-            if node.target in _PARTS and back[root].args[1] is not node:
+            if any(_storages(other) & _storages(base) or _is_mask(other) for other in others):
                 continue
-            taken, until = _storages(base) | _storages(root), order[back[root]]
-            users = (user for key in taken for other in alike[key] for user in other.users)
-            read_behind = any(order[node] < order[user] < until for user in users)
-            if not read_behind and not any(taken & _storages(other) for other in others):
+            if node.target in _PARTS and (base is not root or back[root].args[1] is not node):
+                continue
+            until = {root: order[back[root]]} | ({} if base is root else {base: len(order)})
+            users = ((user, end) for each, end in until.items() for key in _storages(each) for user in readers[key])
+            if not any(order[node] < order[user] < end for user, end in users):
                 found[node] = root
     return found
+
+
+def _is_there(node: fx.Node, capture: Capture) -> bool:
+    """Say whether a node is a tensor on the region's device: of others nothing is counted."""
+    return all(each.device == capture.device and each.layout is torch.strided for each in tensors_of(node))
+
+
+def _is_mask(node: fx.Node) -> bool:
+    """Say whether a node is a mask, by which Inductor may choose between old and new, in a buffer of its own."""
+    return any(each.dtype is torch.bool for each in tensors_of(node))
 
 
 def _storages(node: fx.Node) -> set[int]:

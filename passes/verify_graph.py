@@ -241,7 +241,11 @@ def _replay(capture: Capture, registers: frozenset[fx.Node], in_place: Mapping[f
         last = _last_readers(graph, owner)
         for node in graph.nodes:
             if node in in_place:
-                for key in everywhere[in_place[node]].values():
+                taken = everywhere[in_place[node]].values()
+                if not forever.isdisjoint(taken):  # bytes of the caller's, by another name from now on
+                    forever |= {*owner[node].values()}
+                    kept |= forever
+                for key in taken:
                     held.pop(key, None)
             made = {} if node.name in away else _bytes_made(node, owner, capture.device)
             for key, nbytes in made.items():

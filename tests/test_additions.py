@@ -16,10 +16,12 @@ import tencache_fx
 from tencache_fx.errors import InvariantError
 from tencache_fx.optim import AdamW
 from tencache_fx.optim_updates import send_home
+from tencache_fx.plan import round_up
 from tencache_fx.runtime import gradients
 from tencache_fx.runtime.additions import kernel_of
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.gradients import HomeGradient
+from tencache_fx.runtime.pinned import PAGE_BYTES
 from tencache_fx.runtime.registry import engines
 
 COUNT = 3000
@@ -81,6 +83,50 @@ def test_a_sum_beyond_the_largest_number_has_no_finite_norm(engine: Engine) -> N
     gradient.add_(send_home(engine, torch.full((8,), 100.0, dtype=torch.float16)))
     assert gradient.clone().isinf().all()
     assert torch.linalg.vector_norm(gradient, dtype=torch.float32).isinf()
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float64])
+def other_default(request: pytest.FixtureRequest) -> Iterator[None]:
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(kept)
+
+
+@pytest.mark.usefixtures("other_default")
+def test_the_norm_does_not_depend_on_the_default_dtype(engine: Engine) -> None:
+    kernel_of.cache_clear()
+    first, second = numbers(0, torch.float32), numbers(1, torch.float32)
+    gradient = send_home(engine, first.clone())
+    gradient.add_(send_home(engine, second.clone()))
+    torch.testing.assert_close(gradient.lease.norm(), (first + second).norm(), rtol=1e-3, atol=0)
+
+
+def test_the_kernel_is_one_of_the_cpu_whatever_the_default_device() -> None:
+    kernel_of.cache_clear()
+    with torch.device("meta"):
+        kernel = kernel_of(torch.float32)
+        value, more = (torch.full((3,), number, device="cpu") for number in (1.0, 2.0))
+        norm = kernel(value, more)
+    assert torch.equal(value, torch.full((3,), 3.0))
+    torch.testing.assert_close(norm, torch.tensor(27.0).sqrt())
+
+
+def test_a_double_has_the_range_of_one(engine: Engine) -> None:
+    gradient = send_home(engine, torch.full((4,), 1e25, dtype=torch.float64))
+    gradient.add_(send_home(engine, torch.full((4,), 1e25, dtype=torch.float64)))
+    torch.testing.assert_close(torch.linalg.vector_norm(gradient).item(), 4e25)
+
+
+def test_a_state_takes_the_place_of_what_is_being_added(new_engine: Callable[..., Engine], gate: Gate) -> None:
+    """The budget has room for a sum and the state, once what is added is gone; a step follows at once."""
+    engine = new_engine(host_budget_bytes=3 * round_up(4 * COUNT, PAGE_BYTES))
+    gradient = send_home(engine, numbers(0))
+    gradient.add_(send_home(engine, numbers(1)))
+    threading.Timer(0.2, gate.opened.set).start()
+    state = engine.homes.lend_state(8 * COUNT)
+    torch.testing.assert_close(gradient.clone(), numbers(0) + numbers(1))
+    engine.pool.give_back(state)
 
 
 def test_nobody_waits_for_an_addition_but_who_reads(engine: Engine, gate: Gate) -> None:

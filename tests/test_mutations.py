@@ -1,5 +1,6 @@
 """Inputs that are written to where they are: found as Inductor finds them, which its code tells."""
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -133,6 +134,47 @@ def test_a_part_is_written_where_it_goes_back_at_once() -> None:
 def test_a_put_of_the_input_itself_is_not_one() -> None:
     writer = Writer()
     new = writer.put(writer.cache, row=writer.call(_aten.select.int, writer.cache, 1, 5))
+    writer.copy(new)
+    assert find_mutations(writer.capture(new)) == {}
+
+
+def test_an_input_of_another_device_is_not_counted() -> None:
+    writer = Writer()
+    new = writer.put(writer.cache)
+    writer.copy(new)
+    capture = dataclasses.replace(writer.capture(writer.row), device=torch.device("cuda", 0))
+    found = find_mutations(capture)
+    assert found == {}
+    assert measure_lifetimes(capture, {}, found) == ()
+
+
+def test_what_a_put_writes_over_is_handed_out_by_nobody() -> None:
+    writer = Writer()
+    first = writer.put(writer.cache)
+    second = writer.put(first)
+    writer.copy(second)
+    assert find_mutations(writer.capture(first)) == {first: writer.cache}
+
+
+def test_a_part_of_a_put_is_not_written_where_it_is() -> None:
+    writer = Writer()
+    first = writer.put(writer.cache)
+    second = writer.scatter(first)
+    writer.copy(second)
+    assert find_mutations(writer.capture(second)) == {first: writer.cache}
+
+
+def test_a_mask_is_not_one_that_puts() -> None:
+    writer = Writer()
+    mask, number = writer.given("mask", torch.zeros(SIZE, dtype=torch.bool)), writer.given("number", torch.zeros(()))
+    new = writer.call(_aten.index_put.default, writer.cache, [mask], number)
+    writer.copy(new)
+    assert find_mutations(writer.capture(new)) == {}
+
+
+def test_a_put_of_all_of_the_input_is_not_one() -> None:
+    writer = Writer()
+    new = writer.put(writer.cache, row=writer.cache)
     writer.copy(new)
     assert find_mutations(writer.capture(new)) == {}
 

@@ -63,18 +63,22 @@ def kernel_of(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
 
     def add(value: Tensor, more: Tensor, squares: Tensor) -> None:
         total = value + more
-        wide = total.float()
+        wide = total.to(squares.dtype)
         if least_infinite is not None:
             wide = torch.where(wide.abs() >= least_infinite, float("inf"), wide)
         value.copy_(total)
         squares.copy_(wide.square().sum().reshape(1))
 
-    examples = [torch.zeros(count, dtype=kind) for count, kind in (*[(_EXAMPLE_LENGTH, dtype)] * 2, (1, torch.float32))]
+    def made(count: int, kind: torch.dtype) -> Tensor:  # whatever the caller's defaults are
+        return torch.zeros(count, dtype=kind, device="cpu")
+
+    wider = torch.promote_types(dtype, torch.float32)
+    examples = [made(_EXAMPLE_LENGTH, dtype), made(_EXAMPLE_LENGTH, dtype), made(1, wider)]
     compiled = compat.compile_for_threads(add, examples)
 
     def call(value: Tensor, more: Tensor) -> Tensor:
-        squares = torch.empty(1)
+        squares = made(1, wider)
         compiled(value, more, squares)
-        return squares.sqrt().reshape(())
+        return squares.sqrt().float().reshape(())
 
     return call

@@ -260,7 +260,7 @@ class Engine:
         label = label or "a gradient"
         layout = Layout.of(src, label)
         with _named("sink", label), contextlib.ExitStack() as undo:
-            buffer = self.homes.lend_gradient(layout.nbytes)
+            buffer = self.homes.lend(layout.nbytes, Use.GRADIENT)
             undo.callback(self.pool.give_back, buffer)
             norm = norm_of(src.detach())
             with self._lock:

@@ -324,19 +324,16 @@ class Homes:
             self._guard = register_optimizer_step_pre_hook(self._refuse)
         return home
 
-    def lend_gradient(self, nbytes: int) -> Buffer:
-        """Lend a buffer for a gradient, rather one of an addition under way than a new one; raises `BudgetError`."""
+    def lend(self, nbytes: int, use: Use) -> Buffer:
+        """Lend a buffer, rather when an addition under way is done than a new one before; raises `BudgetError`."""
         self.drain()
-        while (
-            buffer := self._pool.lend_at_hand(nbytes, Use.GRADIENT)
-        ) is None and self.updates.additions.wait_for_one():
+        while (buffer := self._pool.lend_at_hand(nbytes, use)) is None and self.updates.additions.wait_for_one():
             self.drain()
-        return self._pool.lend(nbytes, Use.GRADIENT) if buffer is None else buffer
+        return self._pool.lend(nbytes, use) if buffer is None else buffer
 
     def lend_state(self, nbytes: int) -> Buffer:
         """Lend a buffer for an optimizer's state, as it comes: clean or not; raises `BudgetError`."""
-        self.drain()
-        buffer = self._pool.lend(nbytes, Use.STATE)
+        buffer = self.lend(nbytes, Use.STATE)
         self._streams.settle(buffer.after)
         buffer.after = ()
         return buffer

@@ -61,7 +61,7 @@ def work_at_home(
     came_in: list[Event] = []
     try:
         while len(lent) < _SOURCES * min(count, _DEPTH):
-            lent.append(pool.lend(most_bytes, Use.ROUND))
+            lent.append(engine.homes.lend(most_bytes, Use.ROUND))
         free = deque(zip(*(lent[k::_SOURCES] for k in range(_SOURCES)), strict=True))
         for piece in itertools.chain(pieces, itertools.repeat(None)):
             if piece is not None:
