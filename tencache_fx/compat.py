@@ -348,7 +348,7 @@ def compile_for_threads(function: Callable[..., None], examples: Sequence[torch.
             torch._dynamo.mark_dynamic(each, 0)
         else:
             torch._dynamo.mark_static(each)  # else it is dynamic where another function of the same code had another
-    with any_number_of_compilations():  # of one code, for as many functions
+    with any_number_of_compilations(), torch.compiler.set_stance("default"):  # of one code, for as many functions
         torch.compile(function, backend=backend, fullgraph=True)(*examples)
     ((compiled, order),) = found  # inputs that are no tensors are the length
 

@@ -16,7 +16,7 @@ import tencache_fx
 from tencache_fx.errors import InvariantError
 from tencache_fx.optim import AdamW
 from tencache_fx.optim_updates import send_home
-from tencache_fx.plan import round_up
+from tencache_fx.plan import PoolClass, round_up
 from tencache_fx.runtime import gradients
 from tencache_fx.runtime.additions import kernel_of
 from tencache_fx.runtime.engine import Engine
@@ -110,6 +110,38 @@ def test_the_kernel_is_one_of_the_cpu_whatever_the_default_device() -> None:
         norm = kernel(value, more)
     assert torch.equal(value, torch.full((3,), 3.0))
     torch.testing.assert_close(norm, torch.tensor(27.0).sqrt())
+
+
+def test_the_kernel_is_compiled_whatever_the_stance() -> None:
+    kernel_of.cache_clear()
+    with torch.compiler.set_stance("force_eager"):
+        norm = kernel_of(torch.float32)(torch.ones(3), torch.ones(3))
+    torch.testing.assert_close(norm, torch.tensor(12.0).sqrt())
+
+
+def test_norms_of_many_equal_numbers(engine: Engine) -> None:
+    gradient = send_home(engine, torch.full((1 << 22,), 0.1))
+    assert gradient.lease.norm().item() == pytest.approx(0.1 * 2**11, rel=1e-6)
+    gradient.add_(torch.full((1 << 22,), 0.2))
+    assert gradient.lease.norm().item() == pytest.approx(0.3 * 2**11, rel=1e-6)
+
+
+def test_buffers_to_be_reserved_wait_for_additions(
+    new_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page_bytes = round_up(4 * COUNT, PAGE_BYTES)
+    engine = new_engine(host_budget_bytes=2 * page_bytes)
+    kernel = kernel_of(torch.float32)
+
+    def late(value: Tensor, more: Tensor) -> Tensor:
+        time.sleep(0.1)
+        return kernel(value, more)
+
+    monkeypatch.setattr(gradients, "kernel_of", lambda _: late)
+    gradient = send_home(engine, numbers(0))
+    gradient.add_(send_home(engine, numbers(1)))
+    engine.reserve(pool=[PoolClass(nbytes=4 * COUNT, count=1)], staging=[], disk_bytes=0)
+    torch.testing.assert_close(gradient.clone(), numbers(0) + numbers(1))
 
 
 def test_a_double_has_the_range_of_one(engine: Engine) -> None:

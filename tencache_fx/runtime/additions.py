@@ -46,6 +46,11 @@ class Additions:
             first.exception()
         return first is not None
 
+    def wait(self) -> None:
+        """Block until no addition is under way."""
+        while self.wait_for_one():
+            pass
+
     def stop(self) -> None:
         """Finish all that has begun, and join the thread."""
         with self._lock:

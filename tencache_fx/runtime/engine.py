@@ -98,10 +98,8 @@ class Engine:
         self._custody.store = store
 
     def reserve(self, *, pool: Sequence[PoolClass], staging: Sequence[PoolClass], disk_bytes: int) -> None:
-        """Hold at least these buffers and this much disk; what is there already counts.
-
-        Raises `BudgetError`, `StoreError` or `OptionError` when that cannot be.
-        """
+        """Hold at least these buffers and disk; raises `BudgetError`, `StoreError`, `OptionError`. Waits for additions."""
+        self.homes.updates.additions.wait()
         self._enter()
         self._custody.reserve(pool, Use.TRIP)
         self._custody.reserve(staging, Use.STAGING)

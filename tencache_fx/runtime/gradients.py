@@ -41,7 +41,7 @@ class Lease:
         self._on_device: Tensor | None = None
         self._landed = landed
         self._additions = homes.updates.additions
-        self._host = torch.empty(0, dtype=layout.dtype).set_(
+        self._host = torch.empty(0, dtype=layout.dtype, device="cpu").set_(
             buffer.memory.untyped_storage(), 0, layout.size, layout.stride
         )
         weakref.finalize(self, homes.give_back_later, buffer).atexit = False
@@ -155,7 +155,8 @@ class Lease:
 
 def norm_of(value: Tensor) -> Tensor:
     """Return the Euclidean norm of a tensor, fp32, on its device."""
-    norm: Tensor = torch.linalg.vector_norm(value, dtype=torch.promote_types(value.dtype, torch.float32))
+    wide = torch.float64 if value.device.type == "cpu" else torch.float32  # a CPU adds up in the order of memory
+    norm: Tensor = torch.linalg.vector_norm(value, dtype=torch.promote_types(value.dtype, wide))
     return norm.float()
 
 

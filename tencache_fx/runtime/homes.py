@@ -42,7 +42,7 @@ class Home:
         self.name = name
         self.layout = Layout.of(parameter, name)
         self.buffer = buffer
-        self._host = torch.empty(0, dtype=parameter.dtype).set_(
+        self._host = torch.empty(0, dtype=parameter.dtype, device="cpu").set_(
             buffer.memory.untyped_storage(), 0, parameter.size(), parameter.stride()
         )
         self.state_bytes = STATE_BYTES * parameter.numel()  # what its optimizer keeps of it, once that has told
