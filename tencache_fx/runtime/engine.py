@@ -98,7 +98,10 @@ class Engine:
         self._custody.store = store
 
     def reserve(self, *, pool: Sequence[PoolClass], staging: Sequence[PoolClass], disk_bytes: int) -> None:
-        """Hold at least these buffers and disk; raises `BudgetError`, `StoreError`, `OptionError`. Waits for additions."""
+        """Hold at least these buffers and this much disk; what is there already counts. Waits for additions under way.
+
+        Raises `BudgetError`, `StoreError` or `OptionError` when that cannot be.
+        """
         self.homes.updates.additions.wait()
         self._enter()
         self._custody.reserve(pool, Use.TRIP)
