@@ -11,7 +11,7 @@ Lanes wait only for copies issued earlier, so they never deadlock. `custody.py` 
 import contextlib
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -94,11 +94,12 @@ class Engine:
     def attach_store(self, store: Store) -> None:
         """Take over `store`, which `close` will close; raises `OptionError` when there is one already."""
         if self.store is not None:
-            raise OptionError(f"the engine of {self.device} spills to {_names(self.store.directories)} already.")
+            names = ", ".join(str(path) for path in self.store.directories)
+            raise OptionError(f"the engine of {self.device} spills to {names} already.")
         self._custody.store = store
 
     def reserve(self, *, pool: Sequence[PoolClass], staging: Sequence[PoolClass], disk_bytes: int) -> None:
-        """Hold at least these buffers and this much disk; what is there already counts. Waits for additions under way.
+        """Hold at least these buffers and this much disk, once no addition is under way; what is there already counts.
 
         Raises `BudgetError`, `StoreError` or `OptionError` when that cannot be.
         """
@@ -395,7 +396,3 @@ def _once(slot: Slot) -> str:
         f"{slot.label} was asked for a second time: a region with a plan has one backward, which frees what was away; "
         "call backward once, without retain_graph=True, or compile with device_budget=None."
     )
-
-
-def _names(paths: Iterable[Path]) -> str:
-    return ", ".join(str(path) for path in paths)
