@@ -26,8 +26,8 @@ from tencache_fx.capture import Capture, output_args, placeholders, storage_of, 
 from tencache_fx.ops import ARRIVE, DEPART, key_tensor
 from tencache_fx.passes.fusion import is_view, readers_of
 
-_LEAST_ABSENCE = 0.25  # of a graph's nodes, for a parameter to arrive once more rather than to stay
-_LEAST_NODES = 50  # likewise
+# For so many nodes, as a share of the graph's and at least, a parameter is unread where it is to arrive once more.
+_LEAST_SHARE, _LEAST_NODES = 0.25, 50
 
 
 def write_moves(capture: Capture, homes: Mapping[int, str], state_bytes: Mapping[str, int]) -> frozenset[str]:
@@ -157,7 +157,7 @@ def _write_arrival(parameter: fx.Node, home: str) -> None:
 def _readings(parameter: fx.Node) -> list[list[fx.Node]]:
     """Return the readers of a parameter in order, apart where the graph does without it for long."""
     order = {node: index for index, node in enumerate(parameter.graph.nodes)}
-    least = max(_LEAST_NODES, len(order) * _LEAST_ABSENCE)
+    least = max(_LEAST_NODES, len(order) * _LEAST_SHARE)
     readings: list[list[fx.Node]] = []
     last = -least
     for reader in sorted((user for user in parameter.users if user.op != "output"), key=order.__getitem__):

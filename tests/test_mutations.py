@@ -13,6 +13,7 @@ import tencache_fx
 from tencache_fx.capture import Capture
 from tencache_fx.passes.lifetimes import measure_lifetimes
 from tencache_fx.passes.mutations import find_mutations
+from tencache_fx.passes.verify_graph import _replay
 from tencache_fx.plan import Kind, Step
 
 _aten = torch.ops.aten
@@ -148,20 +149,19 @@ def test_an_input_of_another_device_is_not_counted() -> None:
     assert measure_lifetimes(capture, {}, found) == ()
 
 
-def test_what_a_put_writes_over_is_handed_out_by_nobody() -> None:
+@pytest.mark.parametrize(
+    ("write", "handed_out"),
+    [
+        pytest.param(Writer.put, 0, id="a put over what is handed out"),
+        pytest.param(Writer.scatter, 1, id="a part of what was put"),
+    ],
+)
+def test_what_follows_a_put_is_a_copy(write: Callable[[Writer, fx.Node], fx.Node], handed_out: int) -> None:
     writer = Writer()
     first = writer.put(writer.cache)
-    second = writer.put(first)
+    second = write(writer, first)
     writer.copy(second)
-    assert find_mutations(writer.capture(first)) == {first: writer.cache}
-
-
-def test_a_part_of_a_put_is_not_written_where_it_is() -> None:
-    writer = Writer()
-    first = writer.put(writer.cache)
-    second = writer.scatter(first)
-    writer.copy(second)
-    assert find_mutations(writer.capture(second)) == {first: writer.cache}
+    assert find_mutations(writer.capture((first, second)[handed_out])) == {first: writer.cache}
 
 
 def test_a_mask_is_not_one_that_puts() -> None:
@@ -177,6 +177,16 @@ def test_a_put_of_all_of_the_input_is_not_one() -> None:
     new = writer.put(writer.cache, row=writer.cache)
     writer.copy(new)
     assert find_mutations(writer.capture(new)) == {}
+
+
+def test_the_checker_counts_what_was_written_to_the_end() -> None:
+    writer = Writer()
+    new = writer.put(writer.cache)
+    writer.copy(new)
+    later = writer.call(_aten.zeros.default, [4, 64, 192])
+    given = [node.meta["val"].nbytes for node in (writer.cache, writer.row, writer.at, later)]
+    peak_bytes, where = _replay(writer.capture(later), frozenset(), {new: writer.cache})
+    assert (peak_bytes, where) == (sum(given), later.name)
 
 
 def put_row(cache: Tensor, row: Tensor, at: Tensor) -> Tensor:
