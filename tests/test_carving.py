@@ -203,14 +203,17 @@ def test_a_buffer_is_for_trips_again_behind_the_copies_of_its_tenants() -> None:
     pool.close()
 
 
-def test_a_buffer_that_copies_still_touch_is_not_opened() -> None:
+def test_a_buffer_that_copies_still_touch_is_opened_behind_them_where_no_other_is_left() -> None:
     pool = shared(budget_pages=40)
-    flag = Flag()
-    for buffer in [pool.lend(4 * PAGE_BYTES, Use.TRIP) for _ in range(2)]:
-        pool.give_back(buffer, flag)
-    assert pool.lend(2 * PAGE_BYTES, Use.GRADIENT).host is None
-    flag.happened = True
-    assert pool.lend(2 * PAGE_BYTES, Use.GRADIENT).host is not None
+    first, second = Flag(), Flag()
+    early, late = (pool.lend(4 * PAGE_BYTES, Use.TRIP) for _ in range(2))
+    pool.give_back(early, first)
+    pool.give_back(late, second)
+    second.happened = True
+    gradients = [pool.lend(4 * PAGE_BYTES, Use.GRADIENT) for _ in range(2)]
+    assert [gradient.host for gradient in gradients] == [late, early]
+    assert [gradient.after for gradient in gradients] == [(), (first,)]
+    assert pool.allocated_bytes == 8 * PAGE_BYTES
     pool.close()
 
 

@@ -38,9 +38,9 @@ def nothing_left() -> Iterator[None]:
 
 
 def train(
-    budget: str | None, *, steps: int = 5, now: bool = False, clip: bool = False, known_after: int = 0
+    budget: str | None, *, steps: int = 5, now: bool = False, clip: bool = False, known_after: int = 0, wide: int = 1
 ) -> list[float]:
-    """Return the losses; the device's peak begins anew after `known_after` steps."""
+    """Return the losses, each of `wide` copies of the result; the device's peak begins anew after `known_after`."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(HIDDEN) for _ in range(LAYERS))).bfloat16()
     model = model.cuda() if budget is None else tencache_fx.offload(model, "cuda")
@@ -50,7 +50,7 @@ def train(
     batch = torch.randn(ROWS, HIDDEN, device="cuda", generator=generator).bfloat16()
     losses = []
     for _ in range(steps):
-        loss = (run(batch).float() - 1).square().mean()
+        loss = (run(batch).float().repeat(1, wide) - 1).square().mean()
         loss.backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -79,8 +79,8 @@ def test_late_copies_change_nothing() -> None:
 
 
 def test_the_peak_is_within_the_budget() -> None:
-    """Weights alone are 256 MiB. In the first step the region does not know what the loss will take."""
-    train("272MiB", steps=7, known_after=3)
+    """Weights alone are 256 MiB. In the first step the region does not know that the loss will take 96."""
+    train("272MiB", steps=7, known_after=3, wide=2)
     assert regions()[-1].plan.spills
     assert regions()[-1].problem.between_bytes
     assert torch.cuda.max_memory_allocated() <= 272 * MIB

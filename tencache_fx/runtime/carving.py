@@ -45,10 +45,10 @@ class Carving:
             yield from room.starts
 
     def open(self, host: Buffer) -> None:
-        """Make an idle buffer a host: it has room for tenants now."""
-        assert host.idle, "somebody uses the buffer"
+        """Make a free buffer a host: it has room for tenants now, behind the copies that still touch it."""
+        assert not host.holds, "somebody has the buffer"
+        self._rooms[host] = _Room(after=host.after)
         host.after = ()
-        self._rooms[host] = _Room()
         self.opened[host.use, host.nbytes] += 1
 
     def place(self, nbytes: int) -> Buffer | None:

@@ -285,17 +285,17 @@ class Pool:
         return next((each for each in near if self._planned[use, each]), None)
 
     def _lodge(self, size: int) -> Buffer | None:
-        """Return a piece of a buffer for trips: of one that is open, else of the largest that may be opened."""
+        """Return a piece of a buffer for trips: of an open one, else of an idle one, else of one that will be idle."""
         if tenant := self._carving.place(size):
             return tenant
         sizes = self._sizes[Use.TRIP]
-        for each in reversed(sizes[bisect.bisect_left(sizes, size) :]):
-            host = next((buffer for buffer in self._free[Use.TRIP, each] if buffer.idle), None)
-            if host is not None and self._may_open(host):
-                self._free[Use.TRIP, each].remove(host)
-                self._carving.open(host)
-                return self._carving.place(size)
-        return None
+        free = [self._free[Use.TRIP, each] for each in reversed(sizes[bisect.bisect_left(sizes, size) :])]
+        hosts = itertools.chain((b for each in free for b in each if b.idle), (each[0] for each in free if each))
+        if (host := next(filter(self._may_open, hosts), None)) is None:
+            return None
+        self._free[host.use, host.nbytes].remove(host)
+        self._carving.open(host)
+        return self._carving.place(size)
 
     def _may_open(self, host: Buffer) -> bool:
         """Say whether everything that was reserved could still be mapped if the host never came back."""
