@@ -38,9 +38,19 @@ def nothing_left() -> Iterator[None]:
 
 
 def train(
-    budget: str | None, *, steps: int = 5, now: bool = False, clip: bool = False, known_after: int = 0, wide: int = 1
+    budget: str | None,
+    *,
+    steps: int = 5,
+    parts: int = 1,
+    now: bool = False,
+    clip: bool = False,
+    known_after: int = 0,
+    wide: int = 1,
 ) -> list[float]:
-    """Return the losses, each of `wide` copies of the result; the device's peak begins anew after `known_after`."""
+    """Return the losses, each of `wide` copies of the result; the device's peak begins anew after `known_after`.
+
+    Every step has `parts` backwards.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(HIDDEN) for _ in range(LAYERS))).bfloat16()
     model = model.cuda() if budget is None else tencache_fx.offload(model, "cuda")
@@ -50,8 +60,9 @@ def train(
     batch = torch.randn(ROWS, HIDDEN, device="cuda", generator=generator).bfloat16()
     losses = []
     for _ in range(steps):
-        loss = (run(batch).float().repeat(1, wide) - 1).square().mean()
-        loss.backward()
+        for part in range(parts):
+            loss = (run(batch if part == 0 else batch.roll(part)).float().repeat(1, wide) - 1).square().mean()
+            loss.backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -62,7 +73,7 @@ def train(
     return [loss.item() for loss in losses]
 
 
-@pytest.mark.parametrize("how", [{}, {"now": True}, {"clip": True}])
+@pytest.mark.parametrize("how", [{}, {"now": True}, {"clip": True, "parts": 3}])
 def test_training_is_that_of_a_model_on_the_device(how: dict[str, bool]) -> None:
     expected = train(None, **{**how, "now": False})
     drop_all()
@@ -84,6 +95,42 @@ def test_the_peak_is_within_the_budget() -> None:
     assert regions()[-1].plan.spills
     assert regions()[-1].problem.between_bytes
     assert torch.cuda.max_memory_allocated() <= 272 * MIB
+
+
+class Remembering(nn.Module):
+    """Blocks that write each input into a cache of their own, and read all that is in it."""
+
+    def __init__(self, rows: int, places: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(HIDDEN) for _ in range(6))
+        for block in self.blocks:
+            block.register_buffer("cache", torch.zeros(rows, places, HIDDEN))
+
+    def forward(self, x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            block.cache.index_copy_(1, place, x[:, None])
+            x = block(x + block.cache.sum(1) / (place + 1))
+        return x
+
+
+@torch.no_grad()
+def test_inference_writes_caches_while_weights_are_away() -> None:
+    torch.manual_seed(0)
+    model = Remembering(rows=64, places=8).cuda()
+    x = torch.randn(64, HIDDEN, device="cuda")
+    places = [torch.tensor([place], device="cuda") for place in range(8)]
+    expected = [model(x, place) for place in places]
+    for block in model.blocks:
+        block.cache.zero_()
+    device = resolve_device(torch.device("cuda"))
+    install_engine(
+        Engine(device, host_budget_bytes=2048 * MIB, streams=FaultyCudaStreams(device, delay_cycles=2_000_000))
+    )
+    tencache_fx.offload(model, "cuda")  # 192 MiB of weights beside 24 of caches
+    run = torch.compile(model, backend="tencache", options={"device_budget": "144MiB"})
+    for place, value in zip(places, expected, strict=True):
+        torch.testing.assert_close(run(x, place), value, rtol=1e-3, atol=1e-3)
+    assert regions()[-1].plan.forecast.h2d_bytes
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
