@@ -129,7 +129,7 @@ def _check_device(problem: Problem, plan: Plan) -> None:
             away = trip is not None and trip.way is Way.ROUND and trip.gone <= step < trip.fetch
             if birth <= step < death and not away:
                 held += storage.nbytes
-                brought += storage.nbytes if birth == step else 0
+                brought += storage.nbytes if birth == step and storage.kind is not Kind.FETCHED else 0
         if step == problem.boundary:
             held += max(0, problem.between_bytes - brought)
         limit = problem.budgets.device_bytes

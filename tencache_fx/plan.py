@@ -168,10 +168,14 @@ class Problem:
 
     @property
     def boundary_bytes(self) -> int:
-        """What others hold between the graphs beyond what the first backward step, which counts for it, brings."""
+        """What others hold between the graphs beyond what comes with the first backward step, which counts for it.
+
+        They may hold that before, such as the result's gradient; but not parameters on their way, which come besides.
+        """
         if not self.between_bytes or self.boundary >= len(self.ops):
             return 0
-        brought = sum(storage.nbytes for storage in self.storages if storage.birth == self.boundary)
+        coming = (s for s in self.storages if s.birth == self.boundary and s.kind is not Kind.FETCHED)
+        brought = sum(storage.nbytes for storage in coming)
         return max(0, self.between_bytes - brought - self.ops[self.boundary].scratch_bytes)
 
     def within(self, **budgets: Any) -> "Problem":

@@ -46,8 +46,8 @@ def between_bytes(problem: Problem, step: int) -> int:
     """Return what others hold at a step because it stands for the time between the graphs, too."""
     if step != problem.boundary:
         return 0
-    own = problem.ops[step].scratch_bytes + sum(s.nbytes for s in problem.storages if s.birth == step)
-    return max(0, problem.between_bytes - own)
+    born = sum(s.nbytes for s in problem.storages if s.birth == step and s.kind is not Kind.FETCHED)
+    return max(0, problem.between_bytes - problem.ops[step].scratch_bytes - born)
 
 
 @st.composite

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Block
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tencache_fx
 from tencache_fx import between, drafts, live
 from tencache_fx.errors import InvariantError
+from tencache_fx.optim import AdamW
 from tencache_fx.passes.verify_plan import verify_plan
 from tencache_fx.plan import live_bytes
 from tencache_fx.register import REGIONS
@@ -387,3 +389,28 @@ def test_learned_durations_hold_with_a_pause_and_without(meter: Meter, monkeypat
     train(meter, torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget}), model, steps=3)
     assert [sum(op.name == "between_graphs" for op in each.ops) for each in found] == [0, 1]
     assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("wide", [2, 4])
+def test_parameters_at_home_make_room_as_well(wide: int, meter: Meter, caplog: pytest.LogCaptureFixture) -> None:
+    """What the first plan keeps between the graphs are activations, and parameters that are on their way by then."""
+    hidden, budget = 256, 34 * 2 * 256 * 256
+    torch.manual_seed(0)
+    model = tencache_fx.offload(nn.Sequential(*(Block(hidden) for _ in range(16))).bfloat16(), "cpu")
+    run = torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget})
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    peaks = []
+    for _ in range(4):
+        meter.peak = meter.held
+        result = run(torch.ones(hidden, hidden, dtype=torch.bfloat16))
+        with meter:
+            (result.float().repeat(1, wide) - 1).square().mean().backward()
+        del result
+        optimizer.step()
+        optimizer.zero_grad()
+        peaks.append(meter.peak)
+    assert "stays as it was" not in caplog.text
+    assert tencache_fx.regions()[-1].problem.between_bytes
+    assert peaks[0] > budget
+    assert (max(peaks[1:]) <= budget) == (wide == 2), "four of them are more by themselves"
+    assert over(caplog.text) == (wide == 4)
