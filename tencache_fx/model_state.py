@@ -27,11 +27,15 @@ from tencache_fx.runtime.registry import find_engine, open_engine
 LEAST_BYTES = 64 << 10
 """Smaller parameters stay on the device: their copies would cost more in time than they save in memory."""
 
+_FEW = 16  # one part in so many
+
 _BAR_DELAY_S = 1.0  # what is done sooner needs no progress bar
 
 
 def offload(model: nn.Module, device: torch.device | str | None = None, *, progress: bool | None = None) -> nn.Module:
     """Give every large parameter of `model` a home in host memory, and move all else to `device`; return the model.
+
+    Of a model that is all but frozen, what is trained stays on the device, whatever its size: adapters, or a new head.
 
     `device` is that of the first parameter by default. Parameters are moved one at a time, from wherever they are:
     from a device, from the CPU, or from "meta", where each module's `reset_parameters` makes them first, and its
@@ -47,14 +51,14 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
     assert device is not None or first is not None
     target = resolve_device(torch.device(device) if device is not None else first.device)  # type: ignore[union-attr]
     _check_ties(model)
-    engine = engine_of(target)
+    engine, adapts = engine_of(target), is_adapted(model)
     made: dict[nn.Parameter, nn.Parameter] = {}
-    with _open_bar(engine, model, progress=progress) as bar:
+    with _open_bar(engine, model, adapts=adapts, progress=progress) as bar:
         for name, module in model.named_modules():
             _materialize(module, name, target, made)
             own = list(module.named_parameters(prefix=name, recurse=False))
             for full_name, parameter in own:
-                bar.update(_move(engine, parameter, full_name, target))
+                bar.update(_move(engine, parameter, full_name, target, adapts=adapts))
             for key, buffer in module.named_buffers(recurse=False):
                 module._buffers[key] = buffer.to(target)
             if any(engine.homes.find(parameter) for _, parameter in own):
@@ -149,11 +153,11 @@ def _materialize(module: nn.Module, name: str, device: torch.device, made: dict[
     made |= {parameter: getattr(module, key) for key, parameter in on_meta.items()}
 
 
-def _open_bar(engine: Engine, model: nn.Module, *, progress: bool | None) -> "tqdm[Any]":
+def _open_bar(engine: Engine, model: nn.Module, *, adapts: bool, progress: bool | None) -> "tqdm[Any]":
     """Return a bar over the bytes of all parameters that are to get a home."""
-    moving = (p.nbytes for p in model.parameters() if p.nbytes >= LEAST_BYTES and engine.homes.find(p) is None)
+    moving = (p for name, p in model.named_parameters() if wants_home(p, name, adapts=adapts))
     return tqdm(
-        total=sum(moving),
+        total=sum(parameter.nbytes for parameter in moving if engine.homes.find(parameter) is None),
         desc="parameters to host memory",
         unit="B",
         unit_scale=True,
@@ -163,12 +167,24 @@ def _open_bar(engine: Engine, model: nn.Module, *, progress: bool | None) -> "tq
     )
 
 
-def wants_home(parameter: Tensor, name: str) -> bool:
-    """Say whether a parameter is large enough for a home.
+def is_adapted(model: nn.Module) -> bool:
+    """Say whether a model is frozen but for a few parameters."""
+    parameters = list(model.parameters())
+    trained_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    return are_few(trained_bytes, sum(parameter.nbytes for parameter in parameters))
+
+
+def are_few(some_bytes: int, all_bytes: int) -> bool:
+    """Say whether parameters may be on the device with all that belongs to them, because the others are much more."""
+    return some_bytes * _FEW <= all_bytes
+
+
+def wants_home(parameter: Tensor, name: str, *, adapts: bool) -> bool:
+    """Say whether a parameter is large enough for a home, and not one of the few that are trained where it `adapts`.
 
     Raises `OptionError` for one that is, but has gaps between its elements, or the same memory for several.
     """
-    if parameter.nbytes < LEAST_BYTES:
+    if parameter.nbytes < LEAST_BYTES or (adapts and parameter.requires_grad):
         return False
     if not torch.ops.aten.is_non_overlapping_and_dense(parameter.detach()):
         raise OptionError(
@@ -178,11 +194,11 @@ def wants_home(parameter: Tensor, name: str) -> bool:
     return True
 
 
-def _move(engine: Engine, parameter: nn.Parameter, name: str, device: torch.device) -> int:
-    """Give a parameter a home, if it is large and has none; return the bytes moved there."""
+def _move(engine: Engine, parameter: nn.Parameter, name: str, device: torch.device, *, adapts: bool) -> int:
+    """Give a parameter a home, if it wants one and has none; return the bytes moved there."""
     if engine.homes.find(parameter) is not None:
         return 0
-    if wants_home(parameter, name):
+    if wants_home(parameter, name, adapts=adapts):
         return engine.homes.settle_in(parameter, name, device).nbytes
     parameter.data = parameter.data.to(device)
     return 0

@@ -10,6 +10,7 @@ from torch import nn
 import tencache_fx
 from tencache_fx import model_state
 from tencache_fx.errors import OptionError
+from tencache_fx.runtime.pinned import Use
 from tencache_fx.runtime.registry import engines
 
 HIDDEN = 192
@@ -124,3 +125,37 @@ def test_progress_is_shown_on_a_terminal_or_when_asked(
 def test_what_is_done_at_once_shows_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     tencache_fx.offload(layers(), progress=True)
     assert capsys.readouterr().err == ""
+
+
+def adapted(width: int) -> nn.Sequential:
+    """16 frozen matrices, and a trained one of `width` rows."""
+    frozen = nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(16))).requires_grad_(False)
+    return nn.Sequential(frozen, nn.Linear(HIDDEN, width, bias=False))
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, tencache_fx.optim.AdamW])
+def test_what_a_frozen_model_trains_stays_with_all_that_belongs_to_it(
+    optimizer_class: type[torch.optim.Optimizer],
+) -> None:
+    model = tencache_fx.offload(adapted(HIDDEN), "cpu")
+    (trained,) = (p for p in model.parameters() if p.requires_grad)
+    assert trained.nbytes == LARGE_BYTES > model_state.LEAST_BYTES
+    assert len(engines()[0].homes) == 16
+    model.compile(backend="tencache", options={"device_budget": "1MB", "compiler": "eager"})
+    optimizer = optimizer_class([trained], lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = (model(torch.ones(4, HIDDEN)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] > losses[1] > losses[2]
+    assert engines()[0].pool.held_for(Use.STATE) == 0
+    torch.compiler.reset()
+
+
+def test_what_is_trained_has_a_home_if_it_is_more_than_a_few() -> None:
+    model = tencache_fx.offload(adapted(2 * HIDDEN), "cpu")
+    assert len(engines()[0].homes) == 17
+    assert not model[1].weight.untyped_storage().nbytes()
