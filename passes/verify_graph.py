@@ -56,11 +56,12 @@ def verify_graphs(
     trips = _find_trips(graphs)
     if set(trips) != {spill.name for spill in plan.spills}:
         raise InvariantError(f"trips: the plan has {sorted(s.name for s in plan.spills)}, the graphs {sorted(trips)}.")
+    reads = {graph: _Reads(graph) for graph in graphs}
     for spill in plan.spills:
         name, ops = spill.name, trips[spill.name]
         _check_pairs(name, ops, spill.way)
         if spill.way is not Way.IN:
-            _check_release(name, ops)
+            _check_release(name, ops, reads[ops.release[0].graph])
         _check_geometry(name, ops)
     check_homes(problem, graphs)
     _check_places(problem, plan, trips, graphs)
@@ -100,20 +101,27 @@ def _check_pairs(name: str, ops: _Ops, way: Way) -> None:
             raise InvariantError(f"pairs: {name} leaves or comes back across two graphs.")
 
 
-def _check_release(name: str, ops: _Ops) -> None:
+class _Reads:
+    """Which storages the nodes of a graph live in, and which node is the last to read each."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.owner = _owners(graph, {}, frozenset())
+        self.place = {node: place for place, node in enumerate(graph.nodes)}
+        self.last: dict[_Key, fx.Node] = {}
+        for node in graph.nodes:
+            for argument in node.all_input_nodes:
+                self.last |= dict.fromkeys(self.owner[argument].values(), node)
+
+
+def _check_release(name: str, ops: _Ops, reads: _Reads) -> None:
     """No reader of the source may follow its release, and the graph may not return it."""
     release, source = ops.release[0], ops.offload[0].args[0]
     if release.args[1] is not source:
         raise InvariantError(f"released-last: {name} offloads {source} but releases {release.args[1]}.")
-    seen_release = False
-    owner = _owners(release.graph, {}, frozenset())
     assert isinstance(source, fx.Node)
-    mine = set(owner[source].values())
-    for node in release.graph.nodes:
-        if node is release:
-            seen_release = True
-        elif seen_release and any(mine & set(owner[a].values()) for a in node.all_input_nodes):
-            raise InvariantError(f"released-last: {node.name} reads {name} after its release.")
+    for key in reads.owner[source].values():
+        if reads.place[last := reads.last[key]] > reads.place[release]:
+            raise InvariantError(f"released-last: {last.name} reads {name} after its release.")
 
 
 def _check_geometry(name: str, ops: _Ops) -> None:
