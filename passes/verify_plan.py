@@ -1,10 +1,13 @@
-"""The plan's independent checker: every rule of a valid plan, re-derived step by step in the plainest way.
+"""The plan's independent checker: every rule of a valid plan, re-derived in the plainest way.
 
-It shares no code with the policies, the planner or the arithmetic in `plan.py`. It may be slow; it may not be clever.
+It shares no code with the policies, the planner or the arithmetic in `plan.py`. It may not be clever, and but for what
+the device holds, which regions of many thousand steps ask for, it may be slow.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
+
+import numpy as np
 
 from tencache_fx.errors import InvariantError
 from tencache_fx.plan import Kind, Plan, PoolClass, Problem, Spill, Storage, Tier, Way
@@ -116,27 +119,29 @@ def _check_trip(problem: Problem, storage: Storage, spill: Spill) -> None:
 
 def _check_device(problem: Problem, plan: Plan) -> None:
     trips = {spill.name: spill for spill in plan.spills}
-    most, at = problem.outside_bytes, 0
-    for step, op in enumerate(problem.ops):
-        held, brought = problem.outside_bytes + op.scratch_bytes, op.scratch_bytes
-        for storage in problem.storages:
-            trip = trips.get(storage.name)
-            birth, death = storage.birth, storage.death
-            if trip is not None and trip.way is Way.IN:
-                birth = trip.fetch
-            elif trip is not None and trip.way is Way.OUT:
-                death = trip.gone
-            away = trip is not None and trip.way is Way.ROUND and trip.gone <= step < trip.fetch
-            if birth <= step < death and not away:
-                held += storage.nbytes
-                brought += storage.nbytes if birth == step and storage.kind is not Kind.FETCHED else 0
-        if step == problem.boundary:
-            held += max(0, problem.between_bytes - brought)
-        limit = problem.budgets.device_bytes
-        if limit is not None and held > limit:
-            _fail("device-budget", None, f"step {step} ({op.name}) holds {held} bytes, the budget is {limit}")
-        if held > most:
-            most, at = held, step
+    held = np.array([problem.outside_bytes + op.scratch_bytes for op in problem.ops], dtype=np.int64)
+    coming_bytes = 0
+    for storage in problem.storages:
+        trip = trips.get(storage.name)
+        birth, death = storage.birth, storage.death
+        if trip is not None and trip.way is Way.IN:
+            birth = trip.fetch
+        elif trip is not None and trip.way is Way.OUT:
+            death = trip.gone
+        held[birth:death] += storage.nbytes
+        if trip is not None and trip.way is Way.ROUND:
+            held[max(birth, trip.gone) : min(death, trip.fetch)] -= storage.nbytes
+        if birth == problem.boundary and storage.kind is not Kind.FETCHED:
+            coming_bytes += storage.nbytes
+    if problem.boundary < len(problem.ops):
+        own_bytes = coming_bytes + problem.ops[problem.boundary].scratch_bytes
+        held[problem.boundary] += max(0, problem.between_bytes - own_bytes)
+    limit = problem.budgets.device_bytes
+    if limit is not None and (over := np.flatnonzero(held > limit)).size:
+        step, name = over[0], problem.ops[over[0]].name
+        _fail("device-budget", None, f"step {step} ({name}) holds {held[step]} bytes, the budget is {limit}")
+    most = held.max(initial=problem.outside_bytes)
+    at = int(held.argmax()) if held.size else 0
     if plan.forecast.peak_bytes != most:
         _fail("forecast-peak", None, f"{plan.forecast.peak_bytes} bytes foretold, {most} found at step {at}")
 

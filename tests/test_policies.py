@@ -95,7 +95,7 @@ def check_moves(policy: str, problem: Problem) -> None:
     event(f"resident: {bool(plan.resident)}, travelling: {any(s.way is Way.IN for s in plan.spills)}")
     verify_plan(staying, plan)
     assert plan.forecast.makespan_ns >= sum(op.duration_ns for op in problem.ops)
-    streamed = make_plan(problem, policy, resident_shares=(0.0,)) if plan.resident else plan
+    streamed = make_plan(problem, policy, resident_shares=(0.0,), state_shares=()) if plan.resident else plan
     assert plan.forecast.makespan_ns * 1000 <= streamed.forecast.makespan_ns * 1005
 
 
