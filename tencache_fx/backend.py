@@ -18,7 +18,7 @@ from torch import fx
 from tencache_fx import compat
 from tencache_fx.capture import Capture, main_device
 from tencache_fx.copies import copy_joint, copy_module
-from tencache_fx.drafts import ATTEMPTS, Draft, Drafts, Halves, Surroundings
+from tencache_fx.drafts import ATTEMPTS, Draft, Drafts, Halves
 from tencache_fx.dump import Listing, RegionRecord, write_region
 from tencache_fx.errors import BudgetError
 from tencache_fx.feedback import Scales
@@ -44,6 +44,7 @@ from tencache_fx.runtime import kernels as _kernels  # noqa: F401  (registers th
 from tencache_fx.runtime.homes import Home
 from tencache_fx.runtime.registry import find_homes, open_update_room, usage
 from tencache_fx.sizes import Footprint, Sizes, at_hints
+from tencache_fx.surroundings import Surroundings
 from tencache_fx.tables import show_summary
 
 log = logging.getLogger("tencache_fx")

@@ -15,8 +15,7 @@ from tencache_fx.cache import cached, kept
 from tencache_fx.capture import Capture, upper_bound
 from tencache_fx.errors import BudgetError
 from tencache_fx.feedback import Learned
-from tencache_fx.machine import Roofline
-from tencache_fx.memory import held_bytes, input_bytes, outside_bytes
+from tencache_fx.memory import input_bytes, outside_bytes
 from tencache_fx.options import Options
 from tencache_fx.passes.code_interface import Interface
 from tencache_fx.passes.lifetimes import StorageNodes
@@ -28,12 +27,11 @@ from tencache_fx.passes.recipes import find_recipes, recomputed_nodes
 from tencache_fx.passes.region import choose_for_region
 from tencache_fx.passes.symbols import unbacked_sizes
 from tencache_fx.passes.weigh_code import UnreadableCodeError, code_peak_bytes
-from tencache_fx.plan import Budgets, Kind, Links, Plan, Problem, Step, live_bytes
-from tencache_fx.register import REGIONS
+from tencache_fx.plan import Budgets, Kind, Plan, Problem, Step, live_bytes
 from tencache_fx.runtime.disk_states import line_bytes
-from tencache_fx.runtime.registry import Usage, usage
 from tencache_fx.sizes import SizeFormulas, Sizes
 from tencache_fx.study import Study, study
+from tencache_fx.surroundings import Surroundings
 from tencache_fx.values import to_json
 
 log = logging.getLogger("tencache_fx")
@@ -158,36 +156,6 @@ class Settled(Protocol):
         """Return the bytes of that state that are there now."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What a compilation finds: the rates of the machine, the bytes held on the device, what the runtime has lent.
-
-    `pending_bytes` of those held are kept for the backward of forwards that can keep less the next time;
-    `between_bytes` are to be free between this region's graphs, as far as there is room. `measures` says whether ops
-    whose cost is not known yet may be timed.
-    """
-
-    roofline: Roofline
-    links: Links
-    held_bytes: int
-    usage: Usage
-    measures: bool = True
-    pending_bytes: int = 0
-    between_bytes: int = 0
-
-    @staticmethod
-    def find(device: torch.device, options: Options, between_bytes: int) -> "Surroundings":
-        """Return those of this machine and process, measuring what is not known yet."""
-        return Surroundings(
-            roofline=machine.roofline(device, calibrate=options.calibrate),
-            links=machine.links(device, options.spill_dir, calibrate=options.calibrate),
-            held_bytes=held_bytes(device),
-            usage=usage(device),
-            pending_bytes=sum(each.pending_bytes for each in REGIONS.waiting(device)),
-            between_bytes=between_bytes,
-        )
-
-
 class Drafts:
     """Makes the drafts of one compilation.
 
@@ -249,7 +217,11 @@ class Drafts:
         else:
             key, learned = beside.learned_key, beside.learned
         known = dataclasses.replace(known, ops=learned.planning.scale(known.ops, capture.boundary))
-        problem, formulas, entering_bytes = self._state_problem(known, held_now_bytes)
+        for more_bytes in dict.fromkeys((self._around.expected_bytes if capture.backward is not None else 0, 0)):
+            problem, formulas, entering_bytes = self._state_problem(known, held_now_bytes + more_bytes)
+            if _over_bytes(problem) <= 0:
+                break
+        held_now_bytes += more_bytes
         if self._around.pending_bytes and _over_bytes(problem) > 0:  # the last time that those hold so much
             held_now_bytes = max(0, held_now_bytes - self._around.pending_bytes)
             problem, formulas, entering_bytes = self._state_problem(known, held_now_bytes)

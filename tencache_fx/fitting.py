@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from tencache_fx import compat
 from tencache_fx.capture import main_device
 from tencache_fx.doctor import find_device
-from tencache_fx.drafts import Surroundings
 from tencache_fx.dump import write_region
 from tencache_fx.errors import BudgetError, OptionError, TencacheError, UsageError
 from tencache_fx.fakes import Made, call_factory, fake_model
@@ -33,6 +32,7 @@ from tencache_fx.plan import STATE_BYTES, Kind, Plan, Problem, Step, live_bytes,
 from tencache_fx.runtime.engine import resolve_device
 from tencache_fx.runtime.registry import Usage
 from tencache_fx.sketch import Settler, Sketch
+from tencache_fx.surroundings import Surroundings
 
 _PAGE_BYTES = 4096
 _PROBES = 5  # device budgets that are tried between one that is too small and one that suffices

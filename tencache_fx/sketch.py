@@ -13,11 +13,12 @@ from torch import fx
 from tencache_fx.backend import Phase, Region
 from tencache_fx.capture import byte_hint, output_args
 from tencache_fx.copies import copy_module
-from tencache_fx.drafts import Draft, Drafts, Surroundings
+from tencache_fx.drafts import Draft, Drafts
 from tencache_fx.errors import BudgetError
 from tencache_fx.options import Options
 from tencache_fx.plan import Problem
 from tencache_fx.sizes import Sizes
+from tencache_fx.surroundings import Surroundings
 
 Compiled = Callable[..., Any]
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TOP = {
     "backend",
     "drafts",
+    "surroundings",
     "study",
     "feedback",
     "phases",

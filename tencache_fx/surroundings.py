@@ -1,0 +1,47 @@
+"""What a compilation finds around its region."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tencache_fx import machine
+from tencache_fx.expected import expected_state_bytes
+from tencache_fx.machine import Roofline
+from tencache_fx.memory import held_bytes
+from tencache_fx.options import Options
+from tencache_fx.plan import Links
+from tencache_fx.register import REGIONS
+from tencache_fx.runtime.registry import Usage, usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a compilation finds: the rates of the machine, the bytes held on the device, what the runtime has lent.
+
+    `pending_bytes` of those held are kept for the backward of forwards that can keep less the next time. As far as
+    there is room, `between_bytes` are to be free between this region's graphs, and `expected_bytes` all the time, for
+    what optimizers have yet to make. `measures` says whether ops whose cost is not known yet may be timed.
+    """
+
+    roofline: Roofline
+    links: Links
+    held_bytes: int
+    usage: Usage
+    measures: bool = True
+    pending_bytes: int = 0
+    between_bytes: int = 0
+    expected_bytes: int = 0
+
+    @staticmethod
+    def find(device: torch.device, options: Options, between_bytes: int) -> "Surroundings":
+        """Return those of this machine and process, measuring what is not known yet."""
+        held = held_bytes(device)
+        return Surroundings(
+            roofline=machine.roofline(device, calibrate=options.calibrate),
+            links=machine.links(device, options.spill_dir, calibrate=options.calibrate),
+            held_bytes=held,
+            usage=usage(device),
+            pending_bytes=sum(each.pending_bytes for each in REGIONS.waiting(device)),
+            between_bytes=between_bytes,
+            expected_bytes=expected_state_bytes(device) if held and options.device_budget else 0,
+        )
