@@ -56,7 +56,7 @@ def verify_graphs(
     trips = _find_trips(graphs)
     if set(trips) != {spill.name for spill in plan.spills}:
         raise InvariantError(f"trips: the plan has {sorted(s.name for s in plan.spills)}, the graphs {sorted(trips)}.")
-    reads = {graph: _Reads(graph) for graph in graphs}
+    reads = {graph: _Reads(graph) for graph in {node.graph for ops in trips.values() for node in ops.release}}
     for spill in plan.spills:
         name, ops = spill.name, trips[spill.name]
         _check_pairs(name, ops, spill.way)

@@ -103,7 +103,8 @@ class _Trial:
         beside = (*made.model.buffers(), *tree_leaves((made.inputs, made.named_inputs)))
         tensors = {id(value): value for value in beside if isinstance(value, Tensor) and value.device == device}
         on_device = [p for key, (_, p) in self._parameters.items() if key not in self._at_home]
-        self._held_bytes = sum(_nbytes(value) for value in (*on_device, *tensors.values()))
+        self._state_here_bytes = sum(p.numel() * STATE_BYTES for p in on_device if p.requires_grad)
+        self._held_bytes = sum(_nbytes(value) for value in (*on_device, *tensors.values())) + self._state_here_bytes
         self._sketches: list[Sketch] = []
 
     def capture(self, mode: FakeTensorMode) -> None:
@@ -165,7 +166,8 @@ class _Trial:
 
     @property
     def _state_bytes(self) -> int:
-        return sum(p.numel() * STATE_BYTES for _, p in self._parameters.values() if p.requires_grad)
+        trained = (p for key, (_, p) in self._parameters.items() if key in self._at_home and p.requires_grad)
+        return sum(p.numel() * STATE_BYTES for p in trained)
 
     def result(self) -> Fit:
         """Return what was found out; where there is no plan, with the least device budget that has one."""
@@ -192,7 +194,7 @@ class _Trial:
                 s.nbytes for each in captured for s in each.storages if s.kind is Kind.SUNK and s.home not in here
             ),
             state_bytes=self._state_bytes - here_bytes,
-            device_state_bytes=here_bytes,
+            device_state_bytes=here_bytes + self._state_here_bytes,
             all_on_device_bytes=self._all_on_device_bytes(captured),
             least_device_bytes=None,
             measured=self._rates.measured,

@@ -27,7 +27,7 @@ from tencache_fx.runtime.registry import find_engine, open_engine
 LEAST_BYTES = 64 << 10
 """Smaller parameters stay on the device: their copies would cost more in time than they save in memory."""
 
-_FEW = 16  # one part in so many
+_FEW = 32  # one part in so many: with gradients, and masters and moments in fp32, that is up to eight times as much
 
 _BAR_DELAY_S = 1.0  # what is done sooner needs no progress bar
 
@@ -35,7 +35,8 @@ _BAR_DELAY_S = 1.0  # what is done sooner needs no progress bar
 def offload(model: nn.Module, device: torch.device | str | None = None, *, progress: bool | None = None) -> nn.Module:
     """Give every large parameter of `model` a home in host memory, and move all else to `device`; return the model.
 
-    Of a model that is all but frozen, what is trained stays on the device, whatever its size: adapters, or a new head.
+    Of a model that is all but frozen, what is trained, a 32nd of its bytes at most, stays on the device, whatever its
+    size, and so does its optimizer's state: adapters, or a new head.
 
     `device` is that of the first parameter by default. Parameters are moved one at a time, from wherever they are:
     from a device, from the CPU, or from "meta", where each module's `reset_parameters` makes them first, and its
@@ -155,9 +156,9 @@ def _materialize(module: nn.Module, name: str, device: torch.device, made: dict[
 
 def _open_bar(engine: Engine, model: nn.Module, *, adapts: bool, progress: bool | None) -> "tqdm[Any]":
     """Return a bar over the bytes of all parameters that are to get a home."""
-    moving = (p for name, p in model.named_parameters() if wants_home(p, name, adapts=adapts))
+    moving = (p for p in model.parameters() if _may_leave(p, adapts=adapts) and engine.homes.find(p) is None)
     return tqdm(
-        total=sum(parameter.nbytes for parameter in moving if engine.homes.find(parameter) is None),
+        total=sum(parameter.nbytes for parameter in moving),
         desc="parameters to host memory",
         unit="B",
         unit_scale=True,
@@ -171,12 +172,11 @@ def is_adapted(model: nn.Module) -> bool:
     """Say whether a model is frozen but for a few parameters."""
     parameters = list(model.parameters())
     trained_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-    return are_few(trained_bytes, sum(parameter.nbytes for parameter in parameters))
+    return trained_bytes * _FEW <= sum(parameter.nbytes for parameter in parameters)
 
 
-def are_few(some_bytes: int, all_bytes: int) -> bool:
-    """Say whether parameters may be on the device with all that belongs to them, because the others are much more."""
-    return some_bytes * _FEW <= all_bytes
+def _may_leave(parameter: Tensor, *, adapts: bool) -> bool:
+    return parameter.nbytes >= LEAST_BYTES and not (adapts and parameter.requires_grad)
 
 
 def wants_home(parameter: Tensor, name: str, *, adapts: bool) -> bool:
@@ -184,7 +184,7 @@ def wants_home(parameter: Tensor, name: str, *, adapts: bool) -> bool:
 
     Raises `OptionError` for one that is, but has gaps between its elements, or the same memory for several.
     """
-    if parameter.nbytes < LEAST_BYTES or (adapts and parameter.requires_grad):
+    if not _may_leave(parameter, adapts=adapts):
         return False
     if not torch.ops.aten.is_non_overlapping_and_dense(parameter.detach()):
         raise OptionError(
@@ -201,6 +201,8 @@ def _move(engine: Engine, parameter: nn.Parameter, name: str, device: torch.devi
     if wants_home(parameter, name, adapts=adapts):
         return engine.homes.settle_in(parameter, name, device).nbytes
     parameter.data = parameter.data.to(device)
+    if parameter.requires_grad:
+        engine.homes.kept[parameter] = True
     return 0
 
 

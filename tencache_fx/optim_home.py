@@ -57,12 +57,12 @@ class HomeOptimizer(torch.optim.Optimizer):
     loading weights for instance, is taken as it is then. `state_dict` is the class's own with the master weights beside
     what that has; either loads the other's.
 
-    `state_dtype`, float32 or bfloat16, is that of what is kept for each element besides the master; bfloat16 is rounded
-    stochastically.
+    `state_dtype`, float32 or (rounded stochastically) bfloat16, is that of what is kept besides the master.
 
     `step_in_backward` updates a parameter with a home as soon as its gradient is there, once for each backward, with
     the learning rate of that moment, and leaves its `.grad` None: nothing that looks at all gradients first, such as
-    clipping by their norm, or that adds up several backwards, can be had with it. Parameters do not keep an optimizer.
+    clipping by their norm, or that adds up several backwards, can be had with it. Parameters without a home, small ones
+    and a frozen model's adapters, wait for `step` as ever. Parameters do not keep an optimizer.
 
     Raises `OptionError` for options it cannot use, and for a class that does more than arithmetic on single elements.
     The class is found out by having its `step` run on a few elements: see `optim_traced`.
@@ -375,10 +375,10 @@ class HomeOptimizer(torch.optim.Optimizer):
                 raise UsageError(f"{misfit}; a parameter whose size has changed needs a new optimizer.")
             state = self._keep(parameter, saved_of(held, state, arrays), place)
         if home is not None:
-            kept = self._states[parameter]
-            home.state = weakref.ref(kept)
+            home.state = weakref.ref(self._states[parameter])
             home.place_state = weakly(self._ready, parameter)
         if home is not None or place is Tier.DEVICE:
+            self._written.pop(parameter, None)  # the weight goes on without it
             return state
         written = self._written.get(parameter)
         written = state[MASTER].to(parameter.dtype, copy=True) if written is None else dense_like(parameter, written)

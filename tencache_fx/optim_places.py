@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tencache_fx.errors import BudgetError
-from tencache_fx.model_state import LEAST_BYTES, are_few, engine_of, find_home
+from tencache_fx.model_state import LEAST_BYTES, engine_of, find_home
 from tencache_fx.optim_rules import MASTER
 from tencache_fx.plan import Tier
 from tencache_fx.runtime.disk_states import DiskState, line_bytes
@@ -23,7 +23,6 @@ class Places:
     def __init__(self) -> None:
         self._order: dict[Tensor, int] = {}
         self._on_disk: dict[Tensor, bool] = {}
-        self._beside: dict[tuple[torch.device, int, int], bool] = {}
 
     def add(self, parameter: Tensor, dtypes: Mapping[str, torch.dtype]) -> None:
         """Add a parameter that is to have such arrays, behind those that are read before it; or know it has others."""
@@ -35,8 +34,8 @@ class Places:
         """Return where a parameter's state is to be, given where it is now."""
         home = find_home(parameter)
         if home is None:  # for a small one the host would wait, and the device then for the host
-            small = parameter.nbytes < LEAST_BYTES or self._are_few(parameter.device)
-            return Tier.DEVICE if small else Tier.HOST
+            stays = parameter.nbytes < LEAST_BYTES or parameter in engine_of(parameter.device).homes.kept
+            return Tier.DEVICE if stays else Tier.HOST
         if home.updated_here:
             return Tier.DEVICE
         if held is not None and held.place in (Tier.HOST, Tier.NVME):
@@ -46,15 +45,6 @@ class Places:
         if parameter not in self._on_disk:
             self._choose(parameter.device)
         return Tier.NVME if self._on_disk.get(parameter) else Tier.HOST
-
-    def _are_few(self, device: torch.device) -> bool:
-        """Say whether all parameters that have no home are few beside those that have one."""
-        homes = engine_of(device).homes
-        key = device, len(self._order), len(homes)  # what it depends on; it is asked at every step
-        if key not in self._beside:
-            here_bytes = sum(p.nbytes for p in self._order if p.device == device and find_home(p) is None)
-            self._beside = {key: are_few(here_bytes, sum(home.nbytes for home in homes))}
-        return self._beside[key]
 
     def _choose(self, device: torch.device) -> None:
         """Give host memory to those that the next forward reads first: they are wanted soonest after their gradients.

@@ -18,6 +18,7 @@ from tencache_fx.cli import main
 from tencache_fx.dump import read_regions
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.fitness import Fit
+from tencache_fx.plan import STATE_BYTES
 from tencache_fx.tables import show_fit
 
 WIDTH, ROWS, LAYERS = 256, 128, 6
@@ -78,8 +79,9 @@ def test_bytes_are_those_counted_by_hand(budget: str | None, here: bool) -> None
     assert found.parameter_bytes == 2 * found.parameters
     assert found.home_bytes == 3 * matrix * 2
     assert found.gradient_bytes == (0 if here else 2 * matrix * 2)
-    assert found.device_state_bytes == (12 * 2 * matrix if here else 0)
-    assert found.state_bytes == 12 * (2 * matrix + 8 * 512) - found.device_state_bytes
+    of_vectors = 12 * 8 * 512  # small ones are updated where they are
+    assert found.device_state_bytes == of_vectors + (12 * 2 * matrix if here else 0)
+    assert found.state_bytes == (0 if here else 12 * 2 * matrix)
     assert found.host_bytes == found.home_bytes + found.gradient_bytes + found.state_bytes  # nothing else travels
 
 
@@ -333,3 +335,12 @@ def test_a_gpu_is_planned_for_without_its_memory() -> None:
     (record,) = planned(model.cuda(), options, torch.randn(4096, 2048, dtype=torch.bfloat16, device="cuda"))
     real_bytes = record.plan.forecast.peak_bytes - record.problem.outside_bytes
     assert abs(found.peak_bytes - real_bytes) < real_bytes // 5  # libraries' workspaces take their part of the budget
+
+
+def test_state_of_what_stays_is_counted_where_it_stays() -> None:
+    frozen = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(32))).requires_grad_(False)
+    model = torch.nn.Sequential(frozen, torch.nn.Linear(256, 256, bias=False))
+    found = tencache_fx.fit(model, torch.ones(4, 256), loss_fn=torch.sum, device="cpu", device_budget="3MB")
+    count = 256 * 256
+    assert (found.state_bytes, found.device_state_bytes) == (0, STATE_BYTES * count)
+    assert (found.home_bytes, found.device_parameter_bytes) == (32 * 4 * count, 4 * count)

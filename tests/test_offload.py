@@ -127,22 +127,24 @@ def test_what_is_done_at_once_shows_no_progress(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == ""
 
 
-def adapted(width: int) -> nn.Sequential:
-    """16 frozen matrices, and a trained one of `width` rows."""
-    frozen = nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(16))).requires_grad_(False)
-    return nn.Sequential(frozen, nn.Linear(HIDDEN, width, bias=False))
+def adapted(rows: int = HIDDEN) -> nn.Sequential:
+    """31 frozen matrices, and a trained one of as many `rows`."""
+    frozen = nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(31))).requires_grad_(False)
+    for layer in frozen:
+        nn.init.orthogonal_(layer.weight)
+    return nn.Sequential(frozen, nn.Linear(HIDDEN, rows, bias=False))
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, tencache_fx.optim.AdamW])
 def test_what_a_frozen_model_trains_stays_with_all_that_belongs_to_it(
     optimizer_class: type[torch.optim.Optimizer],
 ) -> None:
-    model = tencache_fx.offload(adapted(HIDDEN), "cpu")
+    model = tencache_fx.offload(adapted(), "cpu")
     (trained,) = (p for p in model.parameters() if p.requires_grad)
     assert trained.nbytes == LARGE_BYTES > model_state.LEAST_BYTES
-    assert len(engines()[0].homes) == 16
+    assert len(engines()[0].homes) == 31
     model.compile(backend="tencache", options={"device_budget": "1MB", "compiler": "eager"})
-    optimizer = optimizer_class([trained], lr=1e-2)
+    optimizer = optimizer_class([trained], lr=1e-3)
     losses = []
     for _ in range(3):
         loss = (model(torch.ones(4, HIDDEN)) - 1).square().mean()
@@ -156,6 +158,49 @@ def test_what_a_frozen_model_trains_stays_with_all_that_belongs_to_it(
 
 
 def test_what_is_trained_has_a_home_if_it_is_more_than_a_few() -> None:
-    model = tencache_fx.offload(adapted(2 * HIDDEN), "cpu")
-    assert len(engines()[0].homes) == 17
+    model = tencache_fx.offload(adapted(HIDDEN + 8), "cpu")
+    assert len(engines()[0].homes) == 32
     assert not model[1].weight.untyped_storage().nbytes()
+
+
+def test_a_new_head_beside_small_matrices_stays() -> None:
+    small = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(80))).requires_grad_(False)
+    model = tencache_fx.offload(nn.Sequential(small, nn.Linear(100, 200, bias=False)), "cpu")
+    assert len(engines()[0].homes) == 0
+    optimizer = tencache_fx.optim.AdamW(model[1].parameters())
+    model(torch.ones(4, 100)).sum().backward()
+    optimizer.step()
+    assert engines()[0].pool.held_for(Use.STATE) == 0
+
+
+def test_a_master_keeps_its_digits_wherever_its_state_goes() -> None:
+    """From host memory to the device, where a model of which it is a small part is given homes, and back again."""
+
+    def trained(*, moves: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = adapted().bfloat16()
+        weight = model[1].weight
+        optimizer = tencache_fx.optim.AdamW([weight], lr=1e-4)
+        places = []
+        for step in range(9):
+            if moves and step == 3:
+                tencache_fx.offload(model, "cpu")
+            if moves and step == 6:
+                tencache_fx.close()
+            weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+            optimizer.step()
+            places.append(optimizer._states[weight].place)
+        assert len(set(places)) == 1 + moves
+        found = [weight.detach().clone(), optimizer.state[weight]["master"].clone()]
+        tencache_fx.close()
+        return found
+
+    assert all(map(torch.equal, trained(moves=True), trained(moves=False)))
+
+
+def test_what_is_strided_on_meta_is_made_dense() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(512, 256)
+    model.weight = nn.Parameter(torch.empty(256, 512, device="meta")[:, ::2])
+    tencache_fx.offload(model, "cpu")
+    assert model.weight.stride() == (256, 1)

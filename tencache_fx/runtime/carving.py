@@ -1,4 +1,4 @@
-"""Gradients in pieces of buffers for trips: at the end of the forward those are full, at the end of the backward idle.
+"""Gradients in pieces of buffers for trips: at the end of the forward those are full, at the end of the backward free.
 
 A *host* is a buffer for trips that was opened for gradients; its *tenants* are those that are in it. It is one for
 trips again when the last of them has gone. Which buffer may be opened is the pool's to say.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tencache_fx import compat
 from tencache_fx.errors import InvariantError, UsageError
@@ -274,6 +275,7 @@ class Homes:
 
     def __init__(self, pool: Pool, streams: Streams) -> None:
         self.updates = Updates(streams)
+        self.kept = WeakTensorKeyDictionary()  # trained parameters without a home, which stay with all that is theirs
         self._pool = pool
         self._streams = streams
         self._by_storage: dict[int, Home] = {}

@@ -19,7 +19,7 @@ mapped again when a trip of its size comes. So what was reserved together can be
 came in between.
 
 Gradients are the exception to both: what is reserved for them is only *promised*, to be mapped when it is wanted, and
-with budget to spare they are lent pieces of idle buffers for trips (`carving.py`). Whoever is lent one may keep it, so
+with budget to spare they are lent pieces of free buffers for trips (`carving.py`). Whoever is lent one may keep it, so
 a buffer is opened for that only while all that was reserved could be mapped beside the open ones: trips never wait.
 """
 
