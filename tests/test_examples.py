@@ -313,7 +313,7 @@ def test_bench_says_what_is_not_as_it_must_be(bench):
 def test_whole_steps_with_the_state_at_home_and_on_the_device_lose_the_same():
     output = run_example(
         "bench/whole_step.py", "--layers", "1", "--hidden", "128", "--batch", "2", "--seq", "64", "--warm-up", "1",
-        "--steps", "5", "--device", "cpu", "--ways", "device", "home@none", "offload-now@8MB", "home@1MB",
+        "--steps", "5", "--device", "cpu", "--ways", "device", "home@none", "offload-now@45MB", "home@1MB",
     )  # fmt: skip
     device, home, offloaded, refused = map(json.loads, output.splitlines())
     for ours in (home, offloaded):

@@ -343,4 +343,4 @@ def test_state_of_what_stays_is_counted_where_it_stays() -> None:
     found = tencache_fx.fit(model, torch.ones(4, 256), loss_fn=torch.sum, device="cpu", device_budget="3MB")
     count = 256 * 256
     assert (found.state_bytes, found.device_state_bytes) == (0, STATE_BYTES * count)
-    assert (found.home_bytes, found.device_parameter_bytes) == (32 * 4 * count, 4 * count)
+    assert found.home_bytes == 32 * 4 * count
