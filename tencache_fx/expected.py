@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.optim import Optimizer
 
+from tencache_fx.capture import storage_of
 from tencache_fx.errors import OptionError
 from tencache_fx.optim_traced import trace_step
 
@@ -36,11 +37,12 @@ def _missing_bytes(optimizer: Optimizer, device: torch.device) -> int:
     nbytes = 0
     for group in optimizer.param_groups:
         waiting = [p for p in group["params"] if p.requires_grad and p.device == device and not optimizer.state.get(p)]
-        held_bytes = sum(p.nbytes for p in waiting if p.untyped_storage().nbytes())
+        storages = ((p, storage_of(p)) for p in waiting)
+        held_bytes = sum(p.nbytes for p, storage in storages if storage is not None and storage.nbytes())
         if held_bytes:
             try:
                 step = trace_step(type(optimizer), optimizer.defaults, group, _SHAPE, {}, ())
-            except OptionError:
+            except (OptionError, AssertionError):  # torch's classes assert, too
                 continue
             nbytes += len(step.names) * held_bytes
     return nbytes
