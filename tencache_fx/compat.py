@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
@@ -356,6 +357,16 @@ def compile_for_threads(function: Callable[..., None], examples: Sequence[torch.
         compiled(*(len(tensors[0]) if index is None else tensors[index] for index in order))
 
     return call
+
+
+def run_as_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function; Dynamo compiles neither it nor what it calls, but where it is a part of something compiled.
+
+    That is where a module is in a compiled region. Between regions it runs as a frame of its own, which Dynamo would
+    compile as well, and then `torch.compiler.is_compiling()` is true in it.
+    """
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
 
 
 _EXACT_ARITHMETIC = {

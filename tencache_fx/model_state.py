@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from tencache_fx import compat
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.options import Options
 from tencache_fx.runtime.engine import Engine, resolve_device
@@ -274,6 +275,7 @@ def _own_homes(module: nn.Module) -> dict[str, Home]:
     return {name: home for name, home in found if home is not None}
 
 
+@compat.run_as_is
 def _before_forward(module: Any, args: Any) -> None:
     if torch.compiler.is_compiling():  # the compiled region fetches what it reads
         return
@@ -287,6 +289,7 @@ def _before_forward(module: Any, args: Any) -> None:
     module._tencache_brought.append(brought)
 
 
+@compat.run_as_is
 def _after_forward(module: Any, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling() or not module._tencache_brought:
         return

@@ -204,3 +204,24 @@ def test_what_is_strided_on_meta_is_made_dense() -> None:
     model.weight = nn.Parameter(torch.empty(256, 512, device="meta")[:, ::2])
     tencache_fx.offload(model, "cpu")
     assert model.weight.stride() == (256, 1)
+
+
+def test_a_module_between_regions_brings_its_own_parameters() -> None:
+    """Its hooks run as frames of their own there, which torch would compile as if they were parts of a region."""
+    model = tencache_fx.offload(layers(), "cpu")
+    inputs = torch.ones(4, HIDDEN)
+    expected = model(inputs).detach()
+
+    @torch.compile(backend="tencache", options={"compiler": "eager"})
+    def run(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        for layer in model:
+            x = nn.Module.__call__(layer, x)
+            torch._dynamo.graph_break()
+        return x
+
+    for each in model.parameters():
+        if (home := model_state.find_home(each)) is not None:
+            home.put_away()
+    torch.testing.assert_close(run(inputs), expected)
+    torch.compiler.reset()
