@@ -89,12 +89,18 @@ def test_late_copies_change_nothing() -> None:
     assert train("272MiB", now=True) == pytest.approx(expected, rel=1e-3)
 
 
-def test_the_peak_is_within_the_budget() -> None:
-    """Weights alone are 256 MiB. In the first step the region does not know that the loss will take 96."""
-    train("272MiB", steps=7, known_after=3, wide=2)
-    assert regions()[-1].plan.spills
-    assert regions()[-1].problem.between_bytes
-    assert torch.cuda.max_memory_allocated() <= 272 * MIB
+@pytest.mark.parametrize(("budget_mib", "wide"), [(272, 1), (480, 3)])
+def test_the_peak_is_within_the_budget(budget_mib: int, wide: int) -> None:
+    """Weights alone are 256 MiB. In the first step the region does not know that the loss will take `wide` times 64.
+
+    Of 480 MiB it keeps more than half for its backward; of 272, where weights wait for each other, so little that there
+    is room for a loss.
+    """
+    train(f"{budget_mib}MiB", steps=7, known_after=3, wide=wide)
+    plan, problem = regions()[-1].plan, regions()[-1].problem
+    assert plan.spills
+    assert torch.cuda.max_memory_allocated() <= budget_mib * MIB
+    assert problem.between_bytes or wide == 1
 
 
 class Remembering(nn.Module):
