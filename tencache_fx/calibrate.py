@@ -202,8 +202,9 @@ def _time_missing(calls: Sequence[Call], device: torch.device, key: Mapping[str,
 
 def _time_call(call: Call, device: torch.device, heat_ns: int) -> OpCost:
     run = call.prepare(device)
-    if heat_ns:
-        run_ns(device, run, limit_ns=heat_ns)
+    hot_ns = time.perf_counter_ns() + heat_ns
+    while time.perf_counter_ns() < hot_ns:
+        run_ns(device, run, limit_ns=_OP_NS)
     return OpCost(run_ns(device, run, limit_ns=_OP_NS), _scratch_bytes(run, device))
 
 

@@ -264,6 +264,21 @@ def test_the_room_on_a_gpu_is_what_budget_and_device_leave(monkeypatch, budget, 
     assert calibrate._room_bytes(torch.device("cuda"), budget) == room
 
 
+def test_the_device_is_hot_before_it_is_timed(monkeypatch):
+    """Also where the op is so short that one measurement of it is over long before."""
+    operand = Operand((2, 2), (2, 1), torch.float32)
+    ran_ns = []
+
+    def note(device, run, *, limit_ns):
+        ran_ns.append(time.perf_counter_ns())
+        return 1
+
+    monkeypatch.setattr(calibrate, "run_ns", note)
+    start_ns = time.perf_counter_ns()
+    calibrate._time_call(Call(aten.mm.default, (operand, operand), (), 16), torch.device("cpu"), 30_000_000)
+    assert ran_ns[-1] - start_ns >= 30_000_000
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_timing_on_cuda_gives_back_memory_and_repeats():
