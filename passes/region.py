@@ -1,9 +1,11 @@
 """A whole region planned as the backend would: what to recompute first, then the trips. On values only."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from tencache_fx.errors import BudgetError
-from tencache_fx.passes.moves import keep_resident, step_ns
+from tencache_fx.passes.moves import first_homes, has_moves, keep_resident, step_ns
 from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.passes.policy_joint import choose_recomputed
 from tencache_fx.plan import Plan, Problem, live_bytes
@@ -11,33 +13,64 @@ from tencache_fx.recompute import recompute
 
 # Of the room above the floor, what the state of some parameters may take; recomputing leaves it that.
 _STATE_ROOMS = (0.4, 0.7)
+_TURNS = 3  # searches beside the parameters that stay in the fastest plan so far
 
 
 def choose_for_region(captured: Problem) -> tuple[str, ...]:
     """Return what to recompute: what `choose_recomputed` finds, for as much room as is best left to other things.
 
-    With parameters whose home is elsewhere, the device's memory is for activations or for what updates need: room for
-    these can be worth more recomputing. Tries several rooms, a search each, and takes the one with the fastest plan.
+    With parameters whose home is elsewhere, the device's memory is for activations, for weights, or for what updates
+    need: room for these can be worth more recomputing. Searches beside weights that all travel, beside several rooms
+    for state, and beside weights that all stay. What best stays depends on what is recomputed, and the other way round,
+    so from there on they are chosen in turns: beside those that stay in the fastest plan it is searched again, until
+    nothing new stays or comes of it.
     """
-    first = choose_recomputed(captured)
     limit = captured.budgets.device_bytes
-    if limit is None or not captured.recipes or not any(storage.state_bytes for storage in captured.storages):
-        return first
-    if (room_bytes := limit - floor_bytes(captured)) <= 0:
-        return first
-    rooms = (captured.with_less(int(room_bytes * share)) for share in _STATE_ROOMS)
-    choices = dict.fromkeys((first, *(choose_recomputed(room) for room in rooms)))
-    return min(choices, key=lambda names: _needed_ns(captured, names)) if len(choices) > 1 else first
+    if limit is None or not captured.recipes or not has_moves(captured):
+        return choose_recomputed(captured)
+    starts = [captured]
+    room_bytes = limit - floor_bytes(captured)
+    if room_bytes > 0 and any(storage.state_bytes for storage in captured.storages):
+        starts += [captured.with_less(int(room_bytes * share)) for share in _STATE_ROOMS]
+    every = first_homes(captured, 1.0)
+    if floor_bytes(all_here := keep_resident(captured, every)) <= limit:
+        starts.append(all_here)
+    tried = {names: _trial(captured, names) for names in dict.fromkeys(map(choose_recomputed, starts))}
+    searched: set[tuple[tuple[str, ...], tuple[str, ...]]] = {((), ()), (every, ())}
+    for _ in range(_TURNS):
+        best = _fastest(tried)
+        staying = tried[best].resident, tried[best].updated_here
+        if staying in searched:
+            break
+        searched.add(staying)
+        names = choose_recomputed(keep_resident(captured, *staying))
+        if names in tried:
+            break
+        tried[names] = _trial(captured, names)
+    return _fastest(tried)
 
 
-def _needed_ns(captured: Problem, names: tuple[str, ...]) -> float:
-    """Return how long a step takes with this recomputed; infinite without a plan."""
+class _Trial(NamedTuple):
+    """How long a step takes in a plan, and the parameters that stay on the device in it."""
+
+    needed_ns: float
+    resident: tuple[str, ...]
+    updated_here: tuple[str, ...]
+
+
+def _fastest(tried: Mapping[tuple[str, ...], _Trial]) -> tuple[str, ...]:
+    return min(tried, key=lambda names: tried[names].needed_ns)
+
+
+def _trial(captured: Problem, names: tuple[str, ...]) -> _Trial:
+    """Plan `captured` with `names` recomputed; without a plan it takes for ever."""
     problem = recompute(captured, names) if names else captured
     try:
         plan = make_plan(problem, "joint")
     except BudgetError:
-        return float("inf")
-    return step_ns(keep_resident(problem, plan.resident, plan.updated_here), plan.forecast)
+        return _Trial(float("inf"), (), ())
+    needed_ns = step_ns(keep_resident(problem, plan.resident, plan.updated_here), plan.forecast)
+    return _Trial(needed_ns, plan.resident, plan.updated_here)
 
 
 def plan_region(captured: Problem, policy: str) -> tuple[Problem, Plan]:

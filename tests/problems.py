@@ -344,6 +344,23 @@ def transformer(
     )
 
 
+def weights_at_home(problem: Problem) -> Problem:
+    """Return `problem` with its parameters, frozen, fetched anew by each graph that reads them."""
+    storages: list[Storage] = []
+    for storage in problem.storages:
+        if storage.kind is Kind.PARAMETER:
+            early = [use for use in storage.uses if use < problem.boundary]
+            late = [use for use in storage.uses if use >= problem.boundary]
+            storages += [
+                _moving(f"{storage.name}_{graph}", storage.nbytes, Kind.FETCHED, uses, storage.name)
+                for graph, uses in enumerate((early, late))
+                if uses
+            ]
+        elif storage.kind is not Kind.GRADIENT:
+            storages.append(storage)
+    return replace(problem, storages=tuple(storages))
+
+
 def legal_trip(
     problem: Problem, storage: Storage, interval: tuple[Step, Step], between: Callable[[int, int], int]
 ) -> Spill:

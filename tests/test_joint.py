@@ -7,7 +7,7 @@ import pytest
 import torch
 from harness import EAGER, compiled, entering_bytes, faulty_engine, planned_floor, problems_of, train
 from hypothesis import HealthCheck, event, given, settings
-from problems import PLENTY, transformer
+from problems import PLENTY, links, transformer, weights_at_home
 from programs import tight_problems, transformer_recipes
 from rates import pretend_slow_links
 from zoo import Case, Gpt2, text
@@ -182,6 +182,19 @@ def test_a_transformer_gains_where_the_links_are_full(share: float, most: float)
     if share < 0.5:
         assert joint.recomputed
         assert joint.forecast.makespan_ns < 0.95 * teraio.forecast.makespan_ns
+
+
+@pytest.mark.parametrize(("rate", "share", "most"), [(12, 0.6, 0.8), (24, 0.8, 0.9), (48, 0.6, 0.98)])
+def test_weights_that_would_fill_the_link_stay_for_some_recomputing(rate: int, share: float, most: float) -> None:
+    """Frozen weights at home, rates in GB/s; times over that of what is best recomputed if all of them travel."""
+    problem = weights_at_home(transformer_recipes(transformer(layers=4)))
+    problem = at(replace(problem, links=links(rate * 10**9, copy_latency_ns=10_000)), share)
+    travelling = make_plan(recompute(problem, choose_recomputed(problem)), "joint").forecast.makespan_ns
+    chosen, plan = plan_region(problem, "joint")
+    verify_plan(chosen, plan)
+    assert plan.resident
+    assert plan.recomputed
+    assert plan.forecast.makespan_ns < most * travelling
 
 
 def test_what_may_not_travel_can_be_recomputed() -> None:

@@ -16,7 +16,7 @@ from tencache_fx.errors import InvariantError
 from tencache_fx.model_state import find_home
 from tencache_fx.optim import AdamW
 from tencache_fx.passes import region
-from tencache_fx.passes.moves import step_ns
+from tencache_fx.passes.moves import first_homes, keep_resident, step_ns
 from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.passes.region import choose_for_region
 from tencache_fx.passes.verify_plan import verify_plan
@@ -186,18 +186,28 @@ def test_weights_loaded_into_an_ordinary_model_are_taken_over_when_it_gets_homes
 
 
 def test_what_is_recomputed_is_chosen_for_the_room_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searched beside no weights, two rooms for state, all weights; then beside those that stay in the fastest plan."""
     problem, _ = small_plan()
-    problem = replace(problem.within(device_bytes=2_000_000), recipes=(Recipe(name="x", steps=(Step(1),)),))
-    asked: list[int] = []
+    problem = replace(problem.within(device_bytes=4_000_000), recipes=(Recipe(name="x", steps=(Step(1),)),))
+    some, every = (first_homes(problem, share) for share in (0.5, 1.0))
+    assert 0 < len(some) < len(every)
+    asked: list[Problem] = []
 
     def choose(room: Problem) -> tuple[str, ...]:
-        asked.append(room.budgets.device_bytes)
+        asked.append(room)
         return (f"{len(asked)}",)
 
+    def try_out(captured: Problem, names: tuple[str, ...]) -> region._Trial:
+        needed_ns = {"1": 5, "2": 3, "3": 4, "4": 6, "5": 2}[names[0]]
+        return region._Trial(needed_ns, some if names[0] in ("2", "5") else (), ())
+
     monkeypatch.setattr(region, "choose_recomputed", choose)
-    monkeypatch.setattr(region, "_needed_ns", lambda captured, names: {"1": 3, "2": 1, "3": 2}[names[0]])
-    assert choose_for_region(problem) == ("2",)
-    assert asked[0] == 2_000_000 > asked[1] > asked[2] >= floor_bytes(problem)
+    monkeypatch.setattr(region, "_trial", try_out)
+    assert choose_for_region(problem) == ("5",)
+    first, *rooms, fourth, fifth = asked
+    assert first == problem
+    assert 4_000_000 > rooms[0].budgets.device_bytes > rooms[1].budgets.device_bytes >= floor_bytes(problem)
+    assert (fourth, fifth) == (keep_resident(problem, every), keep_resident(problem, some))
     asked.clear()
     unlimited = problem.within(device_bytes=None)
     assert choose_for_region(unlimited) == ("1",)
