@@ -39,6 +39,7 @@ _LEADS = (0.0, 1.0, 3.0, 8.0)  # copy times by which parameters may arrive early
 _RESIDENT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _STATE_SHARES = tuple(eighth / 8 for eighth in range(8, 0, -1))
 _ENOUGH = 3  # of these shares, from the largest on that there is room for
+_FINER_SHARES = (1 / 16, 1 / 32)  # more than the best of them, one after the other
 
 _ROUNDS = 6  # times a policy is asked, each time with less of what its plan overran
 
@@ -99,6 +100,10 @@ def make_plan(
             if problem.budgets.device_bytes is not None
         ]
         found |= _try_moves(problem, way, with_state, enough=_ENOUGH)[0]
+        for finer in _FINER_SHARES if with_state else ():
+            best = _best(found)
+            if (share := best.updated_here + finer) <= 1:
+                found |= _try_moves(problem, way, [_Way(max(best.resident, share), share, lead)])[0]
         candidates.append(_best(found))
         break
     else:

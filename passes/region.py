@@ -12,7 +12,7 @@ from tencache_fx.plan import Plan, Problem, live_bytes
 from tencache_fx.recompute import recompute
 
 # Of the room above the floor, what the state of some parameters may take; recomputing leaves it that.
-_STATE_ROOMS = (0.4, 0.7)
+_STATE_ROOMS = (0.4, 0.85)
 _TURNS = 3  # searches beside the parameters that stay in the fastest plan so far
 
 
