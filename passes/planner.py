@@ -92,18 +92,16 @@ def make_plan(
         others, refused = _try_moves(problem, way, [_Way(share, 0.0, lead) for share in more])
         if not (found := {**found, **others}):
             continue
-        best = _best(found)
-        # Without a budget nobody has said how much there is for state.
-        with_state = [
-            _Way(max(share, best.resident), share, lead)
-            for share in state_shares
-            if problem.budgets.device_bytes is not None
-        ]
-        found |= _try_moves(problem, way, with_state, enough=_ENOUGH)[0]
+        # Weights that stay may be in the way of state. Without a budget nobody has said how much there is for it.
+        least = dict.fromkeys((_best(found).resident, 0.0))
+        with_state = state_shares if problem.budgets.device_bytes is not None else ()
+        for resident in least:
+            ways = [_Way(max(share, resident), share, lead) for share in with_state]
+            found |= _try_moves(problem, way, ways, enough=_ENOUGH)[0]
         for finer in _FINER_SHARES if with_state else ():
-            best = _best(found)
-            if (share := best.updated_here + finer) <= 1:
-                found |= _try_moves(problem, way, [_Way(max(best.resident, share), share, lead)])[0]
+            share = max(way.updated_here for way in found) + finer
+            ways = [_Way(max(share, resident), share, lead) for resident in least if share <= 1]
+            found |= _try_moves(problem, way, ways)[0]
         candidates.append(_best(found))
         break
     else:

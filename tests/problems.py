@@ -361,6 +361,29 @@ def weights_at_home(problem: Problem) -> Problem:
     return replace(problem, storages=tuple(storages))
 
 
+def trained_at_home(count: int, nbytes: int = 16) -> Problem:
+    """Return a region with `count` equal parameters at home, read one after the other and back again, and their state.
+
+    The host's memory takes longer for its updates than the device does for all else.
+    """
+    ops = tuple(Op(name=f"op_{k}", duration_ns=100, scratch_bytes=0) for k in range(2 * count))
+    storages = []
+    for index in range(count):
+        back = 2 * count - 1 - index
+        storages += [
+            _moving(f"w{index}_0", nbytes, Kind.FETCHED, [index], f"w{index}"),
+            _moving(f"w{index}_1", nbytes, Kind.FETCHED, [back], f"w{index}"),
+            replace(_moving(f"g{index}", nbytes, Kind.SUNK, [back], f"w{index}"), state_bytes=6 * nbytes),
+        ]
+    return Problem(
+        ops=ops,
+        boundary=Step(count),
+        storages=tuple(storages),
+        links=links(host_bytes_per_s=10**8),
+        budgets=Budgets(device_bytes=None, host_bytes=PLENTY),
+    )
+
+
 def legal_trip(
     problem: Problem, storage: Storage, interval: tuple[Step, Step], between: Callable[[int, int], int]
 ) -> Spill:

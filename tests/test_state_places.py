@@ -8,6 +8,7 @@ import pytest
 import torch
 from faulty_streams import FaultyCpuStreams
 from harness import Block
+from problems import trained_at_home
 from tied_model import ROOMY, TIGHT, TIGHT_BF16, batch, compiled, network, small_plan, train, trained, weights
 from torch import nn
 
@@ -183,6 +184,18 @@ def test_weights_loaded_into_an_ordinary_model_are_taken_over_when_it_gets_homes
         optimizer.zero_grad()
     weight = model.state_dict()["0.weight"]
     assert (weight - 0.5).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.35, 0.6, 1.0])
+def test_room_goes_to_state_before_it_goes_to_weights_alone(share: float) -> None:
+    """A weight alone saves two copies; with its gradient and state it takes eight times the room, and saves more."""
+    count, nbytes = 64, 16
+    problem = trained_at_home(count, nbytes)
+    room_bytes = int(share * count * nbytes * 8)
+    plan = make_plan(problem.within(device_bytes=floor_bytes(problem) + room_bytes), "joint")
+    staying = keep_resident(problem, plan.resident, plan.updated_here)
+    verify_plan(staying.within(device_bytes=floor_bytes(problem) + room_bytes), plan)
+    assert len(plan.updated_here) >= int(share * count) - 2
 
 
 def test_what_is_recomputed_is_chosen_for_the_room_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
