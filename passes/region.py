@@ -33,7 +33,7 @@ def choose_for_region(captured: Problem) -> tuple[str, ...]:
     if room_bytes > 0 and any(storage.state_bytes for storage in captured.storages):
         starts += [captured.with_less(int(room_bytes * share)) for share in _STATE_ROOMS]
     every = first_homes(captured, 1.0)
-    if floor_bytes(all_here := keep_resident(captured, every)) <= limit:
+    if every and floor_bytes(all_here := keep_resident(captured, every)) <= limit:
         starts.append(all_here)
     tried = {names: _trial(captured, names) for names in dict.fromkeys(map(choose_recomputed, starts))}
     searched: set[tuple[tuple[str, ...], tuple[str, ...]]] = {((), ()), (every, ())}
