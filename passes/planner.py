@@ -39,7 +39,7 @@ _LEADS = (0.0, 1.0, 3.0, 8.0)  # copy times by which parameters may arrive early
 _RESIDENT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _STATE_SHARES = tuple(eighth / 8 for eighth in range(8, 0, -1))
 _ENOUGH = 3  # of these shares, from the largest on that there is room for
-_FINER_SHARES = (1 / 16, 1 / 32)  # more than the best of them, one after the other
+_FINER_SHARES = (1 / 16, 1 / 32)  # more than the largest of them that has a plan, one after the other
 
 _ROUNDS = 6  # times a policy is asked, each time with less of what its plan overran
 
@@ -71,7 +71,8 @@ def make_plan(
     """Return `policy`'s plan for `problem`; without trips if the region fits as it is.
 
     Where parameters have a home elsewhere, the fastest of several: their copies in begin earlier or later, by `leads`,
-    and, for the best of these, shares of them stay on the device, by themselves or with their gradients and state. Of
+    and, for the best of these, shares of them stay on the device, by themselves or with their gradients and state; the
+    latter beside as many that stay by themselves as are best without state, and beside none. Of
     those within half a percent of the fastest, the one that copies least: that leaves host memory to others. It is for
     `keep_resident(problem, plan.resident, plan.updated_here)`.
 
@@ -97,7 +98,7 @@ def make_plan(
         with_state = state_shares if problem.budgets.device_bytes is not None else ()
         for resident in least:
             ways = [_Way(max(share, resident), share, lead) for share in with_state]
-            found |= _try_moves(problem, way, ways, enough=_ENOUGH)[0]
+            found |= _try_moves(problem, way, [each for each in ways if each not in found], enough=_ENOUGH)[0]
         for finer in _FINER_SHARES if with_state else ():
             share = max(way.updated_here for way in found) + finer
             ways = [_Way(max(share, resident), share, lead) for resident in least if share <= 1]

@@ -22,8 +22,8 @@ def choose_for_region(captured: Problem) -> tuple[str, ...]:
     With parameters whose home is elsewhere, the device's memory is for activations, for weights, or for what updates
     need: room for these can be worth more recomputing. Searches beside weights that all travel, beside several rooms
     for state, and beside weights that all stay. What best stays depends on what is recomputed, and the other way round,
-    so from there on they are chosen in turns: beside those that stay in the fastest plan it is searched again, until
-    nothing new stays or comes of it.
+    so from there on they are chosen in turns: beside those that stay in the fastest plan it is searched again, a few
+    times at most, until nothing new stays or comes of it.
     """
     limit = captured.budgets.device_bytes
     if limit is None or not captured.recipes or not has_moves(captured):
@@ -32,14 +32,13 @@ def choose_for_region(captured: Problem) -> tuple[str, ...]:
     room_bytes = limit - floor_bytes(captured)
     if room_bytes > 0 and any(storage.state_bytes for storage in captured.storages):
         starts += [captured.with_less(int(room_bytes * share)) for share in _STATE_ROOMS]
-    every = first_homes(captured, 1.0)
-    if every and floor_bytes(all_here := keep_resident(captured, every)) <= limit:
-        starts.append(all_here)
+    if every := first_homes(captured, 1.0):
+        starts.append(keep_resident(captured, every))
+    searched = {(frozenset[str](), frozenset[str]()), (frozenset(every), frozenset[str]())}
     tried = {names: _trial(captured, names) for names in dict.fromkeys(map(choose_recomputed, starts))}
-    searched: set[tuple[tuple[str, ...], tuple[str, ...]]] = {((), ()), (every, ())}
     for _ in range(_TURNS):
-        best = _fastest(tried)
-        staying = tried[best].resident, tried[best].updated_here
+        best = tried[_fastest(tried)]
+        staying = frozenset(best.resident), frozenset(best.updated_here)
         if staying in searched:
             break
         searched.add(staying)

@@ -181,19 +181,20 @@ def _room_bytes(device: torch.device, budget_bytes: int | None) -> int:
 
 def _time_missing(calls: Sequence[Call], device: torch.device, key: Mapping[str, str]) -> dict[Call, OpCost]:
     found: dict[Call, OpCost] = {}
-    start_ns = time.perf_counter_ns()
+    start_ns, cold = time.perf_counter_ns(), device.type == "cuda"
     with _apart_from_tracing(device):
         bar = tqdm(calls, desc=f"timing ops on {device}", unit="op", delay=1.0, leave=False, disable=None)
         for index, call in enumerate(bar):
             if time.perf_counter_ns() - start_ns > _ALL_NS:
                 log.info("%d ops are not timed but estimated: timing took %d s", len(calls) - index, _ALL_NS // 10**9)
                 break
-            heat_ns = _HEAT_NS if index == 0 and device.type == "cuda" else 0
+            measure = partial(_time_call, call, device, _HEAT_NS if cold else 0)
             try:
-                measured = cached({**key, "op": repr(call)}, OpCost, partial(_time_call, call, device, heat_ns))
+                measured = cached({**key, "op": repr(call)}, OpCost, measure)
             except RuntimeError as error:  # out of memory, or not implemented for these arguments
                 log.info("%s is not timed but estimated: %s", _short(call), str(error).partition("\n")[0])
             else:
+                cold = False
                 found[call] = measured
                 log.info("timed %s on %s: %.1f us", _short(call), device, measured.duration_ns / 1e3)
         bar.close()

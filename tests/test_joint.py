@@ -16,6 +16,7 @@ import tencache_fx
 from tencache_fx import compat
 from tencache_fx.dump import RegionRecord
 from tencache_fx.errors import BudgetError
+from tencache_fx.passes.moves import first_homes, keep_resident
 from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.passes.policy_joint import choose_recomputed
 from tencache_fx.passes.region import plan_region
@@ -195,6 +196,23 @@ def test_weights_that_would_fill_the_link_stay_for_some_recomputing(rate: int, s
     assert plan.resident
     assert plan.recomputed
     assert plan.forecast.makespan_ns < most * travelling
+
+
+def test_weights_stay_where_only_recomputing_makes_room_for_them() -> None:
+    problem = weights_at_home(transformer_recipes(transformer(layers=4)))
+    problem = replace(
+        problem,
+        storages=tuple(replace(storage, spillable=False) for storage in problem.storages),
+        recipes=tuple(recipe for recipe in problem.recipes if not recipe.name.startswith("x_")),
+        links=links(24 * 10**9),
+    )
+    every = first_homes(problem, 1.0)
+    staying = keep_resident(problem, every)
+    floors = floor_bytes(recompute(staying, [recipe.name for recipe in problem.recipes])), floor_bytes(staying)
+    assert floors[0] < floors[1] // 2
+    chosen, plan = plan_region(problem.within(device_bytes=sum(floors) // 2), "joint")
+    verify_plan(chosen, plan)
+    assert set(plan.resident) == set(every)
 
 
 def test_what_may_not_travel_can_be_recomputed() -> None:
