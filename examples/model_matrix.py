@@ -1,10 +1,12 @@
 """Train small models of many families with torch's own compiler and with tencache in a tight budget, and compare.
 
-    pip install 'tencache_fx[models]' && python examples/model_matrix.py [--compiler inductor] [FAMILY ...]
+    pip install 'tencache_fx[models]'
+    python examples/model_matrix.py [--device cuda] [--compiler inductor] [FAMILY ...]
 
 Every row is a model of transformers, timm, diffusers or torch with random weights. The numbers must be the same:
-to the last bit on the same graphs (`--compiler eager`), within rounding where Inductor fuses them in other ways. Those
-whose library is not installed are left out. The models are the tests' own: run it in a clone.
+to the last bit on the same graphs (`--compiler eager`), within rounding on a GPU, which may add up in any order, and
+where Inductor fuses them in other ways. Those whose library is not installed are left out. The models are the tests'
+own: run it in a clone.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from tabulate import tabulate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "models"))
 
 from families import FAMILIES, family
-from matrix import EAGER, INDUCTOR, Row, make_row
+from matrix import CPU, EAGER, INDUCTOR, Row, make_row
 
 from tencache_fx.errors import TencacheError
 from tencache_fx.tables import format_bytes
@@ -30,6 +32,7 @@ HEADERS = ("model", "equal", "plain", "budget", "ours", "regions", "spills", "re
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare training with and without tencache, model by model.")
     parser.add_argument("families", nargs="*", choices=[*(each.name for each in FAMILIES), []], metavar="FAMILY")
+    parser.add_argument("--device", type=torch.device, default=CPU, help="such as cuda (default: cpu)")
     parser.add_argument("--compiler", choices=("eager", "inductor"), default="eager")
     parser.add_argument(
         "--share", type=float, default=0.25, help="of what a region can do without, how much it may keep"
@@ -63,7 +66,7 @@ def main() -> int:
     for each in chosen:
         start = time.monotonic()
         try:
-            row = make_row(each, options, share=arguments.share)
+            row = make_row(each, options, share=arguments.share, device=arguments.device)
         except (TencacheError, torch._dynamo.exc.TorchDynamoException) as error:
             failed = True
             lines.append((each.name, f"failed: {str(error).splitlines()[0]}"))

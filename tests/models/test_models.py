@@ -37,6 +37,13 @@ def test_training_is_bitwise_equal_on_the_same_graphs(name: str) -> None:
     check(make_row(needs(family(name)), EAGER))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", [each.name for each in FAMILIES])
+def test_training_on_a_gpu_is_equal_within_rounding(name: str) -> None:
+    check(make_row(needs(family(name)), EAGER, device=torch.device("cuda")))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "t5", "swin"])
 def test_training_with_inductor_is_equal_within_rounding(name: str) -> None:
