@@ -72,8 +72,8 @@ def make_plan(
 
     Where parameters have a home elsewhere, the fastest of several: their copies in begin earlier or later, by `leads`,
     and, for the best of these, shares of them stay on the device, by themselves or with their gradients and state; the
-    latter beside as many that stay by themselves as are best without state, and beside none. Of
-    those within half a percent of the fastest, the one that copies least: that leaves host memory to others. It is for
+    latter beside as many that stay by themselves as are best without state, and beside none. Of those within half a
+    percent of the fastest, the one that copies least: that leaves host memory to others. It is for
     `keep_resident(problem, plan.resident, plan.updated_here)`.
 
     Raises `OptionError` for an unknown policy, and `BudgetError`, before anything has run, when the region's floor is
@@ -100,7 +100,7 @@ def make_plan(
             ways = [_Way(max(share, resident), share, lead) for share in with_state]
             found |= _try_moves(problem, way, [each for each in ways if each not in found], enough=_ENOUGH)[0]
         for finer in _FINER_SHARES if with_state else ():
-            share = max(way.updated_here for way in found) + finer
+            share = max(each.updated_here for each in found) + finer
             ways = [_Way(max(share, resident), share, lead) for resident in least if share <= 1]
             found |= _try_moves(problem, way, ways)[0]
         candidates.append(_best(found))
