@@ -108,7 +108,7 @@ def make_plan(
     else:
         raise (*refusals, *refused)[0]  # of those with the least on the device
     planned, _ = (found, ()) if way == policy else _try_moves(problem, policy, list(dict.fromkeys(candidates)))
-    return planned[_best(planned)][1]
+    return _with_time_to_spare(problem, policy, _best(planned), planned, leads)
 
 
 class _Way(NamedTuple):
@@ -139,16 +139,45 @@ def _try_moves(
     return plans, refusals
 
 
+def _with_time_to_spare(
+    problem: Problem, policy: str, best: _Way, plans: Mapping[_Way, tuple[Problem, Plan]], leads: Sequence[float]
+) -> Plan:
+    """Return the plan of `best` with the largest of `leads` that makes no cost of it larger by half a percent.
+
+    Updates that stream through the device take the link in bursts: what begins with no time to spare is then late.
+    """
+    enough = [_enough(cost) for cost in _costs(*plans[best])]
+    for lead in sorted((lead for lead in leads if lead > best.lead), reverse=True):
+        for early in _try_moves(problem, policy, [best._replace(lead=lead)])[0].values():
+            if all(cost <= most for cost, most in zip(_costs(*early), enough, strict=True)):
+                return early[1]
+    return plans[best][1]
+
+
+class _Costs(NamedTuple):
+    """How long a step takes, and the device alone with its copies; the bytes of these."""
+
+    step_ns: int
+    makespan_ns: int
+    copied_bytes: int
+
+
+def _costs(problem: Problem, plan: Plan) -> _Costs:
+    forecast = plan.forecast
+    return _Costs(step_ns(problem, forecast), forecast.makespan_ns, forecast.d2h_bytes + forecast.h2d_bytes)
+
+
+def _enough(least: int) -> int:
+    """Return the cost that is as good as the least."""
+    return least * 1005 // 1000
+
+
 def _best(plans: Mapping[_Way, tuple[Problem, Plan]]) -> _Way:
     """Return the way that copies least, of those within half a percent of the fastest."""
-    needed_ns = {way: step_ns(problem, plan.forecast) for way, (problem, plan) in plans.items()}
-    enough_ns = min(needed_ns.values()) * 1005 // 1000
-
-    def cost(way: _Way) -> tuple[int, int]:
-        forecast = plans[way][1].forecast
-        return forecast.d2h_bytes + forecast.h2d_bytes, forecast.makespan_ns
-
-    return min((way for way in plans if needed_ns[way] <= enough_ns), key=cost)
+    costs = {way: _costs(*plan) for way, plan in plans.items()}
+    enough_ns = _enough(min(each.step_ns for each in costs.values()))
+    fast = [way for way, each in costs.items() if each.step_ns <= enough_ns]
+    return min(fast, key=lambda way: (costs[way].copied_bytes, costs[way].makespan_ns))
 
 
 def _plan_moves(problem: Problem, policy: str, lead: float) -> Plan:

@@ -29,8 +29,9 @@ log = logging.getLogger("tencache_fx")
 
 _MiB = 1 << 20
 _LINK_BYTES = 64 * _MiB
-_HOST_COPIES = 5
 _HOST_BYTES = 512 * _MiB  # more than any cache holds
+_HOST_TIMES = 3  # of a third of a second each
+_BESIDE_BYTES, _BESIDE_TIMES = 120 * _MiB, 80  # copies that keep the links busy for as long
 _CPU_RUNS_S = 0.2  # one kernel on a CPU is timed for so long: some have no fast product of bfloat16
 _SMALL_BYTES = _MiB  # a copy so small shows what it costs beyond its bytes
 _ATTAINABLE = (9, 10)  # of the rate of one large kernel or copy, what a graph of many gets
@@ -185,7 +186,7 @@ def _measure_links(device: torch.device) -> Links:
         d2h_duplex_bytes_per_s=min(d2h, d2h_duplex),
         h2d_duplex_bytes_per_s=min(h2d, h2d_duplex),
         copy_latency_ns=max(FIXED_LINKS.copy_latency_ns, *latencies_ns),  # the runtime's own share is not in a copy
-        host_bytes_per_s=_host_rate() if device.type == "cuda" else 0,  # a CPU "device" computes in the same memory
+        host_bytes_per_s=_host_rate(device) if device.type == "cuda" else 0,  # a CPU "device" computes there, too
     )
     log.info(
         "measured links of %s: out %s (%s while both are busy), in %s (%s), latency %d ns; host memory %s",
@@ -197,35 +198,63 @@ def _measure_links(device: torch.device) -> Links:
     return found
 
 
-def _host_rate() -> int:
-    """Return the bytes per second that the host's memory reads and writes, together: the best of a few copies."""
-    source, target = (torch.zeros(_HOST_BYTES, dtype=torch.uint8) for _ in range(2))
-    times_ns = []
-    for _ in range(_HOST_COPIES):
-        start_ns = time.perf_counter_ns()
-        target.copy_(source)
-        times_ns.append(time.perf_counter_ns() - start_ns)
-    return 2 * _HOST_BYTES * 1_000_000_000 // max(1, min(times_ns))
+def _host_rate(device: torch.device) -> int:
+    """Return the bytes per second that updates and copies of one step make the host's memory read and write.
+
+    Updates in place run beside copies both ways, and the best of a few times counts. Half of what the links carry
+    counts: updates that are streamed through the device have only what other copies leave, and come in bursts.
+    """
+    state = torch.ones(_HOST_BYTES // 4)
+    pairs = _copy_pairs(device, ("out", "in"), _BESIDE_BYTES, pinned=True)
+
+    def measure() -> int:
+        updated_bytes_per_s = 0
+
+        def update(done: Callable[[], bool]) -> None:
+            nonlocal updated_bytes_per_s
+            start_ns, updates = time.perf_counter_ns(), 0
+            while not done():
+                state.add_(1)  # in place: reads and writes as much
+                updates += 1
+            updated_bytes_per_s = per_second(2 * updates * state.nbytes, (time.perf_counter_ns() - start_ns) / 1e9)
+
+        copied_bytes_per_s = _cuda_copy_rates(device, pairs, times=_BESIDE_TIMES, meanwhile=update)
+        return updated_bytes_per_s + sum(copied_bytes_per_s) // 2
+
+    return max(measure() for _ in range(_HOST_TIMES))
 
 
 def copy_rates(
     device: torch.device, ways: Sequence[str], *, nbytes: int = _LINK_BYTES, pinned: bool = True
 ) -> list[int]:
     """Return the bytes per second of copies "out" of `device` and "in" to it, all `ways` at once."""
-    cuda = device.type == "cuda"
-    pairs = []
-    for way in ways:
-        host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned and cuda)
-        own = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        pairs.append((host, own) if way == "out" else (own, host))
-    return (_cuda_copy_rates if cuda else _thread_copy_rates)(device, pairs)
+    pairs = _copy_pairs(device, ways, nbytes, pinned=pinned)
+    return _cuda_copy_rates(device, pairs) if device.type == "cuda" else _thread_copy_rates(pairs)
 
 
 _CopyPair = tuple[torch.Tensor, torch.Tensor]  # destination, source
 
 
-def _cuda_copy_rates(device: torch.device, pairs: Sequence[_CopyPair], *, times: int = 8) -> list[int]:
-    """Return the rate of each pair's copies, all pairs at once, each on its own stream."""
+def _copy_pairs(device: torch.device, ways: Sequence[str], nbytes: int, *, pinned: bool) -> list[_CopyPair]:
+    pairs = []
+    for way in ways:
+        host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned and device.type == "cuda")
+        own = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        pairs.append((host, own) if way == "out" else (own, host))
+    return pairs
+
+
+def _cuda_copy_rates(
+    device: torch.device,
+    pairs: Sequence[_CopyPair],
+    *,
+    times: int = 8,
+    meanwhile: Callable[[Callable[[], bool]], None] | None = None,
+) -> list[int]:
+    """Return the rate of each pair's copies, all pairs at once, each on its own stream.
+
+    `meanwhile(done)` runs beside them, until `done()`: then those of one way have ended.
+    """
     lanes = []
     torch.cuda.synchronize(device)
     for destination, source in pairs:
@@ -237,12 +266,14 @@ def _cuda_copy_rates(device: torch.device, pairs: Sequence[_CopyPair], *, times:
                 destination.copy_(source, non_blocking=True)
             stop.record(stream)
         lanes.append((start, stop))
+    if meanwhile is not None:
+        meanwhile(lambda: any(stop.query() for _, stop in lanes))
     torch.cuda.synchronize(device)
     nbytes = times * pairs[0][0].nbytes
     return [per_second(nbytes, start.elapsed_time(stop) / 1e3) for start, stop in lanes]
 
 
-def _thread_copy_rates(device: torch.device, pairs: Sequence[_CopyPair], *, times: int = 4) -> list[int]:
+def _thread_copy_rates(pairs: Sequence[_CopyPair], *, times: int = 4) -> list[int]:
     """Return the rate of each pair's copies, all pairs at once, each in its own thread (a CPU has no streams)."""
     together = threading.Barrier(len(pairs))
 

@@ -95,7 +95,7 @@ class Storage:
 class Links:
     """Measured rates in bytes per second; `duplex` ones hold while both directions are busy. 0 means no such link.
 
-    `host_bytes_per_s` is what the host's memory reads and writes in all; 0 where that is not known.
+    `host_bytes_per_s` is what updates and copies together make the host's memory read and write; 0 if not known.
     """
 
     d2h_bytes_per_s: int

@@ -1,11 +1,12 @@
 import json
 import logging
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tencache_fx import disk
+from tencache_fx import disk, machine
 from tencache_fx.cache import cached, kept
 from tencache_fx.disk import Disk, filesystem_type
 from tencache_fx.errors import StoreError
@@ -53,6 +54,28 @@ def test_measured_links_are_plausible_kept_and_logged_once(cache_folder, spill, 
         assert len(caplog.records) == lines
     assert sorted(path.name.split("-")[0] for path in cache_folder.iterdir()) == ["disk", "links"]
     assert not any(spill.iterdir())
+
+
+def test_the_rate_of_host_memory_is_that_of_updates_and_half_of_what_copies_carry(monkeypatch):
+    seen = []
+
+    def copy(device, pairs, *, times, meanwhile):
+        asked = []
+
+        def done():
+            asked.append(time.perf_counter_ns())
+            return len(asked) > 5
+
+        meanwhile(done)
+        assert len(asked) == 6, "updates go on until the copies are done"
+        seen.append(5 * 2 * 4096 * 10**9 // (asked[-1] - asked[0]))
+        return [300, 101]
+
+    monkeypatch.setattr(machine, "_cuda_copy_rates", copy)
+    monkeypatch.setattr(machine, "_HOST_BYTES", 4096)
+    monkeypatch.setattr(machine, "_BESIDE_BYTES", 4096)
+    assert machine._host_rate(CPU) == pytest.approx(max(seen) + 200, rel=0.5)
+    assert len(seen) > 1
 
 
 def test_two_directories_of_one_filesystem_are_one_disk(spill):
@@ -173,7 +196,9 @@ def test_cuda_is_measured_in_little_memory():
         torch.zeros(16, 16, dtype=dtype, device=device).mm(torch.zeros(16, 16, dtype=dtype, device=device))
     torch.cuda.reset_peak_memory_stats(device)
     start_bytes = torch.cuda.memory_allocated(device)
-    check_plausible(links(device, [], calibrate=True))
+    rates = links(device, [], calibrate=True)
+    check_plausible(rates)
+    assert (rates.d2h_duplex_bytes_per_s + rates.h2d_duplex_bytes_per_s) // 2 < rates.host_bytes_per_s < 10**13
     found = roofline(device, calibrate=True)
     assert dict(found.flops_per_s).keys() == {"float32", "bfloat16", "float16"}
     assert found.flops_rate(torch.bfloat16) >= found.flops_rate(torch.float32)

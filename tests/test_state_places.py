@@ -21,7 +21,7 @@ from tencache_fx.passes.moves import first_homes, keep_resident, step_ns
 from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.passes.region import choose_for_region
 from tencache_fx.passes.verify_plan import verify_plan
-from tencache_fx.plan import Kind, Problem, Recipe, Step, Way
+from tencache_fx.plan import Kind, Plan, Problem, Recipe, Step, Way
 from tencache_fx.runtime.pinned import Use
 from tencache_fx.runtime.registry import engines, install_engine
 from tencache_fx.session import regions
@@ -196,6 +196,23 @@ def test_room_goes_to_state_before_it_goes_to_weights_alone(share: float) -> Non
     staying = keep_resident(problem, plan.resident, plan.updated_here)
     verify_plan(staying.within(device_bytes=floor_bytes(problem) + room_bytes), plan)
     assert len(plan.updated_here) >= int(share * count) - 2
+
+
+@pytest.mark.parametrize("room", [3, 11, 35])
+def test_weights_come_with_time_to_spare_where_it_costs_nothing(room: int) -> None:
+    """Updates keep the host busy longer than the device, however late weights come: that is no reason to come late."""
+    nbytes = 60  # a copy takes six tenths of an operation
+    problem = trained_at_home(24, nbytes)
+    problem = problem.within(device_bytes=floor_bytes(problem) + room * nbytes)
+    plan, late = make_plan(problem, "joint"), make_plan(problem, "joint", leads=(0.0,))
+    verify_plan(keep_resident(problem, plan.resident, plan.updated_here), plan)
+    for cost in ("makespan_ns", "d2h_bytes", "h2d_bytes"):
+        assert getattr(plan.forecast, cost) <= getattr(late.forecast, cost)
+    assert time_to_spare(plan) > time_to_spare(late)
+
+
+def time_to_spare(plan: Plan) -> int:
+    return sum(spill.back - spill.fetch for spill in plan.spills if spill.way is Way.IN)
 
 
 def test_what_is_recomputed_is_chosen_for_the_room_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:

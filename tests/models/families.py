@@ -148,7 +148,7 @@ def from_timm(name: str, **sizes: Any) -> Callable[[], Subject]:
         return Subject(
             model=model.train(),
             inputs=lambda step: {"x": images(step)},
-            loss=lambda logits: F.cross_entropy(logits, labels(0).to(logits.device)),
+            loss=lambda logits: F.cross_entropy(logits, labels(0).repeat(len(logits) // BATCH).to(logits.device)),
         )
 
     return build
