@@ -196,25 +196,27 @@ def _plan_trips(problem: Problem, policy: str) -> Plan:
         return build_plan(problem, policy, ())
     if policy == "none":
         _refuse_device(problem, (), note='policy="none" never spills')
-    if floor_bytes(problem) > limit:
+    floor = floor_bytes(problem)
+    if floor > limit:
         _refuse_device(problem, bare_spills(problem), note="with everything spilled that may be")
-    plans = [_settle_tiers(problem, _ask(problem, policy, way)) for way in POLICIES[policy]]
+    plans = [_settle_tiers(problem, _ask(problem, policy, way, floor), floor) for way in POLICIES[policy]]
     plan = min(plans, key=lambda plan: (_over_tiers(problem, plan), plan.forecast.makespan_ns, plan.forecast.d2h_bytes))
     _check_tiers(problem, plan)
     return plan
 
 
-def _ask(problem: Problem, policy: str, way: Policy) -> Plan:
+def _ask(problem: Problem, policy: str, way: Policy, floor: int) -> Plan:
     """Ask one way of a policy for its trips, and again with less of what they overran with buffers and fences counted.
 
-    What still overruns the device after some rounds goes with the bare trips, which fit where any plan does.
+    What still overruns the device after some rounds goes with the bare trips, which need no more than `floor`.
     """
     limit, host_bytes = problem.budgets.device_bytes, problem.budgets.host_bytes
     assert limit is not None
     asked = problem
     for _ in range(_ROUNDS):
-        spills = bare_spills(asked) if floor_bytes(asked) > (asked.budgets.device_bytes or 0) else way(asked)
-        plan = build_plan(problem, policy, [s for s in (fence_in(problem, spill) for spill in spills) if s is not None])
+        spills = bare_spills(asked) if floor > (asked.budgets.device_bytes or 0) else way(asked)
+        fenced = [s for s in (fence_in(problem, spill) for spill in spills) if s is not None]
+        plan = build_plan(problem, policy, fenced, floor)
         over_device = max(0, plan.forecast.peak_bytes - limit)
         over_host = max(0, plan.forecast.host_bytes - host_bytes) if problem.budgets.disk_bytes else 0
         if not over_device and not over_host:
@@ -225,10 +227,10 @@ def _ask(problem: Problem, policy: str, way: Policy) -> Plan:
             host_bytes=max(0, asked.budgets.host_bytes - over_host),
         )
         asked = replace(asked, budgets=less)
-    return build_plan(problem, policy, bare_spills(problem)) if over_device else plan
+    return build_plan(problem, policy, bare_spills(problem), floor) if over_device else plan
 
 
-def _settle_tiers(problem: Problem, plan: Plan) -> Plan:
+def _settle_tiers(problem: Problem, plan: Plan, floor: int) -> Plan:
     """Return `plan` with its trips shared out between host memory and disk anew, if host memory is short.
 
     One staging buffer for the largest trip is set aside first; then the shortest trips stay in host memory, as long as
@@ -244,7 +246,7 @@ def _settle_tiers(problem: Problem, plan: Plan) -> Plan:
         stays = replace(spill, tier=Tier.HOST)
         fits = total_bytes(pool_classes([*settled, stays], Tier.HOST)) <= room_bytes
         settled.append(stays if fits else replace(spill, tier=Tier.NVME))
-    return build_plan(problem, plan.policy, settled)
+    return build_plan(problem, plan.policy, settled, floor)
 
 
 def floor_bytes(problem: Problem) -> int:
@@ -259,8 +261,11 @@ def floor_bytes(problem: Problem) -> int:
     return int(live_bytes(problem, bare_spills(problem)).max(initial=problem.outside_bytes))
 
 
-def build_plan(problem: Problem, policy: str, spills: Sequence[Spill]) -> Plan:
-    """Return the plan that these trips make: their buffers, and what the simulator forecasts of them."""
+def build_plan(problem: Problem, policy: str, spills: Sequence[Spill], floor: int | None = None) -> Plan:
+    """Return the plan that these trips make: their buffers, and what the simulator forecasts of them.
+
+    `floor` is `floor_bytes(problem)`, if the caller knows it: it takes as long to find as all the rest.
+    """
     ordered = tuple(sorted(spills, key=lambda s: (s.offload, s.gone, s.back, s.name)))
     pool = pool_classes(ordered, Tier.HOST)
     staging = staging_classes(ordered, problem.budgets.host_bytes - total_bytes(pool))
@@ -269,7 +274,7 @@ def build_plan(problem: Problem, policy: str, spills: Sequence[Spill]) -> Plan:
     forecast = Forecast(
         peak_bytes=int(live.max(initial=problem.outside_bytes)),
         peak_step=Step(int(live.argmax()) if live.size else 0),
-        floor_bytes=floor_bytes(problem),
+        floor_bytes=floor_bytes(problem) if floor is None else floor,
         host_bytes=total_bytes(pool) + total_bytes(staging),
         disk_bytes=total_bytes(pool_classes(ordered, Tier.NVME)),
         ideal_ns=replay.ideal_ns - problem.recompute_ns,
