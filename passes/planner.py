@@ -22,6 +22,7 @@ from tencache_fx.plan import (
     Spill,
     Step,
     Tier,
+    Way,
     bare_spills,
     fence_in,
     held_at,
@@ -73,7 +74,8 @@ def make_plan(
     Where parameters have a home elsewhere, the fastest of several: their copies in begin earlier or later, by `leads`,
     and, for the best of these, shares of them stay on the device, by themselves or with their gradients and state; the
     latter beside as many that stay by themselves as are best without state, and beside none. Of those within half a
-    percent of the fastest, the one that copies least: that leaves host memory to others. It is for
+    percent of the fastest, the one that copies least: that leaves host memory to others. Its parameters come as early
+    as costs no more than that. It is for
     `keep_resident(problem, plan.resident, plan.updated_here)`.
 
     Raises `OptionError` for an unknown policy, and `BudgetError`, before anything has run, when the region's floor is
@@ -142,11 +144,15 @@ def _try_moves(
 def _with_time_to_spare(
     problem: Problem, policy: str, best: _Way, plans: Mapping[_Way, tuple[Problem, Plan]], leads: Sequence[float]
 ) -> Plan:
-    """Return the plan of `best` with the largest of `leads` that makes no cost of it larger by half a percent.
+    """Return the plan of `best` with the largest of `leads` that costs no more than half a percent.
 
-    Updates that stream through the device take the link in bursts: what begins with no time to spare is then late.
+    Others use the links in bursts, as updates that stream through the device: what begins with no time to spare is
+    then late. Half a percent is of the fastest step, and of the time on the device and the bytes copied of `best`.
     """
-    enough = [_enough(cost) for cost in _costs(*plans[best])]
+    if not any(spill.way is Way.IN for spill in plans[best][1].spills):
+        return plans[best][1]
+    costs = _costs(*plans[best])._replace(step_ns=min(_costs(*each).step_ns for each in plans.values()))
+    enough = [_enough(cost) for cost in costs]
     for lead in sorted((lead for lead in leads if lead > best.lead), reverse=True):
         for early in _try_moves(problem, policy, [best._replace(lead=lead)])[0].values():
             if all(cost <= most for cost, most in zip(_costs(*early), enough, strict=True)):

@@ -5,6 +5,7 @@ precision for the device; the filesystem for a disk.
 """
 
 import dataclasses
+import itertools
 import logging
 import platform
 import re
@@ -30,8 +31,8 @@ log = logging.getLogger("tencache_fx")
 _MiB = 1 << 20
 _LINK_BYTES = 64 * _MiB
 _HOST_BYTES = 512 * _MiB  # more than any cache holds
-_HOST_TIMES = 3  # of a third of a second each
-_BESIDE_BYTES, _BESIDE_TIMES = 120 * _MiB, 80  # copies that keep the links busy for as long
+_HOST_TIMES = 3
+_BESIDE_TIMES = 150  # copies that keep the links busy for a fifth of a second and more
 _CPU_RUNS_S = 0.2  # one kernel on a CPU is timed for so long: some have no fast product of bfloat16
 _SMALL_BYTES = _MiB  # a copy so small shows what it costs beyond its bytes
 _ATTAINABLE = (9, 10)  # of the rate of one large kernel or copy, what a graph of many gets
@@ -95,8 +96,9 @@ def links(device: torch.device, spill_dirs: Sequence[Path], *, calibrate: bool, 
 
     They are nine tenths of what large copies reach while nothing else goes on: beside kernels copies slow down.
 
-    Measuring takes under a second and 128 MiB of each memory for the device, and at most two seconds and 256 MiB for
-    each disk; afterwards the cache answers, unless `renew`. With `calibrate` false the fixed rates are returned.
+    Measuring takes about two seconds, 128 MiB of the device's memory and 640 of the host's, and for each disk at most
+    two seconds and 256 MiB; afterwards the cache answers, unless `renew`. With `calibrate` false the fixed rates are
+    returned.
 
     Raises `StoreError` when a spill directory cannot be written or read.
     """
@@ -204,19 +206,22 @@ def _host_rate(device: torch.device) -> int:
     Updates in place run beside copies both ways, and the best of a few times counts. Half of what the links carry
     counts: updates that are streamed through the device have only what other copies leave, and come in bursts.
     """
-    state = torch.ones(_HOST_BYTES // 4)
-    pairs = _copy_pairs(device, ("out", "in"), _BESIDE_BYTES, pinned=True)
+    state = torch.ones(_HOST_BYTES // 4, dtype=torch.float32, device="cpu")
+    pieces = state.split(len(state) // 32)  # so small that none runs on for long when the copies are done
+    pairs = _copy_pairs(device, ("out", "in"), _LINK_BYTES, pinned=True)
 
     def measure() -> int:
         updated_bytes_per_s = 0
 
         def update(done: Callable[[], bool]) -> None:
             nonlocal updated_bytes_per_s
-            start_ns, updates = time.perf_counter_ns(), 0
-            while not done():
-                state.add_(1)  # in place: reads and writes as much
-                updates += 1
-            updated_bytes_per_s = per_second(2 * updates * state.nbytes, (time.perf_counter_ns() - start_ns) / 1e9)
+            start_ns, nbytes = time.perf_counter_ns(), 0
+            for piece in itertools.cycle(pieces):
+                if done():
+                    break
+                piece.add_(1)  # in place: reads and writes as much
+                nbytes += 2 * piece.nbytes
+            updated_bytes_per_s = per_second(nbytes, (time.perf_counter_ns() - start_ns) / 1e9)
 
         copied_bytes_per_s = _cuda_copy_rates(device, pairs, times=_BESIDE_TIMES, meanwhile=update)
         return updated_bytes_per_s + sum(copied_bytes_per_s) // 2
@@ -238,7 +243,7 @@ _CopyPair = tuple[torch.Tensor, torch.Tensor]  # destination, source
 def _copy_pairs(device: torch.device, ways: Sequence[str], nbytes: int, *, pinned: bool) -> list[_CopyPair]:
     pairs = []
     for way in ways:
-        host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned and device.type == "cuda")
+        host = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned and device.type == "cuda")
         own = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         pairs.append((host, own) if way == "out" else (own, host))
     return pairs
@@ -266,9 +271,11 @@ def _cuda_copy_rates(
                 destination.copy_(source, non_blocking=True)
             stop.record(stream)
         lanes.append((start, stop))
-    if meanwhile is not None:
-        meanwhile(lambda: any(stop.query() for _, stop in lanes))
-    torch.cuda.synchronize(device)
+    try:
+        if meanwhile is not None:
+            meanwhile(lambda: any(stop.query() for _, stop in lanes))
+    finally:  # the pairs' memory is written until then
+        torch.cuda.synchronize(device)
     nbytes = times * pairs[0][0].nbytes
     return [per_second(nbytes, start.elapsed_time(stop) / 1e3) for start, stop in lanes]
 

@@ -1,7 +1,8 @@
+import itertools
 import json
 import logging
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,25 +58,22 @@ def test_measured_links_are_plausible_kept_and_logged_once(cache_folder, spill, 
 
 
 def test_the_rate_of_host_memory_is_that_of_updates_and_half_of_what_copies_carry(monkeypatch):
-    seen = []
+    """By a clock that goes on by a microsecond each time somebody looks at it, and copies that take 100 updates."""
+    clock, measured = itertools.count(step=1000), []
 
     def copy(device, pairs, *, times, meanwhile):
-        asked = []
-
-        def done():
-            asked.append(time.perf_counter_ns())
-            return len(asked) > 5
-
-        meanwhile(done)
-        assert len(asked) == 6, "updates go on until the copies are done"
-        seen.append(5 * 2 * 4096 * 10**9 // (asked[-1] - asked[0]))
-        return [300, 101]
+        asked = itertools.count()
+        meanwhile(lambda: next(asked) == 100)
+        assert next(asked) == 101, "updates end with the copies"
+        measured.append([[30_000, 10_000], [70_000, 50_000], [1, 1]][len(measured) % 3])
+        return measured[-1]
 
     monkeypatch.setattr(machine, "_cuda_copy_rates", copy)
-    monkeypatch.setattr(machine, "_HOST_BYTES", 4096)
-    monkeypatch.setattr(machine, "_BESIDE_BYTES", 4096)
-    assert machine._host_rate(CPU) == pytest.approx(max(seen) + 200, rel=0.5)
-    assert len(seen) > 1
+    monkeypatch.setattr(machine, "_HOST_BYTES", 32 * 128)
+    monkeypatch.setattr(machine, "_LINK_BYTES", 4096)
+    monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter_ns=lambda: next(clock)))
+    updated_bytes_per_s = 100 * 2 * 128 * 10**6
+    assert machine._host_rate(CPU) == updated_bytes_per_s + 60_000
 
 
 def test_two_directories_of_one_filesystem_are_one_disk(spill):

@@ -15,7 +15,8 @@ def needs(each: Family) -> Family:
     return each
 
 
-def check(row: Row) -> None:
+def check(row: Row, *, promise: float = 0.75, noise: float = 0.02) -> None:
+    """Check a row; of what the plan promises to save, `promise` must be, but for `noise` in what is held without."""
     assert not row.differences
     assert row.ours.graph_breaks == row.theirs.graph_breaks
     assert row.ours.graphs == row.theirs.graphs
@@ -26,7 +27,7 @@ def check(row: Row) -> None:
     assert max(record.plan.forecast.peak_bytes for record in row.ours.regions) <= row.budget_bytes
     # As much less is held as the plan says: what kernels take for themselves is there with and without it.
     promised = max(peak_of(record.problem) for record in row.free.regions) - row.budget_bytes
-    assert row.theirs.peak_bytes - row.ours.peak_bytes >= promised * 2 // 3 - row.theirs.peak_bytes // 20
+    assert row.theirs.peak_bytes - row.ours.peak_bytes >= promise * promised - noise * row.theirs.peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_training_is_bitwise_equal_on_the_same_graphs(name: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", [each.name for each in FAMILIES])
 def test_training_on_a_gpu_is_equal_within_rounding(name: str) -> None:
-    check(make_row(needs(family(name)), EAGER, device=torch.device("cuda")))
+    check(make_row(needs(family(name)), EAGER, device=torch.device("cuda")), promise=0.67, noise=0.05)
 
 
 @pytest.mark.slow
