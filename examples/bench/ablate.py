@@ -78,9 +78,10 @@ def choose(kind: type[_Search] | None, problem: Problem) -> tuple[frozenset[str]
 
 def makespan_ns(problem: Problem, ways: Sequence[Policy]) -> int | None:
     """Return the time of the fastest plan, as `make_plan` finds it with these ways; None if none fits."""
-    if floor_bytes(problem) > (problem.budgets.device_bytes or 0):
+    floor = floor_bytes(problem)
+    if floor > (problem.budgets.device_bytes or 0):
         return None
-    plans = [_settle_tiers(problem, _ask(problem, "joint", way)) for way in ways]
+    plans = [_settle_tiers(problem, _ask(problem, "joint", way, floor), floor) for way in ways]
     return min((plan.forecast.makespan_ns for plan in plans if not _over_tiers(problem, plan)), default=None)
 
 
