@@ -75,8 +75,7 @@ def make_plan(
     and, for the best of these, shares of them stay on the device, by themselves or with their gradients and state; the
     latter beside as many that stay by themselves as are best without state, and beside none. Of those within half a
     percent of the fastest, the one that copies least: that leaves host memory to others. Its parameters come as early
-    as costs no more than that. It is for
-    `keep_resident(problem, plan.resident, plan.updated_here)`.
+    as costs no more than that. It is for `keep_resident(problem, plan.resident, plan.updated_here)`.
 
     Raises `OptionError` for an unknown policy, and `BudgetError`, before anything has run, when the region's floor is
     over the device budget, or the trips need more host memory or disk than there is.
