@@ -289,7 +289,8 @@ def find_carrier(members: Iterable[fx.Node], graph: fx.Graph | None = None) -> f
     """Return the first member (of `graph`) that spans its whole storage densely: its copy carries every member.
 
     None if there is none (the storage then stays), or if a member reads the bytes as another dtype, which cannot be
-    rebuilt from the carrier by strides alone. A node that returns several tensors is represented by its `getitem`s.
+    rebuilt from the carrier. One that is to be conjugated or negated by whoever reads it carries nothing: its bytes do
+    not say so. A node that returns several tensors is represented by its `getitem`s.
     """
     single = [node for node in members if isinstance(node.meta["val"], torch.Tensor)]
     if len({node.meta["val"].dtype for node in single}) != 1:
@@ -308,6 +309,8 @@ def _geometry(node: fx.Node) -> Iterator[int | torch.SymInt]:
 
 
 def _spans_storage(tensor: torch.Tensor) -> bool:
+    if tensor.is_conj() or tensor.is_neg():
+        return False
     whole = tensor.numel() * tensor.element_size()
     if byte_hint(whole) != byte_hint(tensor.untyped_storage().nbytes()) or byte_hint(tensor.storage_offset()) != 0:
         return False

@@ -184,6 +184,7 @@ def _write_departures(
             continue
         value, parameter = gradient.meta["val"], inputs[index].meta["val"]
         dense = bool(torch.ops.aten.is_non_overlapping_and_dense(value)) and value.storage_offset() == 0
+        dense = dense and not value.is_conj() and not value.is_neg()  # what is to be done to its bytes yet
         # Autograd would copy one that is laid out in another way, on the device.
         if not dense or value.stride() != parameter.stride() or value.dtype != parameter.dtype:
             continue

@@ -18,6 +18,7 @@ inside one graph is the same, with no handle handed over.
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -257,20 +258,21 @@ def _needed(reader: fx.Node, stale: set[fx.Node]) -> list[fx.Node]:
 
 def _rebuild(gaps: Gaps, trip: _Trip, member: fx.Node, whole: fx.Node, symbols: SymbolSource) -> fx.Node:
     """Return `member` as a view of the carrier that came back: itself, if it is the carrier."""
-    value = member.meta["val"]
-    base = whole.meta["val"]
+    value, base, view = member.meta["val"], whole.meta["val"], whole
+
+    def write(target: torch._ops.OpOverload, *args: Any) -> fx.Node:
+        return gaps.write(trip.target, trip.spill.back, lambda: trip.target.call_function(target, args))
+
     geometry = (tuple(value.shape), tuple(value.stride()), value.storage_offset())
-    if geometry == (tuple(base.shape), tuple(base.stride()), base.storage_offset()):
-        return whole
-    graph = trip.target
-
-    def make() -> fx.Node:
-        return graph.call_function(torch.ops.aten.as_strided.default, (whole, [], [], 0))
-
-    view = gaps.write(graph, trip.spill.back, make)
-    (offset,) = symbols.write(view, (value.storage_offset(),))
-    view.args = (whole, symbols.write(view, value.shape), symbols.write(view, value.stride()), offset)
-    _refresh(view, trip)
+    if geometry != (tuple(base.shape), tuple(base.stride()), base.storage_offset()):
+        view = write(torch.ops.aten.as_strided.default, whole, [], [], 0)
+        (offset,) = symbols.write(view, (value.storage_offset(),))
+        view.args = (whole, symbols.write(view, value.shape), symbols.write(view, value.stride()), offset)
+        _refresh(view, trip)
+    for is_so, lazily in ((value.is_conj(), torch.ops.aten._conj), (value.is_neg(), torch.ops.aten._neg_view)):
+        if is_so:
+            view = write(lazily.default, view)
+            _refresh(view, trip)
     return view
 
 

@@ -39,7 +39,15 @@ def deep(x: Tensor, w: Tensor) -> Tensor:
     return x
 
 
-PROGRAMS = {f.__name__: (f, (64, 96), (96, 96)) for f in (views_of_one_product, deep)}
+def conjugates(x: Tensor, w: Tensor) -> Tensor:
+    z, v = torch.complex(x, x.sin()), torch.complex(w, w.cos())
+    for _ in range(3):
+        z = (z @ v).conj()
+        z = z * z.abs().sigmoid()
+    return z.real * torch.tanh(z.conj().imag)
+
+
+PROGRAMS = {f.__name__: (f, (64, 96), (96, 96)) for f in (views_of_one_product, deep, conjugates)}
 
 
 def run(capture: Capture, inputs: list[Tensor], num_outputs: int) -> list[Tensor]:

@@ -163,6 +163,15 @@ def test_a_wrong_fake(written: Written) -> None:
         written.check()
 
 
+def test_a_lazy_conjugate_leaves(written: Written) -> None:
+    source = written.op(OFFLOAD).args[0]
+    assert isinstance(source, fx.Node)
+    with source.meta["val"].fake_mode:
+        source.meta["val"] = torch.view_as_complex(source.meta["val"].unflatten(1, (-1, 2))).conj()
+    with breaks("geometry"):
+        written.check()
+
+
 def test_hand_over_is_reordered(written: Written) -> None:
     first, second = written.op(OFFLOAD, 0), written.op(OFFLOAD, 1)
     (output,) = first.graph.find_nodes(op="output")
