@@ -14,13 +14,15 @@ from torch import fx
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from tencache_fx.capture import Capture, byte_hint, output_args, placeholders, tensors_of
+from tencache_fx.capture import Capture, byte_hint, is_lazy, output_args, placeholders, tensors_of
 from tencache_fx.ops import ARRIVE, DEPART
 from tencache_fx.passes.fusion import Registers
 from tencache_fx.passes.model_state import is_away
 from tencache_fx.passes.products import fused_product
 from tencache_fx.passes.symbols import SymbolSource, symbol_source
 from tencache_fx.plan import Kind, Step, Storage, round_up
+
+_NO_BYTES = torch.ops.aten._efficientzerotensor.default  # of forward-mode derivatives; its fake is an ordinary tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,11 +291,11 @@ def find_carrier(members: Iterable[fx.Node], graph: fx.Graph | None = None) -> f
     """Return the first member (of `graph`) that spans its whole storage densely: its copy carries every member.
 
     None if there is none (the storage then stays), or if a member reads the bytes as another dtype, which cannot be
-    rebuilt from the carrier. One that is to be conjugated or negated by whoever reads it carries nothing: its bytes do
-    not say so. A node that returns several tensors is represented by its `getitem`s.
+    rebuilt from the carrier. One whose bytes do not say it all carries nothing (`is_lazy`). A node that returns several
+    tensors is represented by its `getitem`s.
     """
     single = [node for node in members if isinstance(node.meta["val"], torch.Tensor)]
-    if len({node.meta["val"].dtype for node in single}) != 1:
+    if len({node.meta["val"].dtype for node in single}) != 1 or any(node.target is _NO_BYTES for node in single):
         return None
     return next((n for n in single if (graph is None or n.graph is graph) and _spans_storage(n.meta["val"])), None)
 
@@ -309,7 +311,7 @@ def _geometry(node: fx.Node) -> Iterator[int | torch.SymInt]:
 
 
 def _spans_storage(tensor: torch.Tensor) -> bool:
-    if tensor.is_conj() or tensor.is_neg():
+    if is_lazy(tensor):
         return False
     whole = tensor.numel() * tensor.element_size()
     if byte_hint(whole) != byte_hint(tensor.untyped_storage().nbytes()) or byte_hint(tensor.storage_offset()) != 0:

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from tencache_fx.capture import Capture, output_args, placeholders, storage_of, tensors_of
+from tencache_fx.capture import Capture, is_lazy, output_args, placeholders, storage_of, tensors_of
 from tencache_fx.ops import ARRIVE, DEPART, key_tensor
 from tencache_fx.passes.fusion import is_view, readers_of
 
@@ -120,9 +120,21 @@ def _may_leave(parameter: fx.Node, capture: Capture) -> bool:
             schema = getattr(user.target, "_schema", None)
             if schema is not None and schema.is_mutable and any(view is each for each in _written(user)):
                 return False
+    if parameter.meta.get("desc") in _written_back(capture.forward):
+        return False
     value = parameter.meta["val"]
     handed_out = output_args(capture.forward)[: capture.num_outputs]
     return parameter not in handed_out and bool(torch.ops.aten.is_non_overlapping_and_dense(value))
+
+
+def _written_back(forward: fx.Graph) -> list[object]:
+    """Return the descriptions of inputs that AOTAutograd writes to behind the graph, which returns their new values.
+
+    torch: `_functorch/_aot_autograd/descriptors.py: InputMutationAOTOutput`.
+    """
+    (output,) = forward.find_nodes(op="output")
+    written = (getattr(each, "mutated_input", None) for each in output.meta.get("desc", ()))
+    return [each for each in written if each is not None]
 
 
 def _views(node: fx.Node) -> list[fx.Node]:
@@ -184,7 +196,7 @@ def _write_departures(
             continue
         value, parameter = gradient.meta["val"], inputs[index].meta["val"]
         dense = bool(torch.ops.aten.is_non_overlapping_and_dense(value)) and value.storage_offset() == 0
-        dense = dense and not value.is_conj() and not value.is_neg()  # what is to be done to its bytes yet
+        dense = dense and not is_lazy(value)
         # Autograd would copy one that is laid out in another way, on the device.
         if not dense or value.stride() != parameter.stride() or value.dtype != parameter.dtype:
             continue

@@ -130,7 +130,7 @@ def _check_geometry(name: str, ops: _Ops) -> None:
     assert isinstance(source, fx.Node)
     want, got = source.meta["val"], wait.meta["val"]
     if want.is_conj() or want.is_neg():
-        raise InvariantError(f"geometry: {name} leaves as a lazy conjugate or negative, which its bytes do not tell.")
+        raise InvariantError(f"geometry: {name} leaves as a lazy conjugate or negative: its bytes do not say so.")
     for what, left, right in (
         ("size", want.shape, got.shape),
         ("stride", want.stride(), got.stride()),

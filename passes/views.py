@@ -2,7 +2,9 @@
 
 AOTAutograd merges equal nodes (torch: `_functorch/compile_utils.py: fx_graph_cse`): the readers of the one that goes
 are given the other, but views among them keep a fake that aliases the lost one's storage. Lives that are measured by
-fake storage would then end too early. Here such views get fakes anew, in order, in both graphs.
+fake storage would then end too early. Here such views get fakes anew, in order, in both graphs. What draws random
+numbers anew in the backward has no fakes at all (torch: `_functorch/partitioners.py: functionalize_rng_ops`), and gets
+some.
 """
 
 import operator
@@ -15,13 +17,18 @@ from tencache_fx.capture import Capture, placeholders, tensors_of
 
 
 def mend_views(capture: Capture) -> None:
-    """Replace, in place, the fakes of views that do not alias what they view. O(nodes + arguments)."""
+    """Replace, in place, the fakes of views that do not alias what they view, and add those that are missing.
+
+    O(nodes + arguments).
+    """
     mended: dict[str, object] = {}
     for graph in capture.graphs:
         for node in placeholders(graph):
             if graph is not capture.forward and node.name in mended:
                 node.meta["val"] = mended[node.name]
         for node in graph.nodes:
+            if node.target is torch.ops.higher_order.run_with_rng_state and "val" not in node.meta:
+                _add(node)
             if makes_views(node) and not _aliases(node):
                 _refresh(node)
                 mended[node.name] = node.meta["val"]
@@ -49,6 +56,14 @@ def _aliases(node: fx.Node) -> bool:
         if tensor.layout is torch.strided
     }
     return made <= given
+
+
+def _add(drawing: fx.Node) -> None:
+    draw: Any = drawing.args[1]  # behind the state to draw by
+    args, kwargs = fx.map_arg((drawing.args[2:], drawing.kwargs), lambda argument: argument.meta["val"])
+    fake: Any = next(tensor for given in placeholders(drawing.graph) for tensor in tensors_of(given))
+    with fake.fake_mode:
+        drawing.meta["val"] = draw(*args, **kwargs)
 
 
 def _refresh(node: fx.Node) -> None:

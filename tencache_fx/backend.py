@@ -41,7 +41,7 @@ from tencache_fx.phases import PhaseClock
 from tencache_fx.plan import Plan, Way
 from tencache_fx.register import REGIONS
 from tencache_fx.runtime import kernels as _kernels  # noqa: F401  (registers the ops' kernels)
-from tencache_fx.runtime.homes import Home
+from tencache_fx.runtime.home import Home
 from tencache_fx.runtime.registry import find_homes, open_update_room, usage
 from tencache_fx.sizes import Footprint, Sizes, at_hints
 from tencache_fx.surroundings import Surroundings

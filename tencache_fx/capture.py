@@ -83,6 +83,11 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage() if tensor.layout is torch.strided else None
 
 
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor's bytes are not its values: it is yet to be conjugated or negated."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
 def byte_hint(size: int | torch.SymInt) -> int:
     """Return a size, a symbolic one at the value seen while tracing, or if only a run knows it, the most it can be.
 

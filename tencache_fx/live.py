@@ -22,7 +22,7 @@ from tencache_fx.phases import CallTimes, PhaseClock
 from tencache_fx.plan import Plan, Problem
 from tencache_fx.register import REGIONS
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.homes import Home
+from tencache_fx.runtime.home import Home
 from tencache_fx.runtime.registry import find_homes, follow, open_engine
 from tencache_fx.sizes import Footprint, SizeFormulas, Sizes
 from tencache_fx.tables import format_ns
@@ -103,7 +103,12 @@ class LiveRegion(ABC):
         if self.record is not planned:
             self._arrange()
         assert self._compiled is not None
+        staying = [home for index, home in homes.items() if self._home_names[index] in self._staying]
+        versions = [home.parameter._version for home in staying]
         results = self._compiled(*args)
+        for home, version in zip(staying, versions, strict=True):
+            if home.parameter._version != version:  # the region writes to it
+                home.take()
         if homes and torch.is_grad_enabled():
             follow(self.device, results, {self._home_names[index]: home for index, home in homes.items()})
         return results

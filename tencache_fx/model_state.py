@@ -16,19 +16,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from tencache_fx import compat
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.options import Options
 from tencache_fx.runtime.engine import Engine, resolve_device
-from tencache_fx.runtime.homes import Home
+from tencache_fx.runtime.home import Home
 from tencache_fx.runtime.registry import find_engine, open_engine
 
 LEAST_BYTES = 64 << 10
 """Smaller parameters stay on the device: their copies would cost more in time than they save in memory."""
 
 _FEW = 32  # one part in so many: with gradients, and masters and moments in fp32, that is up to eight times as much
+
+_READ_THEIR_CHILDRENS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # parameters, without calling these
 
 _BAR_DELAY_S = 1.0  # what is done sooner needs no progress bar
 
@@ -63,7 +66,7 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
                 bar.update(_move(engine, parameter, full_name, target, adapts=adapts))
             for key, buffer in module.named_buffers(recurse=False):
                 module._buffers[key] = buffer.to(target)
-            if any(engine.homes.find(parameter) for _, parameter in own):
+            if _homes_read_by(module):
                 watch(module)
     guard(model)
     return model
@@ -73,14 +76,17 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
 def summon(model: nn.Module, *, write: bool = True) -> Iterator[nn.Module]:
     """Have all parameters of `model` on the device meanwhile, to read and to change; all at once, so budget or not.
 
-    With `write=False` changes are dropped. Raises `UsageError` when none has a home.
+    With `write=False` changes are dropped. What is given to a parameter's `data` is taken over as any other change, by
+    a copy. Of parameters that are summoned already, whoever did so first decides what becomes of changes. Raises
+    `UsageError` when none has a home.
     """
     homes = [home for parameter in model.parameters() if (home := find_home(parameter)) is not None]
     if not homes:
         raise UsageError("no parameter of this model has a home; call tencache_fx.offload(model) first.")
     with contextlib.ExitStack() as undo:
         for home in homes:
-            undo.enter_context(_summoned(home, write=write))
+            if not home.summoned:
+                undo.enter_context(_summoned(home, write=write))
         yield model
 
 
@@ -90,20 +96,36 @@ def _summoned(home: Home, *, write: bool) -> Iterator[None]:
     home.settle()
     home.come_home()  # so that what is done to it here can be dropped
     brought, home.summoned = home.bring(), True
+    own = home.parameter.detach()
     if torch.is_grad_enabled():
         home.expect(_ALONE)
     try:
         yield
     finally:
         home.summoned = False
-        try:
-            if write:
-                home.take()
-        finally:
-            if brought:
-                home.put_away()
-            if not write and home.on_device:
-                home.refresh()
+        given = home.take_back(own)
+        if write and given is not None and (given.size(), given.dtype) != (own.size(), own.dtype):
+            _move_in_anew(home, given)
+        else:
+            try:
+                if write:
+                    if given is not None:
+                        own.copy_(given)
+                    home.take()
+            finally:
+                if brought:
+                    home.put_away()
+                if not write and home.on_device:
+                    home.refresh()
+
+
+def _move_in_anew(home: Home, given: Tensor) -> None:
+    """Give a parameter that has another size or dtype now another home, if it wants one."""
+    parameter, engine = home.parameter, engine_of(home.layout.device)
+    home.forget()
+    parameter.data = given
+    if wants_home(parameter, home.name, adapts=False):
+        engine.homes.settle_in(parameter, home.name, engine.device)
 
 
 def find_home(parameter: Tensor) -> Home | None:
@@ -275,27 +297,52 @@ def _own_homes(module: nn.Module) -> dict[str, Home]:
     return {name: home for name, home in found if home is not None}
 
 
+def _homes_read_by(module: nn.Module) -> list[Home]:
+    """Return the homes of the parameters that a module reads itself: its own, and for some those of its children."""
+    found = map(find_home, module.parameters(recurse=isinstance(module, _READ_THEIR_CHILDRENS)))
+    return [home for home in found if home is not None]
+
+
+class _Bring:
+    """Has a module's parameters on the device when its backward begins: an optimizer's step may have come between."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._parameters = parameters
+
+    def __call__(self, *_: object) -> None:
+        for parameter in self._parameters:
+            if (home := find_home(parameter)) is not None:
+                home.bring()
+
+
 @compat.run_as_is
 def _before_forward(module: Any, args: Any) -> None:
     if torch.compiler.is_compiling():  # the compiled region fetches what it reads
         return
-    own = list(_own_homes(module).values())
+    homes = _homes_read_by(module)
     if torch.is_grad_enabled():
-        for home in own:
+        for home in homes:
             home.expect(_ALONE)
-    brought = [home for home in own if home.bring()]
+    brought = {home for home in homes if home.bring()}
     for home in brought:
         engine_of(home.layout.device).stats.add(h2d_bytes=home.nbytes)
-    module._tencache_brought.append(brought)
+    module._tencache_brought.append([(home, home.parameter._version, home in brought) for home in homes])
 
 
 @compat.run_as_is
 def _after_forward(module: Any, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling() or not module._tencache_brought:
         return
-    for home in module._tencache_brought.pop():
-        if not torch.is_grad_enabled():  # else a backward may follow: until the optimizer's step
+    read = module._tencache_brought.pop()
+    for home, version, brought in read:
+        if home.parameter._version != version:  # a forward may change its own, as one of Embedding with max_norm does
+            home.take()
+        if brought and not torch.is_grad_enabled():  # else a backward may follow: until the optimizer's step
             home.put_away()
+    if torch.is_grad_enabled():
+        nodes = {each.grad_fn for each in tree_leaves(output) if isinstance(each, Tensor)}
+        for node in (each for each in nodes if each is not None):
+            node.register_prehook(_Bring([home.parameter for home, *_ in read]))
 
 
 def _into_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

@@ -6,8 +6,7 @@ with kernels of its own, and casts apart from them). Of a parameter with a home 
 there already, and the update runs by itself: `step` returns at once, and the next reader waits for that update only.
 """
 
-import weakref
-from collections import defaultdict
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -21,9 +20,9 @@ from torch.optim.optimizer import ParamsT
 from tencache_fx import compat
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.model_state import engine_of, find_home
-from tencache_fx.optim_checks import check_group, find_misfit
-from tencache_fx.optim_places import Places, hold_state, is_in, on_cpu, saved_of, shown_of
-from tencache_fx.optim_rules import MASTER, Step, find_rule
+from tencache_fx.optim_checks import check_group
+from tencache_fx.optim_kept import KeptState
+from tencache_fx.optim_rules import find_rule
 from tencache_fx.optim_updates import (
     HomeUpdate,
     PieceUpdate,
@@ -35,19 +34,19 @@ from tencache_fx.optim_updates import (
     lease_of,
     read_later,
     run_piece,
+    unhook,
     update_here,
     weakly,
 )
 from tencache_fx.plan import Tier
-from tencache_fx.runtime.disk_states import DiskState
 from tencache_fx.runtime.gradients import HomeGradient, Lease
-from tencache_fx.runtime.homes import Home
+from tencache_fx.runtime.home import Home
 from tencache_fx.runtime.rounds import PIECE_BYTES, Piece, work_at_home
 from tencache_fx.runtime.states import State
 from tencache_fx.runtime.streams import Event
 
 
-class HomeOptimizer(torch.optim.Optimizer):
+class HomeOptimizer(KeptState):
     """Any torch optimizer class that updates each element by itself, with an fp32 master weight, all state at home.
 
         HomeOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -70,6 +69,8 @@ class HomeOptimizer(torch.optim.Optimizer):
 
     updates_at_home = True
 
+    _in_backward = False  # nor does a copy
+
     def __init__(
         self,
         params: ParamsT,
@@ -79,30 +80,9 @@ class HomeOptimizer(torch.optim.Optimizer):
         state_dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> None:
-        self._written: dict[Tensor, Tensor] = {}  # each weight as the last step left it
-        self._states: dict[Tensor, State | DiskState] = {}  # where what `state` has of each parameter is kept
-        self._places = Places()
-        self._versions: dict[Tensor, tuple[weakref.ref[Home], int]] = {}  # of each home, as the last step left it
-        self._group_of: dict[Tensor, dict[str, Any]] = {}  # as far as it has been asked for
-        self._urgency: dict[Tensor, int] = {}  # by the order in which the next forward will read, as far as is known
         self._in_backward = step_in_backward
-        self._rule, defaults = find_rule(optimizer_class, state_dtype, options)
-        super().__init__(params, defaults)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied and pickled: what is on disk, too."""
-        self._settle()
-        packed: dict[str, Any] = super().__getstate__()
-        on_disk = {p: held.read() for p, held in self._states.items() if isinstance(held, DiskState)}
-        state = {p: {**kept, **on_disk.get(p, {})} for p, kept in self.state.items()}
-        return {**packed, "state": defaultdict(dict, state), "_rule": self._rule}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._written, self._versions, self._states, self._in_backward = {}, {}, {}, False
-        self._places, self._urgency, self._group_of = Places(), {}, {}
-        for group in self.param_groups:
-            self._place(group)
+        rule, defaults = find_rule(optimizer_class, state_dtype, options)
+        super().__init__(params, rule, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for torch; raises `OptionError` when its options or its parameters cannot be used."""
@@ -114,15 +94,15 @@ class HomeOptimizer(torch.optim.Optimizer):
         except OptionError:
             self.param_groups.pop()
             raise
+        if taken_over := sum(map(unhook, group["params"])):
+            warnings.warn(
+                f"this optimizer takes over {taken_over} parameters: an earlier one with step_in_backward=True, which "
+                "is still alive, updates them no longer.",
+                stacklevel=2,
+            )
         for parameter in group["params"]:
             if self._in_backward and parameter.requires_grad:
                 hook(parameter, self._step_now)
-
-    def _place(self, group: dict[str, Any]) -> None:
-        """Take note of the parameters of a group, behind all others."""
-        for parameter in group["params"]:
-            self._urgency[parameter] = len(self._urgency)
-            self._places.add(parameter, self._rule.arrays(group, parameter.dim()))
 
     @overload
     def step(self, closure: None = ...) -> None: ...
@@ -172,6 +152,7 @@ class HomeOptimizer(torch.optim.Optimizer):
                 "state counts one step more; the next one may be updated in part, the others are as they were."
             )
             raise
+        self._group_of = {}
         return loss
 
     def _update_large(self, todo: Collection[Tensor], updated: list[Tensor]) -> None:
@@ -183,57 +164,12 @@ class HomeOptimizer(torch.optim.Optimizer):
             with compat.any_number_of_compilations():  # for dtypes, lengths of 1, numbers of threads, ...
                 work_at_home(engine_of(device), self._pieces(here, updated), count, run_piece, most_bytes)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, once the updates under way are done, as torch does.
-
-        What is on disk is copied to a file without a name there, which its tensors are mapped from.
-        """
-        self._settle()
-        packed: dict[str, Any] = super().state_dict()
-        parameters = (p for group in self.param_groups for p in group["params"])
-        indices = (index for group in packed["param_groups"] for index in group["params"])
-        for index, parameter in zip(indices, parameters, strict=True):
-            if isinstance(held := self._states.get(parameter), DiskState):
-                packed["state"][index] = {**packed["state"][index], **held.read()}
-        return packed
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the state of this class or of torch's own; a master weight that is missing is the weight.
-
-        Raises `OptionError` when it is that of other parameters, or was made with options that cannot be used, and
-        `ValueError` as torch does when the groups do not match.
-        """
-        self._settle()
-        for own, group in zip(self.param_groups, state_dict["param_groups"], strict=False):
-            for dim in {parameter.dim() for parameter in own["params"]}:
-                self._rule.arrays({**self.defaults, **group}, dim)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        pairs = dict(zip(indices, parameters, strict=False))
-        saved_of = {
-            pairs[k]: {name: value for name, value in saved.items() if value is not None}
-            for k, saved in state_dict["state"].items()
-            if k in pairs
-        }
-        for parameter, saved in saved_of.items():
-            if (misfit := find_misfit(parameter, saved, self._arrays(parameter))) is not None:
-                raise OptionError(f"the saved {misfit}; load the state of the same model.")
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self._states, self._group_of = {}, {}
-        for parameter, saved in saved_of.items():
-            self._keep(parameter, saved, self._places.of(parameter, None))
-        self._written, self._versions = {}, {}
-
-    def _settle(self) -> None:
-        """Block until no update is under way; raises what one raised."""
-        for parameter in self._urgency:
-            if (home := find_home(parameter)) is not None:
-                home.settle()
-
     @torch.no_grad()
     def _step_now(self, parameter: Tensor) -> None:
         """Update a parameter whose gradient has just come, if it has a home; where it left, that may have begun."""
         if (home := find_home(parameter)) is None or parameter.grad is None:  # another optimizer may have taken it
+            return
+        if not self._is_in_a_group(parameter):  # any more
             return
         home.update_now = weakly(self._step_early, parameter)
         home.end_parts()
@@ -255,6 +191,8 @@ class HomeOptimizer(torch.optim.Optimizer):
     def _step_early(self, parameter: Tensor, lease: Lease) -> None:
         """Update a parameter by a gradient that has just left, if nobody else wants it first."""
         if parameter.grad is not None or not is_hooked_once(parameter) or not accumulates(parameter):
+            return
+        if not self._is_in_a_group(parameter):
             return
         if (home := find_home(parameter)) is not None and not home.updated_here:
             self._begin(parameter, home, lease, None)
@@ -282,23 +220,6 @@ class HomeOptimizer(torch.optim.Optimizer):
         self._count(parameter, step.after)
         increment_version(parameter)
         engine_of(parameter.device).stats.add(updates=1, device_updates=1)
-
-    def _group(self, parameter: Tensor) -> dict[str, Any]:
-        if parameter not in self._group_of:
-            self._group_of = {p: group for group in self.param_groups for p in group["params"]}
-        return self._group_of[parameter]
-
-    def _next(self, parameter: Tensor) -> Step:
-        """Return the step that a parameter, whose state is ready, is to take."""
-        arrays = self._arrays(parameter)
-        scalars = {name: each for name, each in self.state[parameter].items() if name not in arrays}
-        return self._rule.step(self._group(parameter), parameter.dim(), scalars, self._states[parameter].made)
-
-    def _is_fresh(self, parameter: Tensor, home: Home) -> bool:
-        """Say whether the weight may have been set since its master was made; asked once for each update."""
-        reference, version = self._versions.get(parameter, (None, -1))
-        self._versions[parameter] = weakref.ref(home), home.version
-        return reference is None or reference() is not home or version != home.version
 
     def _begin(self, parameter: Tensor, home: Home, lease: Lease, readers: Event | None) -> None:
         """Have a parameter updated at home, by a gradient there; what reads it on the device is done by `readers`."""
@@ -350,51 +271,7 @@ class HomeOptimizer(torch.optim.Optimizer):
                 update = PieceUpdate(state=tuple(home[part] for home in homes), step=step, done=done)
                 yield Piece(sources=(gradient[part], weight[part]), target=weight[part], about=update)
 
-    def _count(self, parameter: Tensor, scalars: Mapping[str, Any]) -> None:
-        """Note that a parameter has been updated, and what the class then has of it."""
-        held = self._states[parameter]
-        held.made = frozenset(held.dtypes)
-        self.state[parameter].update(on_cpu(scalars), **shown_of(held))
-
     def _count_all(self, parameter: Tensor, scalars: Mapping[str, Any], updated: list[Tensor]) -> None:
         self._count(parameter, scalars)
         increment_version(parameter)
         updated.append(parameter)
-
-    def _arrays(self, parameter: Tensor) -> Mapping[str, torch.dtype]:
-        return self._rule.arrays(self._group(parameter), parameter.dim())
-
-    def _ready(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the parameter's state, made at its first step, in the order the parameter has in memory now."""
-        state: dict[str, Any] = self.state[parameter]
-        home, held = find_home(parameter), self._states.get(parameter)
-        place, arrays = self._places.of(parameter, held), self._arrays(parameter)
-        right = held is not None and held.layout == (parameter.size(), parameter.stride()) and held.place == place
-        if held is None or not right or not is_in(held, state) or held.dtypes != arrays:
-            if (misfit := find_misfit(parameter, state, arrays)) is not None:
-                raise UsageError(f"{misfit}; a parameter whose size has changed needs a new optimizer.")
-            state = self._keep(parameter, saved_of(held, state, arrays), place)
-        if home is not None:
-            home.state = weakref.ref(self._states[parameter])
-            home.place_state = weakly(self._ready, parameter)
-        if home is not None or place is Tier.DEVICE:
-            self._written.pop(parameter, None)  # the weight goes on without it
-            return state
-        written = self._written.get(parameter)
-        written = state[MASTER].to(parameter.dtype, copy=True) if written is None else dense_like(parameter, written)
-        self._written[parameter] = written
-        return state
-
-    def _keep(self, parameter: Tensor, saved: Mapping[str, Any], place: Tier) -> dict[str, Any]:
-        """Make a parameter's state of what was `saved` of it; a master that is missing is NaN until a step."""
-        arrays = self._arrays(parameter)
-        values = {**self._rule.initial(self._group(parameter), parameter.dim()), **saved}
-        held = hold_state(parameter, arrays, values, place)
-        held.made = frozenset(name for name in arrays if name in saved and name != MASTER)
-        self._places.add(parameter, arrays)
-        if MASTER not in saved:  # it is the weight's as it is now
-            self._versions.pop(parameter, None)
-            self._written.pop(parameter, None)
-        state = on_cpu({name: value for name, value in saved.items() if name not in arrays}) | shown_of(held)
-        self._states[parameter], self.state[parameter] = held, state
-        return state

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tencache_fx.model_state import engine_of
+from tencache_fx.model_state import engine_of, find_home
 from tencache_fx.optim_rules import Step
 from tencache_fx.runtime.disk_states import DiskState
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.gradients import HomeGradient, Lease
-from tencache_fx.runtime.homes import Home
+from tencache_fx.runtime.home import Home
 from tencache_fx.runtime.states import State
 from tencache_fx.runtime.stats import Stats
 from tencache_fx.runtime.updates import Begun, Room, Updates
@@ -192,12 +192,17 @@ class _Hook:
     Python's collector does not see what torch's hooks hold (THPVariable_subclass_traverse, python_variable.cpp).
     """
 
-    def __init__(self, method: Callable[[Tensor], None]) -> None:
+    def __init__(self, parameter: Tensor, method: Callable[[Tensor], None]) -> None:
         self._method = weakref.WeakMethod(method)
+        self._handle = parameter.register_post_accumulate_grad_hook(self)
 
     @property
     def is_dead(self) -> bool:
         return self._method() is None
+
+    def remove(self) -> None:
+        """Never call it again."""
+        self._handle.remove()
 
     def __call__(self, parameter: Tensor) -> None:
         method = self._method()
@@ -213,7 +218,17 @@ class _Hook:
 
 def hook(parameter: Tensor, method: Callable[[Tensor], None]) -> None:
     """Have an optimizer's `method` called when a parameter's gradient has come."""
-    parameter.register_post_accumulate_grad_hook(_Hook(method))
+    _Hook(parameter, method)
+
+
+def unhook(parameter: Tensor) -> bool:
+    """Have no optimizer called when a parameter's gradient has come; return whether one would have been."""
+    hooks = [each for each in _hooks(parameter) if isinstance(each, _Hook)]
+    for each in hooks:
+        each.remove()
+    if hooks and (home := find_home(parameter)) is not None:
+        home.update_now = None
+    return bool(hooks)
 
 
 def is_hooked_once(parameter: Tensor) -> bool:

@@ -14,7 +14,7 @@ from tencache_fx.errors import InvariantError
 from tencache_fx.ops import RENEW, SETTLE, SINK, key_tensor
 from tencache_fx.optim import AdamW
 from tencache_fx.passes.verify_homes import check_homes
-from tencache_fx.runtime.homes import Home
+from tencache_fx.runtime.home import Home
 from tencache_fx.runtime.registry import install_engine
 from tencache_fx.runtime.streams import Event
 from tencache_fx.session import regions

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tencache_fx.errors import BudgetError, InvariantError, OptionError, StoreError, TencacheError
 from tencache_fx.plan import PoolClass
-from tencache_fx.runtime.homes import Home
+from tencache_fx.runtime.home import Home
 from tencache_fx.runtime.pinned import Buffer, Use
 from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.slots import Slot, SlotTable, Stage, raw_bytes

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tencache_fx.runtime.homes import Home
+from tencache_fx.runtime.home import Home
 
 _BACKWARD = "CompiledFunctionBackward"
 _DEPTH = 3  # a region's results may be views, which autograd made of them

@@ -47,7 +47,7 @@ class Lease:
         weakref.finalize(self, homes.give_back_later, buffer).atexit = False
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply by a number, a tensor of one element, later."""
+        """Multiply by a number, a tensor of one element that nobody changes, later."""
         factor = factor.detach().float().reshape(())
         self.factor = factor if self.factor is None else self.factor * factor.to(self.factor.device)
         if self._norm is not None:
@@ -261,7 +261,7 @@ def _scale(gradient: Any, factor: Any) -> Any:
     number = factor if isinstance(factor, Tensor) else torch.tensor(float(factor), device=gradient.device)
     if number.numel() != 1:
         return NotImplemented
-    gradient.lease.scale(number)
+    gradient.lease.scale(number.clone())
     return gradient
 
 

@@ -1,273 +1,25 @@
-"""Parameters whose bytes are at home in host memory, and on the device only while somebody reads them.
+"""All parameters of a device that are at home in host memory, and who works on them.
 
-Such a parameter keeps its shape, dtype and device, but its storage there is empty. A home is found by that storage,
-which every alias of the parameter shares. What is at home is always right, but for an update under way: whoever reads
-waits for that one update, and whoever writes waits for the last copy that reads.
+A home is found by its parameter's storage, which every alias of the parameter shares.
 """
 
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tencache_fx import compat
-from tencache_fx.errors import InvariantError, UsageError
-from tencache_fx.plan import STATE_BYTES, Tier
+from tencache_fx.errors import UsageError
+from tencache_fx.runtime.home import Home
 from tencache_fx.runtime.pinned import Buffer, Use
 from tencache_fx.runtime.pool import Pool
-from tencache_fx.runtime.slots import Layout, raw_bytes
-from tencache_fx.runtime.streams import Event, Lane, Streams
+from tencache_fx.runtime.streams import Streams
 from tencache_fx.runtime.updates import Updates
-
-if TYPE_CHECKING:
-    from tencache_fx.runtime.disk_states import DiskState
-    from tencache_fx.runtime.gradients import Lease
-    from tencache_fx.runtime.states import State
-
-
-class Home:
-    """Where one parameter is at home.
-
-    `resident` says that it stays on the device, as the region that ran last has planned it, `summoned` that somebody
-    may change it there. `version` grows when somebody other than its optimizer has written to it.
-    """
-
-    def __init__(self, parameter: Tensor, name: str, buffer: Buffer, streams: Streams) -> None:
-        self.name = name
-        self.layout = Layout.of(parameter, name)
-        self.buffer = buffer
-        self._host = torch.empty(0, dtype=parameter.dtype, device="cpu").set_(
-            buffer.memory.untyped_storage(), 0, parameter.size(), parameter.stride()
-        )
-        self.state_bytes = STATE_BYTES * parameter.numel()  # what its optimizer keeps of it, once that has told
-        self.resident = False
-        self.updated_here = False  # it stays on the device, and so do its gradient and its optimizer's state
-        self.state: weakref.ref[State | DiskState] | None = None  # as its optimizer keeps it
-        self.place_state: Callable[[], None] | None = None  # has its optimizer move that where it belongs
-        self.summoned = False
-        self.version = 0
-        self.left: Event | None = None  # the last copy that reads `host`
-        self.parts: set[Any] = set()  # what a part of its gradient may still come from, see `flights`
-        self.early: Lease | None = None  # the gradient by which its update began before autograd told of it
-        self.update_now: Callable[[Lease], None] | None = None  # begins its update, if its optimizer wants that
-        self._parameter = weakref.ref(parameter)
-        self._streams = streams
-        self._update: Future[None] | None = None
-        self._readers: Event | None = None  # behind it, nobody reads the value before the update on the device
-        self._stale = False  # on the device is the value before the update still
-        self._newer_here = False  # at home is
-        self._renewed: Tensor | None = None
-        self._lock = threading.RLock()  # the bytes on the device come and go under it
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of the parameter."""
-        return self.layout.nbytes
-
-    @property
-    def parameter(self) -> Tensor:
-        """Return the parameter itself."""
-        parameter = self._parameter()
-        assert parameter is not None, "a home goes with its parameter"
-        return parameter
-
-    @property
-    def state_here_bytes(self) -> int:
-        """Return the bytes of its optimizer's state that are on the device."""
-        state = None if self.state is None else self.state()
-        return state.nbytes if state is not None and state.place is Tier.DEVICE else 0
-
-    def update_elsewhere(self) -> None:
-        """Have the parameter updated at home again; its optimizer's state leaves the device."""
-        if self.updated_here:
-            self.updated_here = False
-            if self.place_state is not None:
-                self.place_state()
-
-    @property
-    def host(self) -> Tensor:
-        """Return the parameter at home, in its shape and strides: a tensor of the CPU. Blocks if it was out of date."""
-        self.come_home()
-        return self._host
-
-    @property
-    def on_device(self) -> bool:
-        """Say whether the parameter's bytes are on the device, too."""
-        return is_on_device(self.parameter)
-
-    @property
-    def updating(self) -> bool:
-        """Say whether an update is under way."""
-        with self._lock:
-            return self._update is not None and not self._update.done()
-
-    def begin_update(self, submit: "Callable[[], Future[None]]", readers: Event | None) -> "Future[None]":
-        """Have readers wait from now on for the update that `submit` hands in; nothing else may be under way.
-
-        What is on the device is renewed behind `readers`; None while more of them may come, up to `end_readers`.
-        """
-        with self._lock:  # an update that ends at once finds its readers
-            self._readers = readers
-            self._update = submit()
-            return self._update
-
-    def end_readers(self, readers: Event) -> int:
-        """Have what is on the device renewed behind `readers`, now or once the update is done; return bytes copied.
-
-        Does nothing if the readers are known.
-        """
-        with self._lock:
-            if self._readers is None:
-                self._readers = readers
-            return self.renew() if self._stale else 0
-
-    def expect(self, part: object) -> None:
-        """Note what a part of the gradient may come from; a backward before it is over, or has failed."""
-        self.early = None
-        self.parts.add(part)
-
-    def end_parts(self) -> None:
-        """Say that all parts of a gradient have been added up of which the backward has begun."""
-        for part in self.parts.copy():  # others die meanwhile
-            if part.started:
-                self.parts.discard(part)
-
-    def settle(self) -> None:
-        """Block the host until what is at home is right; raises what an update raised, to whoever asks first."""
-        update = self._update
-        if update is None:
-            return
-        error = update.exception()
-        with self._lock:
-            first = self._update is update
-            self._update = None if first else self._update
-        if error is not None and first:
-            raise InvariantError(
-                f"{self.name} could not be updated: {error!r}; its weight and state may be those of before, or in part "
-                "those of after: go back to a checkpoint."
-            ) from error
-
-    def write_after(self) -> None:
-        """Block the host until nobody reads what is at home any more: then it may be written to."""
-        if self.left is not None:
-            self._streams.settle((self.left,))
-
-    def copy_in(self, dst: Tensor, after: tuple[Event, ...]) -> Event:
-        """Issue the copy of what is at home to `dst`, device bytes that are there behind `after`."""
-        with self._lock:  # so that the last copy noted is the last one issued
-            self.left = self._streams.copy(Lane.IN, raw_bytes(dst), self.buffer.memory[: self.nbytes], after)
-            return self.left
-
-    def bring(self) -> bool:
-        """Have the parameter's bytes on the device, behind its last update, in order with the caller's compute stream.
-
-        Returns whether they were not there.
-        """
-        self.settle()
-        with self._lock:
-            away = not self.on_device
-            if away:
-                storage = self.parameter.untyped_storage()
-                compat.forbid_reading(storage, None)
-                storage.resize_(self.nbytes)
-                self.refresh()
-            elif self._stale:
-                self.refresh()
-            elif self.left is not None:
-                self._streams.wait_compute(self.left)
-        return away
-
-    def stay(self) -> None:
-        """Have the parameter stay on the device."""
-        if not self.resident:
-            self.bring()
-            self.resident = True
-
-    def leave(self) -> None:
-        """Have a parameter that stayed on the device away again."""
-        if self.resident:
-            self.settle()
-            self.resident = False
-            self.put_away()
-
-    def note_update_here(self) -> None:
-        """Say that the optimizer has updated what is on the device: what is at home is then out of date."""
-        self._newer_here = True
-
-    def refresh(self) -> None:
-        """Copy what is at home over what is on the device."""
-        after = self._streams.record_compute()
-        self._stale = False
-        self._streams.wait_compute(self.copy_in(self.parameter.detach(), (after,)))
-
-    def renew(self) -> int:
-        """Copy what is at home over what is on the device, if it is there, behind its readers: from any thread.
-
-        Returns the bytes copied; 0 while the readers are not known, which leaves it to `end_readers`.
-        """
-        with self._lock:
-            self._stale = self.on_device and self._readers is None
-            if self._stale or not self.on_device:
-                return 0
-            assert self._readers is not None
-            self._renewed = self.parameter.detach()  # its memory outlives the copy, even if the parameter does not
-            self.copy_in(self._renewed, (self._readers,))
-            return self.nbytes
-
-    def take(self) -> None:
-        """Copy what is on the device home: somebody has changed it. Blocks the host."""
-        self.settle()
-        self._copy_out()
-        self.version += 1
-
-    def _copy_out(self) -> None:
-        self.write_after()
-        after = (self._streams.record_compute(),)
-        memory = self.buffer.memory[: self.nbytes]
-        self._streams.copy(Lane.OUT, memory, raw_bytes(self.parameter.detach()), after).synchronize()
-        self._newer_here = False
-
-    def come_home(self) -> None:
-        """Copy what is on the device home, if it is newer. Blocks the host."""
-        if self._newer_here:
-            self._copy_out()
-
-    def put_away(self) -> None:
-        """Free the device bytes, unless a plan counts on them; what runs on the compute stream still reads them."""
-        with self._lock:
-            if not self.resident and not self.summoned and self.on_device:
-                self.come_home()
-                if self.left is not None:
-                    self._streams.wait_compute(self.left)  # the allocator hands them out in that stream's order
-                self.take_bytes_away()
-                self._stale = False
-
-    def take_bytes_away(self) -> None:
-        """Free the device bytes, whoever may read them; from torch 2.15 on, who does is told."""
-        storage = self.parameter.untyped_storage()
-        storage.resize_(0)
-        if self.nbytes:
-            compat.forbid_reading(
-                storage,
-                f"{self.name} is at home, in host memory: read it inside `with tencache_fx.summon(model):`, or in the "
-                "forward of its module.",
-            )
-
-    def move_out(self) -> None:
-        """Make the parameter an ordinary one, of the CPU: there is no room for it on the device."""
-        self.parameter.data = self._host.clone()
-
-
-def is_on_device(parameter: Tensor) -> bool:
-    """Say whether there are bytes behind a parameter."""
-    return parameter.untyped_storage().nbytes() > 0 or parameter.numel() == 0
 
 
 class Homes:
@@ -321,7 +73,8 @@ class Homes:
         home.take_bytes_away()
         storage = parameter.untyped_storage()
         self._by_storage[storage._cdata] = home
-        weakref.finalize(parameter, self._forget, storage._cdata, home).atexit = False
+        home.forget = weakref.finalize(parameter, self._forget, storage._cdata, home)
+        home.forget.atexit = False
         if self._guard is None:
             self._guard = register_optimizer_step_pre_hook(self._refuse)
         return home

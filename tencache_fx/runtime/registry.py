@@ -12,7 +12,7 @@ import torch
 
 from tencache_fx.errors import InvariantError, OptionError, TencacheError
 from tencache_fx.runtime.engine import Engine, resolve_device
-from tencache_fx.runtime.homes import Home
+from tencache_fx.runtime.home import Home
 from tencache_fx.runtime.pinned import Use
 from tencache_fx.runtime.store import Store
 
