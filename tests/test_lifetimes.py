@@ -58,6 +58,18 @@ def test_views_share_one_storage() -> None:
     assert sum(s.kind is Kind.ACTIVATION and s.birth < capture.boundary for s in found.values()) <= 2
 
 
+def test_zeros_without_bytes_stay() -> None:
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return torch.func.jvp(lambda x: torch.tanh(x @ w), (x,), (x.sin(),))[1]
+
+    capture = capture_of(forward, leaf(64, 64), leaf(64, 64))
+    zeros = {node.name for node in capture.nodes if node.target is torch.ops.aten._efficientzerotensor.default}
+    found = storages_of(capture)
+    assert zeros & found.keys()
+    assert not any(found[name].spillable for name in zeros & found.keys())
+    assert found["sin"].spillable
+
+
 def test_an_op_with_several_outputs_is_ready_once_they_are_named() -> None:
     def program(x: Tensor) -> Tensor:
         values, order = (x * 2).sort(dim=1)

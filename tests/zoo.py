@@ -251,6 +251,23 @@ class Views(nn.Module):
         )
 
 
+class Turned(nn.Module):
+    """Checkpointed layers that drop out what is turned: drawn anew in the backward, and turned back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(self._drop, layer, x, use_reentrant=False)
+        return x.square().mean()
+
+    @staticmethod
+    def _drop(layer: nn.Module, x: Tensor) -> Tensor:
+        return F.dropout(torch.tanh(layer(x)).transpose(0, 1), 0.1).transpose(0, 1)
+
+
 def text(step: int) -> Batch:
     """Return tokens and targets."""
     generator = torch.Generator().manual_seed(step)
@@ -285,6 +302,7 @@ CASES = (
     Case(name="lstm", build=Lstm, batch=text, allow_rnn=True),
     Case(name="lstm-default", build=Lstm, batch=text),
     Case(name="views", build=Views, batch=vectors),
+    Case(name="turned-dropout", build=Turned, batch=vectors),
 )
 """Every model of the zoo."""
 
