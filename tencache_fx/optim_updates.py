@@ -115,7 +115,7 @@ class HomeUpdate:
 
         A master that is out of date is set.
         """
-        gradient, weight = flat(self.lease.landed()), flat(self.home.host)
+        gradient, weight = flat(self.lease.landed()), self.home.elements
         arrays = self.state.arrays if isinstance(self.state, State) else ()
         if self.fresh and arrays:
             set_master(arrays[0], weight)

@@ -279,3 +279,18 @@ def test_updates_in_the_backward_follow_the_groups() -> None:
     assert moved() > 0.05
     optimizer.param_groups.pop()
     assert moved() == 0.0
+
+
+@each_way
+def test_an_update_is_no_change_by_somebody_else(way: str) -> None:
+    """A master that is thought to be out of date is read and written once more."""
+    model = tencache_fx.offload(network())
+    optimizer, run = AdamW(model.parameters(), lr=1e-3), run_of(model, way)
+    versions = []
+    for _ in range(4):
+        run(torch.randn(8, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.state_dict()
+        versions.append([home.version for home in engines()[0].homes])
+    assert versions[1:] == versions[:-1]

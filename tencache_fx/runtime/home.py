@@ -37,10 +37,11 @@ class Home:
         self.name = name
         self.layout = Layout.of(parameter, name)
         self.buffer = buffer
-        with torch.inference_mode(False):  # it counts its versions
-            self._host = torch.empty(0, dtype=parameter.dtype, device="cpu").set_(
-                buffer.memory.untyped_storage(), 0, parameter.size(), parameter.stride()
-            )
+        storage = buffer.memory.untyped_storage()
+        with torch.inference_mode(False):  # they count their versions, each its own
+            empty = torch.empty(0, dtype=parameter.dtype, device="cpu")
+            self._host = empty.clone().set_(storage, 0, parameter.size(), parameter.stride())
+            self._elements = empty.set_(storage, 0, (parameter.numel(),), (1,))
         self.state_bytes = STATE_BYTES * parameter.numel()  # what its optimizer keeps of it, once that has told
         self.resident = False
         self.updated_here = False  # it stays on the device, and so do its gradient and its optimizer's state
@@ -101,6 +102,15 @@ class Home:
         """Return the parameter at home, in its shape and strides: a tensor of the CPU. Blocks if it was out of date."""
         self.come_home()
         return self._host
+
+    @property
+    def elements(self) -> Tensor:
+        """Return the parameter at home for its optimizer: [n], in the order of memory. Blocks if it was out of date.
+
+        What is written to it is no change by somebody else (`version`).
+        """
+        self.come_home()
+        return self._elements
 
     @property
     def on_device(self) -> bool:
