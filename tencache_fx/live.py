@@ -104,10 +104,10 @@ class LiveRegion(ABC):
             self._arrange()
         assert self._compiled is not None
         staying = [home for index, home in homes.items() if self._home_names[index] in self._staying]
-        versions = [home.parameter._version for home in staying]
+        written = [home.written_here for home in staying]
         results = self._compiled(*args)
-        for home, version in zip(staying, versions, strict=True):
-            if home.parameter._version != version:  # the region writes to it
+        for home, before in zip(staying, written, strict=True):
+            if home.written_here != before:  # by the region
                 home.take()
         if homes and torch.is_grad_enabled():
             follow(self.device, results, {self._home_names[index]: home for index, home in homes.items()})

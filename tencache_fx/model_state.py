@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
@@ -66,8 +67,9 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
                 bar.update(_move(engine, parameter, full_name, target, adapts=adapts))
             for key, buffer in module.named_buffers(recurse=False):
                 module._buffers[key] = buffer.to(target)
-            if _homes_read_by(module):
-                watch(module)
+    for module in model.modules():
+        if _homes_read_by(module):
+            watch(module)
     guard(model)
     return model
 
@@ -96,7 +98,7 @@ def _summoned(home: Home, *, write: bool) -> Iterator[None]:
     home.settle()
     home.come_home()  # so that what is done to it here can be dropped
     brought, home.summoned = home.bring(), True
-    own = home.parameter.detach()
+    own = home.alias()
     if torch.is_grad_enabled():
         home.expect(_ALONE)
     try:
@@ -104,13 +106,9 @@ def _summoned(home: Home, *, write: bool) -> Iterator[None]:
     finally:
         home.summoned = False
         given = home.take_back(own)
-        if write and given is not None and (given.size(), given.dtype) != (own.size(), own.dtype):
-            _move_in_anew(home, given)
-        else:
+        if not write or given is None or _take_over(home, given):
             try:
                 if write:
-                    if given is not None:
-                        own.copy_(given)
                     home.take()
             finally:
                 if brought:
@@ -119,18 +117,26 @@ def _summoned(home: Home, *, write: bool) -> Iterator[None]:
                     home.refresh()
 
 
-def _move_in_anew(home: Home, given: Tensor) -> None:
-    """Give a parameter that has another size or dtype now another home, if it wants one."""
+def _take_over(home: Home, given: Tensor) -> bool:
+    """Have a parameter on the device as it was `given`; False if that has another home then, or none.
+
+    That is where it has another size or dtype now.
+    """
     parameter, engine = home.parameter, engine_of(home.layout.device)
+    if (given.size(), given.dtype) == (parameter.size(), parameter.dtype):
+        home.bring()
+        parameter.detach().copy_(given)
+        return True
     home.forget()
     parameter.data = given
     if wants_home(parameter, home.name, adapts=False):
         engine.homes.settle_in(parameter, home.name, engine.device)
+    return False
 
 
 def find_home(parameter: Tensor) -> Home | None:
     """Return a parameter's home; None if it has none."""
-    if parameter.device.type not in ("cpu", "cuda"):
+    if parameter.device.type not in ("cpu", "cuda") or is_functorch_wrapped_tensor(parameter):
         return None
     engine = find_engine(parameter.device)
     return None if engine is None else engine.homes.find(parameter)
@@ -245,7 +251,7 @@ def watch(module: nn.Module) -> None:
     module._tencache_brought = []  # type: ignore[assignment]  # by each forward under way
     guard(module)
     module.register_forward_pre_hook(_before_forward)
-    module.register_forward_hook(_after_forward, always_call=True)
+    module.register_forward_hook(_after_forward, always_call=True, with_kwargs=True)
     module.register_state_dict_post_hook(_into_state_dict)
     module.register_load_state_dict_pre_hook(_before_load)
     module.register_load_state_dict_post_hook(_after_load)
@@ -311,8 +317,8 @@ class _Bring:
 
     def __call__(self, *_: object) -> None:
         for parameter in self._parameters:
-            if (home := find_home(parameter)) is not None:
-                home.bring()
+            if (home := find_home(parameter)) is not None and home.bring():
+                engine_of(parameter.device).stats.add(h2d_bytes=home.nbytes)
 
 
 @compat.run_as_is
@@ -326,23 +332,34 @@ def _before_forward(module: Any, args: Any) -> None:
     brought = {home for home in homes if home.bring()}
     for home in brought:
         engine_of(home.layout.device).stats.add(h2d_bytes=home.nbytes)
-    module._tencache_brought.append([(home, home.parameter._version, home in brought) for home in homes])
+    module._tencache_brought.append([(home, home.alias(), home.written_here, home in brought) for home in homes])
 
 
 @compat.run_as_is
-def _after_forward(module: Any, args: Any, output: Any) -> None:
+def _after_forward(module: Any, args: Any, kwargs: Any, output: Any) -> None:
     if torch.compiler.is_compiling() or not module._tencache_brought:
         return
-    read = module._tencache_brought.pop()
-    for home, version, brought in read:
-        if home.parameter._version != version:  # a forward may change its own, as one of Embedding with max_norm does
+    parameters: list[Tensor] = []
+    for home, own, written, brought in module._tencache_brought.pop():
+        if home.is_over:
+            continue
+        # A forward may change its own parameters, as one of Embedding with max_norm does.
+        given = home.take_back(own)
+        if given is not None and not _take_over(home, given):
+            continue
+        if given is not None or (home.on_device and home.written_here != written):
             home.take()
         if brought and not torch.is_grad_enabled():  # else a backward may follow: until the optimizer's step
             home.put_away()
+        parameters.append(home.parameter)
     if torch.is_grad_enabled():
-        nodes = {each.grad_fn for each in tree_leaves(output) if isinstance(each, Tensor)}
-        for node in (each for each in nodes if each is not None):
-            node.register_prehook(_Bring([home.parameter for home, *_ in read]))
+        for node in _nodes_of(output) - _nodes_of((args, kwargs)):
+            node.register_prehook(_Bring(parameters))
+
+
+def _nodes_of(values: Any) -> set[Any]:
+    nodes = {each.grad_fn for each in tree_leaves(values) if isinstance(each, Tensor)}
+    return nodes - {None}
 
 
 def _into_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

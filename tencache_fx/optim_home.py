@@ -94,15 +94,16 @@ class HomeOptimizer(KeptState):
         except OptionError:
             self.param_groups.pop()
             raise
-        if taken_over := sum(map(unhook, group["params"])):
+        taken_over = sum(map(unhook, group["params"]))
+        for parameter in group["params"]:
+            if self._in_backward and parameter.requires_grad:
+                hook(parameter, self._step_now)
+        if taken_over:
             warnings.warn(
                 f"this optimizer takes over {taken_over} parameters: an earlier one with step_in_backward=True, which "
                 "is still alive, updates them no longer.",
                 stacklevel=2,
             )
-        for parameter in group["params"]:
-            if self._in_backward and parameter.requires_grad:
-                hook(parameter, self._step_now)
 
     @overload
     def step(self, closure: None = ...) -> None: ...
@@ -218,7 +219,10 @@ class HomeOptimizer(KeptState):
         fresh = home is None or self._is_fresh(parameter, home)
         update_here(change=change, weight=flat(parameter.data), arrays=held.arrays, step=step, fresh=fresh)
         self._count(parameter, step.after)
-        increment_version(parameter)
+        if home is None:
+            increment_version(parameter)
+        else:
+            home.note_update()
         engine_of(parameter.device).stats.add(updates=1, device_updates=1)
 
     def _begin(self, parameter: Tensor, home: Home, lease: Lease, readers: Event | None) -> None:
@@ -249,7 +253,7 @@ class HomeOptimizer(KeptState):
             return engine.homes.updates.submit(update, self._urgency[parameter], lambda: lease.has_landed, **where)
 
         lease.note_reader(home.begin_update(submit, readers))
-        increment_version(parameter)
+        home.note_update()
 
     def _pieces(self, todo: Iterable[Tensor], updated: list[Tensor]) -> Iterator[Piece[PieceUpdate]]:
         """Yield what is to be updated, parameter by parameter; those whose last piece is done are in `updated`."""

@@ -33,6 +33,7 @@ class KeptState(torch.optim.Optimizer):
         self._places = Places()
         self._versions: dict[Tensor, tuple[weakref.ref[Home], int]] = {}  # of each home, as the last step left it
         self._group_of: dict[Tensor, dict[str, Any]] = {}  # as far as it has been asked for
+        self._groups: list[tuple[int, int]] = []  # which groups that is of, and how large they were
         self._urgency: dict[Tensor, int] = {}  # by the order in which the next forward will read, as far as is known
         self._rule = rule
         super().__init__(params, defaults)
@@ -49,6 +50,8 @@ class KeptState(torch.optim.Optimizer):
 
     @state.setter
     def state(self, state: defaultdict[Tensor, Any]) -> None:
+        for home in self._homes():
+            home.wait()
         self._state = state
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,7 +127,9 @@ class KeptState(torch.optim.Optimizer):
         return [home for home in found if home is not None]
 
     def _is_in_a_group(self, parameter: Tensor) -> bool:
-        if parameter not in self._group_of:
+        groups = [(id(group), len(group["params"])) for group in self.param_groups]
+        if parameter not in self._group_of or groups != self._groups:  # somebody may have moved some
+            self._groups = groups
             self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         return parameter in self._group_of
 
@@ -180,9 +185,10 @@ class KeptState(torch.optim.Optimizer):
         reference, _ = self._versions.get(parameter, (None, -1))
         former = None if reference is None else reference()
         if former is not None and former is not home:
-            del self._versions[parameter]
             former.settle()
-            former.forget()
+            if not former.summoned:  # else it will have the parameter again
+                del self._versions[parameter]
+                former.forget()
 
     def _keep(self, parameter: Tensor, saved: Mapping[str, Any], place: Tier) -> dict[str, Any]:
         """Make a parameter's state of what was `saved` of it; a master that is missing is NaN until a step."""

@@ -223,12 +223,14 @@ def hook(parameter: Tensor, method: Callable[[Tensor], None]) -> None:
 
 def unhook(parameter: Tensor) -> bool:
     """Have no optimizer called when a parameter's gradient has come; return whether one would have been."""
-    hooks = [each for each in _hooks(parameter) if isinstance(each, _Hook)]
-    for each in hooks:
+    hooks: dict[int, object] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    ours = [each for each in hooks.values() if isinstance(each, _Hook)]
+    alive = [each for each in ours if not each.is_dead]
+    for each in ours:
         each.remove()
-    if hooks and (home := find_home(parameter)) is not None:
+    if ours and (home := find_home(parameter)) is not None:
         home.update_now = None
-    return bool(hooks)
+    return bool(alive)
 
 
 def is_hooked_once(parameter: Tensor) -> bool:

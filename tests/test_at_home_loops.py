@@ -1,8 +1,10 @@
 """What training loops do to parameters, gradients and state besides training: at home as with torch's own."""
 
 import contextlib
+import gc
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -102,12 +104,33 @@ def writes_to_the_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer)
         value.mul_(0.5)
 
 
+def assigns_the_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def steps_in_summon(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with summoned(model):
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.5
+        model(torch.ones(8, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def clears_the_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
     optimizer.state.clear()
 
 
-CHANGES = (gives_data, fills_from_a_vector, gives_data_outside, writes_to_the_state_dict, clears_the_state)
+CHANGES = (
+    gives_data,
+    fills_from_a_vector,
+    gives_data_outside,
+    writes_to_the_state_dict,
+    clears_the_state,
+    assigns_the_state,
+    steps_in_summon,
+)
 
 
 @each_way
@@ -126,6 +149,45 @@ class Clamped(nn.Linear):
         with torch.no_grad():
             self.weight.clamp_(min=0)
         return super().forward(x)
+
+
+class Limited(nn.Linear):
+    """Weights are given anew in each forward, with a limit to their size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
+        return super().forward(x)
+
+
+def test_a_forward_may_give_its_own_parameters_data() -> None:
+    ours, theirs = (
+        train(way, lambda *_: None, lambda: Limited(WIDTH, WIDTH), torch.ones(8, WIDTH)) for way in ("modules", "plain")
+    )
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_forward_may_train_itself() -> None:
+    class Trains(nn.Module):
+        def __init__(self, *, at_home: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+            if at_home:
+                tencache_fx.offload(self)
+            self.by = (AdamW if at_home else torch.optim.AdamW)([self.weight], lr=1e-2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            (x @ self.weight).square().mean().backward()
+            self.by.step()
+            self.by.zero_grad()
+            return x
+
+    ours, theirs = Trains(at_home=True), Trains(at_home=False)
+    for _ in range(3):
+        for model in (ours, theirs):
+            model(torch.ones(8, WIDTH))
+    torch.testing.assert_close(ours.state_dict()["weight"], theirs.state_dict()["weight"])
 
 
 @each_way
@@ -278,7 +340,9 @@ def test_updates_in_the_backward_follow_the_groups() -> None:
     optimizer.param_groups.append({**group, "params": [group["params"].pop(0)], "lr": 1e-1})
     assert moved() > 0.05
     optimizer.param_groups.pop()
-    assert moved() == 0.0
+    before = model.state_dict()["0.weight"].clone()
+    model(torch.ones(8, WIDTH)).square().mean().backward()
+    assert torch.equal(model.state_dict()["0.weight"], before)
 
 
 @each_way
@@ -294,3 +358,79 @@ def test_an_update_is_no_change_by_somebody_else(way: str) -> None:
         model.state_dict()
         versions.append([home.version for home in engines()[0].homes])
     assert versions[1:] == versions[:-1]
+
+
+def test_who_has_other_data_keeps_it_at_the_end() -> None:
+    model = tencache_fx.offload(network())
+    model[0].weight.data = torch.full((WIDTH, WIDTH), 0.01)
+    model[2].weight.data = torch.ones(2 * WIDTH, WIDTH)
+    tencache_fx.close()
+    assert torch.equal(model[0].weight, torch.full((WIDTH, WIDTH), 0.01))
+    assert torch.equal(model[2].weight, torch.ones(2 * WIDTH, WIDTH))
+
+
+def test_an_old_state_dict_is_refused_where_the_device_is_newer() -> None:
+    model = tencache_fx.offload(network())
+    optimizer, run = AdamW(model.parameters(), lr=1e-3), run_of(model, "64MB")
+    old = model.state_dict()
+    for _ in range(2):
+        run(torch.randn(8, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(home.updated_here for home in engines()[0].homes)
+    old["0.weight"].zero_()
+    with pytest.raises(tencache_fx.UsageError, match=r"0\.weight .* call state_dict\(\) anew"):
+        run(torch.randn(8, WIDTH))
+    assert model.state_dict()["0.weight"].norm() > 1.0
+
+
+def test_parameters_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = network()
+        expected = model(torch.ones(8, WIDTH))
+        assert torch.equal(tencache_fx.offload(model)(torch.ones(8, WIDTH)), expected)
+
+
+def test_what_stays_may_read_what_is_at_home() -> None:
+    """The attention's own weight is trained, and stays; that of its child is frozen."""
+    model = nn.ModuleList([nn.MultiheadAttention(WIDTH, 4), *(linear() for _ in range(120))]).requires_grad_(False)
+    model[0].in_proj_weight.requires_grad_(True)
+    tencache_fx.offload(model)
+    assert find_home(model[0].in_proj_weight) is None
+    assert find_home(model[0].out_proj.weight) is not None
+    x = torch.randn(4, 2, WIDTH)
+    model[0](x, x, x)[0].sum().backward()
+
+
+def test_what_passes_through_a_module_brings_nothing_back() -> None:
+    class Passes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = linear()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+        def forward(self, x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+            return self.inner(x) @ self.weight, c
+
+    layers = tencache_fx.offload(nn.ModuleList([Passes(), Passes()]))
+    optimizer = AdamW(layers.parameters(), lr=1e-3, step_in_backward=True)
+    for _ in range(2):
+        start = torch.randn(WIDTH, requires_grad=True)
+        x, c = torch.randn(8, WIDTH), start * 2
+        for layer in layers:
+            x, c = layer(x, c)
+        (x.square().mean() + c.sum()).backward()
+        assert not any(home.on_device for home in engines()[0].homes if not home.name.endswith("bias"))
+        optimizer.step()
+
+
+def test_who_is_gone_is_not_taken_over_from() -> None:
+    model = tencache_fx.offload(network())
+    first = AdamW(model.parameters(), step_in_backward=True)
+    del first
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = AdamW(model.parameters())
+        model(torch.ones(8, WIDTH)).square().mean().backward()
+        second.step()

@@ -24,6 +24,7 @@ TOP = {
     "sizes",
     "optim",
     "optim_home",
+    "optim_kept",
     "optim_places",
     "optim_updates",
     "live",

@@ -323,6 +323,8 @@ class Engine:
                 warnings.warn(str(error), stacklevel=2)
             try:
                 home.bring()
+            except UsageError as error:
+                warnings.warn(str(error), stacklevel=2)
             except torch.OutOfMemoryError:
                 home.move_out()
                 warnings.warn(f"{home.name} is on the CPU now: {self.device} has no room for it.", stacklevel=2)

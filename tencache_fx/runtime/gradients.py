@@ -254,26 +254,31 @@ def _norms(gradients: Sequence[Any], order: Any = 2, dtype: Any = None) -> Any:
 
 
 def _scale(gradient: Any, factor: Any) -> Any:
-    if not isinstance(gradient, HomeGradient) or isinstance(factor, HomeGradient):
+    if not isinstance(gradient, HomeGradient) or isinstance(factor, HomeGradient) or gradient.lease.changes:
         return NotImplemented
-    if gradient.lease.changes:
+    if isinstance(factor, Tensor) and factor.numel() != 1:
         return NotImplemented
-    number = factor if isinstance(factor, Tensor) else torch.tensor(float(factor), device=gradient.device)
-    if number.numel() != 1:
-        return NotImplemented
-    gradient.lease.scale(number.clone())
+    gradient.lease.scale(_number(factor, gradient.device))
     return gradient
+
+
+def _number(factor: Any, device: torch.device) -> Tensor:
+    """Return a factor as a tensor that nobody else has."""
+    return factor.clone() if isinstance(factor, Tensor) else torch.tensor(float(factor), device=device)
 
 
 def _scales(gradients: Sequence[Any], factor: Any) -> Any:
     """Multiply gradients, some of them ordinary ones, by one number."""
     if isinstance(factor, (list, tuple)):
         return NotImplemented
+    number = _number(factor, gradients[0].device)
     for each in gradients:
         if not isinstance(each, HomeGradient):
             each.mul_(factor)
-        elif _scale(each, factor) is NotImplemented:
+        elif each.lease.changes:
             each.lease.device().mul_(factor)
+        else:
+            each.lease.scale(number)
     return None
 
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from tencache_fx import compat
-from tencache_fx.errors import InvariantError
+from tencache_fx.errors import InvariantError, UsageError
 from tencache_fx.plan import STATE_BYTES, Tier
 from tencache_fx.runtime.pinned import Buffer
 from tencache_fx.runtime.slots import Layout, raw_bytes
@@ -55,6 +56,7 @@ class Home:
         self.update_now: Callable[[Lease], None] | None = None  # begins its update, if its optimizer wants that
         self._parameter = weakref.ref(parameter)
         self._changes = 0  # made on the device, and not by its optimizer
+        self._updates = 0  # by which its optimizer has raised the parameter's version
         self._host_version = self._host._version  # of what is on the device
         self._streams = streams
         self._update: Future[None] | None = None
@@ -83,6 +85,17 @@ class Home:
         Whoever has `host`, by a `state_dict` say, may write to that.
         """
         return self._changes + self._host._version
+
+    @property
+    def written_here(self) -> int:
+        """Return what grows when somebody other than its optimizer writes to the parameter on the device."""
+        parameter = self._parameter()
+        return 0 if parameter is None or parameter.is_inference() else parameter._version - self._updates
+
+    def note_update(self) -> None:
+        """Say that its optimizer updates the parameter: whoever has saved it for a backward is told."""
+        increment_version(self.parameter)
+        self._updates += 1
 
     @property
     def state_here_bytes(self) -> int:
@@ -192,6 +205,7 @@ class Home:
         Returns whether they were not there.
         """
         self.settle()
+        self._refuse_both()
         with self._lock:
             away = not self.on_device
             if away:
@@ -204,6 +218,16 @@ class Home:
             elif self.left is not None:
                 self._streams.wait_compute(self.left)
         return away
+
+    @property
+    def is_over(self) -> bool:
+        """Say whether the parameter is gone."""
+        return self._parameter() is None
+
+    def alias(self) -> Tensor:
+        """Return the parameter as it is on the device, for `take_back`."""
+        with torch.inference_mode(False):
+            return self.parameter.detach()
 
     def take_back(self, own: Tensor) -> Tensor | None:
         """See that the parameter, of which `own` is an alias, has its own bytes; return what it was given instead."""
@@ -270,8 +294,23 @@ class Home:
 
     def come_home(self) -> None:
         """Copy what is on the device home, if it is newer. Blocks the host."""
+        self._refuse_both()
         if self._newer_here:
             self._copy_out()
+
+    def fill(self, value: Tensor) -> None:
+        """Set what is at home, before anybody reads it."""
+        self._host.copy_(value)  # in order with what computed it: a synchronous copy
+        self._host_version = self._host._version
+
+    def _refuse_both(self) -> None:
+        """Raise `UsageError` if both sides were written to: one by the optimizer, the other by a `state_dict`."""
+        if self._newer_here and self._host_version != self._host._version:
+            self._host_version = self._host._version
+            raise UsageError(
+                f"{self.name} was written to by a tensor of a state_dict that is older than its last update, which was "
+                "on the device; what was written is dropped: call state_dict() anew after step(), or use summon."
+            )
 
     def put_away(self) -> None:
         """Free the device bytes, unless a plan counts on them; what runs on the compute stream still reads them."""

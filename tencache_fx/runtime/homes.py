@@ -39,7 +39,10 @@ class Homes:
         pool.keep_free(self._state_to_come)
 
     def __iter__(self) -> Iterator[Home]:
-        return iter(tuple(self._by_storage.values()))
+        for key, home in tuple(self._by_storage.items()):
+            parameter = home._parameter()
+            if parameter is not None and parameter.untyped_storage()._cdata == key:  # else it has another storage now
+                yield home
 
     def __len__(self) -> int:
         return len(self._by_storage)
@@ -67,7 +70,7 @@ class Homes:
         home = Home(empty, name, buffer, self._streams)
         self._streams.settle(buffer.after)
         buffer.after = ()
-        home.host.copy_(value)  # in order with what computed it: a synchronous copy
+        home.fill(value)
         parameter.data = empty
         home._parameter = weakref.ref(parameter)
         home.take_bytes_away()
