@@ -66,7 +66,7 @@ class KeptState(torch.optim.Optimizer):
         super().__setstate__(state)
         self._state = self.__dict__.pop("state")  # it came with the others
         self._written, self._versions, self._states = {}, {}, {}
-        self._places, self._urgency, self._group_of = Places(), {}, {}
+        self._places, self._urgency, self._group_of, self._groups = Places(), {}, {}, []
         for group in self.param_groups:
             self._place(group)
 

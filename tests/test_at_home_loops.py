@@ -400,6 +400,7 @@ def test_what_stays_may_read_what_is_at_home() -> None:
     assert find_home(model[0].out_proj.weight) is not None
     x = torch.randn(4, 2, WIDTH)
     model[0](x, x, x)[0].sum().backward()
+    assert model[0].in_proj_weight.grad.norm() > 0
 
 
 def test_what_passes_through_a_module_brings_nothing_back() -> None:
@@ -433,4 +434,6 @@ def test_who_is_gone_is_not_taken_over_from() -> None:
         warnings.simplefilter("error")
         second = AdamW(model.parameters())
         model(torch.ones(8, WIDTH)).square().mean().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
         second.step()
+    assert {int(state["step"]) for state in second.state.values()} == {1}
