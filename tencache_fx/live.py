@@ -1,6 +1,7 @@
 """What a compiled region does from call to call: see that its plan holds, time it, and have it planned anew."""
 
 import dataclasses
+import gc
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -115,12 +116,14 @@ class LiveRegion(ABC):
 
     def _fits(self, footprint: Footprint, sizes: Sizes) -> bool:
         """Say whether the plan holds at these sizes and beside what others hold now; see that its buffers are there."""
-        need = footprint.at(sizes)
-        more_beside = held_bytes(self.device) - footprint.held_bytes - (need.input_bytes - footprint.input_bytes)
-        assert self.options.device_budget is not None
-        if (over_bytes := need.peak_bytes + more_beside - self.options.device_budget) > 0:
+        need, budget_bytes = footprint.at(sizes), self.options.device_budget
+        assert budget_bytes is not None
+        own_bytes = need.peak_bytes - footprint.held_bytes - (need.input_bytes - footprint.input_bytes)
+        if (peak_bytes := own_bytes + held_bytes(self.device)) > budget_bytes:
+            gc.collect()  # what torch's compiler leaves behind holds on to the inputs it compiled for
+            peak_bytes = own_bytes + held_bytes(self.device)
+        if (over_bytes := peak_bytes - budget_bytes) > 0:
             waiting, most = REGIONS.waiting(self.device), most_bytes(self.device)
-            peak_bytes = need.peak_bytes + more_beside
             excused = over_bytes <= sum(each.pending_bytes for each in waiting)
             if not excused or (most is not None and peak_bytes > most):
                 return False

@@ -1,5 +1,6 @@
 """What a compilation finds around its region."""
 
+import gc
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,9 @@ class Surroundings:
     def find(device: torch.device, options: Options, between_bytes: int) -> "Surroundings":
         """Return those of this machine and process, measuring what is not known yet."""
         held = held_bytes(device)
+        if held and options.device_budget:
+            gc.collect()  # frees the inputs that what torch's compiler has left behind of other regions holds on to
+            held = held_bytes(device)
         return Surroundings(
             roofline=machine.roofline(device, calibrate=options.calibrate),
             links=machine.links(device, options.spill_dir, calibrate=options.calibrate),

@@ -277,6 +277,46 @@ def test_a_pause_is_in_the_plan_but_not_in_the_graphs(
     tencache_fx.close()
 
 
+@pytest.fixture
+def by_hand() -> Iterator[None]:
+    """Let Python collect garbage only when told to."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def garbage(meter: Meter, nbytes: int) -> weakref.ref[Any]:
+    """Hold so many bytes by a cycle that nobody holds, as torch's compiler holds the inputs it has compiled for."""
+    cycle = Layer()
+    with meter:
+        cycle.held = [cycle, torch.ones(nbytes // 4)]
+    return weakref.ref(cycle)
+
+
+def test_what_only_garbage_holds_is_no_reason_to_plan_anew(
+    meter: Meter, by_hand: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, budget = layers(12), 28 * VALUE
+    run = torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget})
+    train(meter, run, model, steps=4)
+    before = caplog.text.count("planning again")
+    held = garbage(meter, 20 * VALUE)
+    peaks, _ = train(meter, run, model, steps=1)
+    assert held() is None
+    assert peaks[0] <= budget
+    assert caplog.text.count("planning again") == before
+
+
+def test_what_only_garbage_holds_takes_no_room_from_a_plan(meter: Meter, by_hand: None) -> None:
+    held = garbage(meter, 20 * VALUE)
+    model = layers(12)
+    run = torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": 28 * VALUE})
+    train(meter, run, model, steps=1)
+    assert held() is None
+    assert tencache_fx.regions()[-1].problem.outside_bytes < VALUE
+
+
 def test_what_has_no_storage_is_no_matter(meter: Meter) -> None:
     """A sparse result, say: it has none that could be looked at."""
     where, what = torch.tensor([[0, 2]]), torch.ones(2, WIDTH, requires_grad=True)
