@@ -218,7 +218,8 @@ class Drafts:
             key, learned = beside.learned_key, beside.learned
         known = dataclasses.replace(known, ops=learned.planning.scale(known.ops, capture.boundary))
         expected_bytes = self._around.expected_bytes if capture.backward is not None else 0
-        for more_bytes in (expected_bytes, 0):  # nothing, where there is no room for that
+        drift_bytes = self._around.drift_bytes
+        for more_bytes in (expected_bytes + drift_bytes, drift_bytes, 0):  # less, where there is no room for that
             problem, formulas, entering_bytes = self._state_problem(known, held_now_bytes + more_bytes)
             if _over_bytes(problem) <= 0:
                 break

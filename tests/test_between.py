@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tencache_fx
 from tencache_fx import between, drafts, live, surroundings
 from tencache_fx.errors import InvariantError
+from tencache_fx.memory import input_bytes
 from tencache_fx.optim import AdamW
 from tencache_fx.passes.verify_plan import verify_plan
 from tencache_fx.plan import live_bytes
@@ -315,6 +316,31 @@ def test_what_only_garbage_holds_takes_no_room_from_a_plan(meter: Meter, by_hand
     train(meter, run, model, steps=1)
     assert held() is None
     assert tencache_fx.regions()[-1].problem.outside_bytes < VALUE
+
+
+def test_a_little_more_from_call_to_call_is_no_reason_to_plan_anew(
+    meter: Meter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tokens generated, say, in a budget of which nothing would be left."""
+    with meter:
+        model, inputs, kept = layers(12), torch.randn(ROWS, WIDTH), [torch.ones(VALUE)]
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    budget = 1 << 30
+    for _ in range(2):
+        torch.compiler.reset()
+        options = {**OPTIONS, "device_budget": budget}
+        run = torch.compile(lambda x: model(x).square().mean(), backend="tencache", options=options)
+        run(inputs).backward()
+        record = tencache_fx.regions()[-1]
+        own_bytes = record.plan.forecast.peak_bytes - record.problem.outside_bytes
+        budget = meter.held - input_bytes(record.problem.storages) + own_bytes
+    for _ in range(10):
+        with meter:
+            kept.append(torch.ones(512))
+        run(inputs).backward()
+    assert tencache_fx.regions()[-1].plan.spills
+    assert "planning again" not in caplog.text
 
 
 def test_what_has_no_storage_is_no_matter(meter: Meter) -> None:
