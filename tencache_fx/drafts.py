@@ -219,8 +219,8 @@ class Drafts:
         known = dataclasses.replace(known, ops=learned.planning.scale(known.ops, capture.boundary))
         expected_bytes = self._around.expected_bytes if capture.backward is not None else 0
         drift_bytes = self._around.drift_bytes
-        for more_bytes in (expected_bytes + drift_bytes, drift_bytes, 0):  # less, where there is no room for that
-            problem, formulas, entering_bytes = self._state_problem(known, held_now_bytes + more_bytes)
+        for more_bytes, spare_bytes in ((expected_bytes, drift_bytes), (0, drift_bytes), (0, 0)):  # as there is room
+            problem, formulas, entering_bytes = self._state_problem(known, held_now_bytes + more_bytes, spare_bytes)
             if _over_bytes(problem) <= 0:
                 break
         held_now_bytes += more_bytes
@@ -298,8 +298,10 @@ class Drafts:
         if self._unforeseen_bytes:
             cached(self._margin_key, Margin, lambda: Margin(nbytes=self._unforeseen_bytes), renew=True)
 
-    def _state_problem(self, known: Study, held_bytes: int) -> tuple[Problem, SizeFormulas | None, int]:
-        """Return everything the planner may know: steps with their cost, storages, links, budgets.
+    def _state_problem(
+        self, known: Study, held_bytes: int, spare_bytes: int = 0
+    ) -> tuple[Problem, SizeFormulas | None, int]:
+        """Return everything the planner may know: steps with their cost, storages, links, budgets, less `spare_bytes`.
 
         And beside it the storages' sizes as formulas, if there is a device budget, and the bytes of the inputs.
         """
@@ -319,7 +321,7 @@ class Drafts:
             storages=tuple(item.storage for item in known.storages),
             links=self._around.links,
             budgets=Budgets(
-                device_bytes=options.device_budget,
+                device_bytes=None if options.device_budget is None else options.device_budget - spare_bytes,
                 host_bytes=max(0, options.host_budget - away.host_lent_bytes - more_bytes),
                 host_taken_bytes=away.host_lent_bytes + more_bytes,
                 disk_bytes=max(0, options.spill_budget - away.disk_lent_bytes),

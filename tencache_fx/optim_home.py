@@ -133,6 +133,7 @@ class HomeOptimizer(KeptState):
             if parameter not in self._states:  # before anything is updated: there may be no room for it
                 home.settle()
                 self._ready(parameter)
+        at_home.sort(key=lambda pair: pair[1].updated_here)  # first those that go on while the host does the others
         for parameter, home in at_home:
             self._update(parameter, home, parameter.grad)
             home.end_parts()

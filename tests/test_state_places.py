@@ -10,7 +10,7 @@ from faulty_streams import FaultyCpuStreams
 from harness import Block
 from problems import trained_at_home
 from tied_model import ROOMY, TIGHT, TIGHT_BF16, batch, compiled, network, small_plan, train, trained, weights
-from torch import nn
+from torch import Tensor, nn
 
 import tencache_fx
 from tencache_fx.errors import InvariantError
@@ -22,6 +22,7 @@ from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.passes.region import choose_for_region
 from tencache_fx.passes.verify_plan import verify_plan
 from tencache_fx.plan import Kind, Plan, Problem, Recipe, Step, Way
+from tencache_fx.runtime.home import Home
 from tencache_fx.runtime.pinned import Use
 from tencache_fx.runtime.registry import engines, install_engine
 from tencache_fx.session import regions
@@ -166,6 +167,27 @@ def test_a_plan_with_less_room_takes_the_state_off_the_device_before_it_runs() -
     planned = len(regions()[-1].plan.updated_here)
     assert planned < 6
     assert seen[2] == seen[3] == (planned, planned * 12 * 160 * 160)
+
+
+def test_updates_that_run_by_themselves_are_begun_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next forward waits for those, and the host is busy with the others for a while."""
+    torch.manual_seed(0)
+    model = tencache_fx.offload(nn.Sequential(*(Block(160) for _ in range(3))))
+    optimizer, begun = AdamW(model.parameters()), []
+    options = {"device_budget": "2MB", "compiler": "eager", "calibrate": False, "recompute": "none"}
+    run, begin = torch.compile(model, backend="tencache", options=options), AdamW._update
+
+    def note(self: AdamW, parameter: Tensor, home: Home, gradient: Tensor) -> None:
+        begun.append(home.updated_here)
+        begin(self, parameter, home, gradient)
+
+    monkeypatch.setattr(AdamW, "_update", note)
+    run(torch.randn(8, 160)).square().mean().backward()
+    optimizer.step()
+    optimizer.state_dict()
+    assert begun == sorted(begun)
+    assert len(begun) == 6
+    assert 0 < sum(begun) < 6
 
 
 def test_weights_loaded_into_an_ordinary_model_are_taken_over_when_it_gets_homes_again() -> None:

@@ -137,13 +137,17 @@ def peak_of(problem: Problem) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A family with torch's compiler (`theirs`), with ours without a budget (`free`) and within `budget_bytes`."""
+    """A family with torch's compiler (`theirs`), with ours without a budget (`free`) and within `budget_bytes`.
+
+    `asked` says whether that is what an error asked for, and not a share of what its regions could do without.
+    """
 
     family: Family
     theirs: Run
     free: Run
     ours: Run
     budget_bytes: int
+    asked: bool
     rounding: float
 
     @property
@@ -184,7 +188,7 @@ def make_row(
     backend = REFERENCES[str(options["compiler"])]
     theirs = train(family, lambda model: torch.compile(model, backend=backend), steps=steps, device=device)
     free = train(family, compiled(options), steps=1, device=device)
-    budget_bytes = tight_budget(free.regions, share=share)
+    budget_bytes, asked = tight_budget(free.regions, share=share), None
     for _ in range(TRIES):
         try:
             ours = train(family, compiled({**options, "device_budget": budget_bytes}), steps=steps, device=device)
@@ -198,7 +202,15 @@ def make_row(
         raise AssertionError(f"{family.name} asks for more each time, at last for {budget_bytes} bytes")
     # Other graphs are fused and laid out in other ways, and a GPU may add up in any order; else bits are the same.
     rounding = 0.0 if options["compiler"] == "eager" and device == CPU else 1e-4
-    return Row(family=family, theirs=theirs, free=free, ours=ours, budget_bytes=budget_bytes, rounding=rounding)
+    return Row(
+        family=family,
+        theirs=theirs,
+        free=free,
+        ours=ours,
+        budget_bytes=budget_bytes,
+        asked=asked is not None,
+        rounding=rounding,
+    )
 
 
 def train_at_home(family: Family, device_budget: str | None, *, steps: int = 4) -> Tensor:
