@@ -126,19 +126,15 @@ class Region(LiveRegion):
                     self._drafts.keep_margin()
                     break
                 assert self.record is not None
-                code_bytes, budget_bytes = self.record.code_peak_bytes, self.options.device_budget
-                assert code_bytes is not None
-                assert budget_bytes is not None
-                excess_bytes = code_bytes - budget_bytes
-                unforeseen_bytes += code_bytes - self.record.plan.forecast.peak_bytes
+                assert self.record.code_peak_bytes is not None
+                unforeseen_bytes += self.record.code_peak_bytes - self.record.plan.forecast.peak_bytes
                 log.info("region %d: its code would hold %d bytes too many; planning again", self.index, over_bytes)
             else:
-                if excess_bytes > 0:  # else what is left for others is enough for it
-                    log.warning(
-                        f"region {self.index} runs, but its generated code holds {excess_bytes} bytes more than the "
-                        f"device budget of {self.options.device_budget} bytes, after {ATTEMPTS} plans; set "
-                        "device_budget to more, or shrink the batch."
-                    )
+                log.warning(
+                    f"region {self.index} runs, but its generated code holds {over_bytes} bytes more than the device "
+                    f"budget of {self.options.device_budget} bytes, after {ATTEMPTS} plans; set device_budget to more, "
+                    "or shrink the batch."
+                )
         except BaseException:
             self._restore(before)
             raise
@@ -153,11 +149,9 @@ class Region(LiveRegion):
                 write_region(self.options.dump_dir, record)
 
     def _weigh(self) -> int:
-        """Return by how much the generated code goes over what it was planned for; 0 where there is none of either."""
+        """Return by how much the generated code goes over the device budget; 0 where there is none of either."""
         code = [(interface, source) for interface, source in self._code if source is not None]
-        if not code or self.record is None or self._draft is None:
-            return 0
-        if (budget := self._draft.problem.budgets.device_bytes) is None:
+        if not code or (budget := self.options.device_budget) is None or self.record is None or self._draft is None:
             return 0
         held = self._draft.weigh(code)
         self.record = dataclasses.replace(self.record, code_peak_bytes=held)

@@ -119,9 +119,9 @@ class Between:
         after_bytes, peak_bytes = held_bytes(self._device), peak_held_bytes(self._device)
         if peak_bytes is None or self._budget_bytes is None:
             return
-        self._presses, compilations = 0, _compilations()
-        if peak_bytes > self._budget_bytes and self._clean_at != compilations:
-            self._clean_at = compilations  # else what was before would hide what comes now
+        self._presses, compiled = 0, compilations()
+        if peak_bytes > self._budget_bytes and self._clean_at != compiled:
+            self._clean_at = compiled  # else what was before would hide what comes now
             forget_peak(self._device)
             peak_bytes = after_bytes
         self._waiting = [forward for forward in self._waiting if forward.waits]
@@ -130,7 +130,7 @@ class Between:
                 held_bytes=after_bytes,
                 kept_bytes=max(0, after_bytes - before_bytes),
                 peak_bytes=peak_bytes,
-                compilations=compilations,
+                compilations=compiled,
                 asks=self._asks,
                 residual=StorageWeakRef(made[-1]) if made else None,
             )
@@ -144,7 +144,7 @@ class Between:
         forward = next((each for each in reversed(waiting) if each.waits), waiting[-1])
         assert self._budget_bytes is not None
         risen = peak_bytes > max(forward.peak_bytes, self._budget_bytes)
-        if risen and forward.compilations == _compilations():  # to compile takes memory, too, but once
+        if risen and forward.compilations == compilations():  # to compile takes memory, too, but once
             self.press(peak_bytes)
             if self._at_its_least and not self._warned and not REGIONS.waiting(self._device):
                 self._warned = True
@@ -160,7 +160,7 @@ class Between:
         self._waiting = [each for each in self._waiting if each is not forward]
 
 
-def _compilations() -> int:
+def compilations() -> int:
     """Return a number that changes with each compilation, of our backend's or of others'."""
     return REGIONS.compilations + compat.frames_compiled()
 

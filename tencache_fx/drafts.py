@@ -218,9 +218,8 @@ class Drafts:
             key, learned = beside.learned_key, beside.learned
         known = dataclasses.replace(known, ops=learned.planning.scale(known.ops, capture.boundary))
         expected_bytes = self._around.expected_bytes if capture.backward is not None else 0
-        drift_bytes = self._around.drift_bytes
-        for more_bytes, spare_bytes in ((expected_bytes, drift_bytes), (0, drift_bytes), (0, 0)):  # as there is room
-            problem, formulas, entering_bytes = self._state_problem(known, held_now_bytes + more_bytes, spare_bytes)
+        for more_bytes in (expected_bytes, 0):  # nothing, where there is no room for that
+            problem, formulas, entering_bytes = self._state_problem(known, held_now_bytes + more_bytes)
             if _over_bytes(problem) <= 0:
                 break
         held_now_bytes += more_bytes
@@ -235,7 +234,8 @@ class Drafts:
         else:
             extra_ns = max(0, known.duration_ns - beside.study.duration_ns)
             problem = dataclasses.replace(problem, recompute_ns=extra_ns)
-        problem, plan = _plan_for(problem, options.policy)
+        travels = bool(capture.homes) or int(live_bytes(problem).max(initial=0)) > (options.device_budget or 0)
+        problem, plan = _plan_for(problem, options.policy, self._around.drift_bytes if travels else 0)
         stated = problem
         if isinstance(plan, Plan):
             stated = keep_resident(problem, plan.resident, plan.updated_here)
@@ -298,10 +298,8 @@ class Drafts:
         if self._unforeseen_bytes:
             cached(self._margin_key, Margin, lambda: Margin(nbytes=self._unforeseen_bytes), renew=True)
 
-    def _state_problem(
-        self, known: Study, held_bytes: int, spare_bytes: int = 0
-    ) -> tuple[Problem, SizeFormulas | None, int]:
-        """Return everything the planner may know: steps with their cost, storages, links, budgets, less `spare_bytes`.
+    def _state_problem(self, known: Study, held_bytes: int) -> tuple[Problem, SizeFormulas | None, int]:
+        """Return everything the planner may know: steps with their cost, storages, links, budgets.
 
         And beside it the storages' sizes as formulas, if there is a device budget, and the bytes of the inputs.
         """
@@ -321,7 +319,7 @@ class Drafts:
             storages=tuple(item.storage for item in known.storages),
             links=self._around.links,
             budgets=Budgets(
-                device_bytes=None if options.device_budget is None else options.device_budget - spare_bytes,
+                device_bytes=options.device_budget,
                 host_bytes=max(0, options.host_budget - away.host_lent_bytes - more_bytes),
                 host_taken_bytes=away.host_lent_bytes + more_bytes,
                 disk_bytes=max(0, options.spill_budget - away.disk_lent_bytes),
@@ -363,8 +361,19 @@ def _keep_between(problem: Problem, nbytes: int) -> Problem:
     return dataclasses.replace(problem, between_bytes=max(0, nbytes - max(0, _over_bytes(whole))))
 
 
-def _plan_for(problem: Problem, policy: str) -> tuple[Problem, Plan | BudgetError]:
-    """Return what is planned, and the plan, or why there is none: less free between the graphs if too little can go."""
+def _plan_for(problem: Problem, policy: str, spare_bytes: int = 0) -> tuple[Problem, Plan | BudgetError]:
+    """Return what is planned, and the plan, or why there is none.
+
+    If there is none that leaves `spare_bytes` of the budget, none are left, and then less between the graphs.
+    """
+    if spare_bytes:
+        assert problem.budgets.device_bytes is not None
+        budgets = dataclasses.replace(problem.budgets, device_bytes=problem.budgets.device_bytes - spare_bytes)
+        spared = dataclasses.replace(problem, budgets=budgets)
+        try:
+            return spared, make_plan(spared, policy)
+        except BudgetError:
+            return _plan_for(problem, policy)
     try:
         return problem, make_plan(problem, policy)
     except BudgetError as refusal:

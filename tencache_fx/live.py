@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from tencache_fx import compat
-from tencache_fx.between import Between
+from tencache_fx.between import Between, compilations
 from tencache_fx.cache import cached
 from tencache_fx.copies import keep_numbers
 from tencache_fx.dump import RegionRecord, write_measured
@@ -64,6 +64,7 @@ class LiveRegion(ABC):
         self._learned: tuple[dict[str, str], Learned] = {}, Learned()  # where it is kept, and what it is
         self._rival: Rival | None = None  # the plan before this one, until this one is timed
         self._footprint: Footprint | None = None
+        self._collected_at = -1  # so many compilations ago was garbage collected, for it to fit
         self._captured: Problem | None = None
         self._clock: PhaseClock | None = None
         self._may_learn = options.calibrate
@@ -119,7 +120,9 @@ class LiveRegion(ABC):
         need, budget_bytes = footprint.at(sizes), self.options.device_budget
         assert budget_bytes is not None
         own_bytes = need.peak_bytes - footprint.held_bytes - (need.input_bytes - footprint.input_bytes)
-        if (peak_bytes := own_bytes + held_bytes(self.device)) > budget_bytes:
+        peak_bytes = own_bytes + held_bytes(self.device)
+        if peak_bytes > budget_bytes and self._collected_at != (compiled := compilations()):
+            self._collected_at = compiled
             gc.collect()  # what torch's compiler leaves behind holds on to the inputs it compiled for
             peak_bytes = own_bytes + held_bytes(self.device)
         if (over_bytes := peak_bytes - budget_bytes) > 0:

@@ -22,10 +22,10 @@ class Surroundings:
     """What a compilation finds: the rates of the machine, the bytes held on the device, what the runtime has lent.
 
     `pending_bytes` of those held are kept for the backward of forwards that can keep less the next time. As far as
-    there is room, `between_bytes` are to be free between this region's graphs, and all the time `expected_bytes`, for
-    what optimizers have yet to make, and `drift_bytes`, for what others hold more of in later calls, such as generated
-    tokens: a plan that fills the budget would be made anew for the first of them. `measures` says whether ops whose
-    cost is not known yet may be timed.
+    there is room, `between_bytes` are to be free between this region's graphs, `expected_bytes` all the time, for what
+    optimizers have yet to make, and in a plan that has something travel `drift_bytes`, for what others hold more of in
+    later calls, such as generated tokens: a plan that fills the budget would be made anew for the first of them.
+    `measures` says whether ops whose cost is not known yet may be timed.
     """
 
     roofline: Roofline

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tencache_fx
 from tencache_fx import between, drafts, live, surroundings
 from tencache_fx.errors import InvariantError
-from tencache_fx.memory import input_bytes
 from tencache_fx.optim import AdamW
 from tencache_fx.passes.verify_plan import verify_plan
 from tencache_fx.plan import live_bytes
@@ -318,10 +317,11 @@ def test_what_only_garbage_holds_takes_no_room_from_a_plan(meter: Meter, by_hand
     assert tencache_fx.regions()[-1].problem.outside_bytes < VALUE
 
 
+@pytest.mark.parametrize("less_bytes", [0, VALUE // 2, 4 * VALUE])
 def test_a_little_more_from_call_to_call_is_no_reason_to_plan_anew(
-    meter: Meter, caplog: pytest.LogCaptureFixture
+    less_bytes: int, meter: Meter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Tokens generated, say, in a budget of which nothing would be left."""
+    """Tokens generated, say, in a budget of which something has to be left; what fits is left alone, though."""
     with meter:
         model, inputs, kept = layers(12), torch.randn(ROWS, WIDTH), [torch.ones(VALUE)]
         for parameter in model.parameters():
@@ -333,14 +333,42 @@ def test_a_little_more_from_call_to_call_is_no_reason_to_plan_anew(
         run = torch.compile(lambda x: model(x).square().mean(), backend="tencache", options=options)
         run(inputs).backward()
         record = tencache_fx.regions()[-1]
-        own_bytes = record.plan.forecast.peak_bytes - record.problem.outside_bytes
-        budget = meter.held - input_bytes(record.problem.storages) + own_bytes
-    for _ in range(10):
-        with meter:
-            kept.append(torch.ones(512))
-        run(inputs).backward()
-    assert tencache_fx.regions()[-1].plan.spills
-    assert "planning again" not in caplog.text
+        budget = record.plan.forecast.peak_bytes - less_bytes
+    assert bool(record.plan.spills) == bool(less_bytes)
+    if less_bytes:
+        assert record.plan.forecast.peak_bytes <= options["device_budget"] * 255 // 256
+        for _ in range(10):
+            with meter:
+                kept.append(torch.ones(512))
+            run(inputs).backward()
+        assert "planning again" not in caplog.text
+
+
+@pytest.mark.parametrize("alone", [{"policy": "none"}, {"host_budget": 4096}])
+def test_what_fits_needs_no_policy_and_no_host(alone: dict[str, Any], meter: Meter) -> None:
+    with meter:
+        model, inputs = layers(12), torch.randn(ROWS, WIDTH)
+    budget = 1 << 30
+    for _ in range(2):
+        torch.compiler.reset()
+        options = {**OPTIONS, **alone, "device_budget": budget}
+        torch.compile(lambda x: model(x).square().mean(), backend="tencache", options=options)(inputs).backward()
+        budget = tencache_fx.regions()[-1].plan.forecast.peak_bytes + 512
+    assert not tencache_fx.regions()[-1].plan.spills
+
+
+def test_a_plan_that_needs_the_whole_budget_has_it(meter: Meter) -> None:
+    with meter:
+        model, inputs = layers(12), torch.randn(ROWS, WIDTH)
+    plans, floor = [], 14 * VALUE
+    for _ in range(2):
+        torch.compiler.reset()
+        options = {**OPTIONS, "device_budget": floor}
+        torch.compile(lambda x: model(x).square().mean(), backend="tencache", options=options)(inputs).backward()
+        plans.append(tencache_fx.regions()[-1].plan)
+        floor = plans[0].forecast.floor_bytes
+    assert plans[0].forecast.peak_bytes <= 14 * VALUE * 255 // 256
+    assert floor * 255 // 256 < plans[1].forecast.peak_bytes <= floor
 
 
 def test_what_has_no_storage_is_no_matter(meter: Meter) -> None:
