@@ -53,6 +53,7 @@ class _Trace:
     birth: int
     made_here: bool
     outlives: bool = False
+    given_up: bool = False
     home: str = ""
     state_bytes: int = 0
     written: bool = False
@@ -103,8 +104,11 @@ class _Walk:
         """Meet the forward's placeholders and constants: their bytes are there before the region runs, and after."""
         for index, node in enumerate(placeholders(self.capture.forward)):
             kind = Kind.PARAMETER if index in self.capture.static_inputs else Kind.INPUT
+            given_up = index in self.capture.given_up and kind is Kind.INPUT
             for key, tensor in self._storages(node):
-                self._trace(key, node, tensor, kind, birth=0, made_here=False).outlives = True
+                given_up = given_up and (key not in self._known or self._known[key].given_up)
+                trace = self._trace(key, node, tensor, kind, birth=0, made_here=False)
+                trace.outlives, trace.given_up = True, given_up
         self._meet_constants(self.capture.forward)
 
     def _meet_constants(self, graph: fx.Graph) -> None:
@@ -195,7 +199,7 @@ class _Walk:
 
     def _hand_over(self, key: int, kind: Kind) -> None:
         trace = self._known[key]
-        trace.outlives = True
+        trace.outlives, trace.given_up = True, False
         if trace.kind is Kind.ACTIVATION:
             trace.kind = kind
 
@@ -258,6 +262,7 @@ def _finish(trace: _Trace, capture: Capture, sources: Sequence[SymbolSource]) ->
     if trace.saved:  # it stays until the backward has begun, whether or not that reads it
         last = max(last, capture.boundary)
     carrier = find_carrier(trace.members)
+    given_up = trace.given_up and bool(trace.saved) and last > capture.boundary
     storage = Storage(
         name=trace.name,
         nbytes=trace.nbytes,
@@ -266,14 +271,14 @@ def _finish(trace: _Trace, capture: Capture, sources: Sequence[SymbolSource]) ->
         death=Step(steps if trace.outlives else min(last + 1, steps)),
         uses=uses,
         spillable=(
-            trace.made_here
-            and trace.kind is Kind.ACTIVATION
+            (given_up or (trace.made_here and trace.kind is Kind.ACTIVATION))
             and not trace.written
             and not trace.shared
             and carrier is not None
             and all(source.covers(_geometry(member)) for source in sources for member in trace.members)
         ),
         ready=Step(trace.birth if carrier is None else trace.members[carrier]),
+        held_until=capture.boundary if given_up else Step(0),
         formula=trace.formula,
         home=trace.home,
         state_bytes=trace.state_bytes,

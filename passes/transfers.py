@@ -147,7 +147,8 @@ def _write_release(gaps: Gaps, trip: _Trip, handle: fx.Node, engine: int) -> Non
     graph = trip.source
 
     def make() -> fx.Node:
-        return graph.call_function(RELEASE, (handle, trip.carrier, engine), name=_name("release", trip))
+        lent = (True,) if trip.nodes.storage.held_until else ()
+        return graph.call_function(RELEASE, (handle, trip.carrier, engine, *lent), name=_name("release", trip))
 
     _key(gaps.write(graph, trip.spill.gone, make), trip)
 

@@ -62,6 +62,7 @@ def verify_graphs(
         _check_pairs(name, ops, spill.way)
         if spill.way is not Way.IN:
             _check_release(name, ops, reads[ops.release[0].graph])
+            _check_owner(name, ops, forward)
         _check_geometry(name, ops)
     check_homes(problem, graphs)
     _check_places(problem, plan, trips, graphs)
@@ -122,6 +123,18 @@ def _check_release(name: str, ops: _Ops, reads: _Reads) -> None:
     for key in reads.owner[source].values():
         if reads.place[last := reads.last[key]] > reads.place[release]:
             raise InvariantError(f"released-last: {last.name} reads {name} after its release.")
+
+
+def _check_owner(name: str, ops: _Ops, forward: fx.Graph) -> None:
+    """What the forward is given is the caller's, who may read it on; nothing else is."""
+    (release,) = ops.release
+    given = release.args[1] in forward.find_nodes(op="placeholder")
+    if given != _is_lent(release):
+        raise InvariantError(f"owner: {name} is {'' if given else 'not '}the caller's, its release says otherwise.")
+
+
+def _is_lent(release: fx.Node) -> bool:
+    return release.target is RELEASE and release.args[3:] == (True,)
 
 
 def _check_geometry(name: str, ops: _Ops) -> None:
@@ -230,7 +243,11 @@ def _check_memory(
 
 
 def _replay(capture: Capture, registers: frozenset[fx.Node], in_place: Mapping[fx.Node, fx.Node]) -> tuple[int, str]:
-    """Run through the graphs as the allocator would; return the most bytes held and the node that held them."""
+    """Run through the graphs as the allocator would; return the most bytes held and the node that held them.
+
+    What is released and was lent is the caller's to the end of the forward, who has given it up by the backward.
+    """
+    lent = {node.args[1] for node in capture.forward.nodes if _is_lent(node)}
     carried: dict[str, dict[int, _Key]] = {}
     held: dict[_Key, int] = {}
     everywhere: dict[fx.Node, dict[int, _Key]] = {}
@@ -245,9 +262,10 @@ def _replay(capture: Capture, registers: frozenset[fx.Node], in_place: Mapping[f
         callers = returned
         if graph is capture.forward:
             callers = [v for v in output.args[0][: capture.num_outputs] if isinstance(v, fx.Node)]
-        callers = callers + [p for p in graph.find_nodes(op="placeholder") if p.name not in carried]
+        callers = callers + [p for p in graph.find_nodes(op="placeholder") if p.name not in carried and p not in lent]
         forever |= {key for value in callers for key in owner[value].values()}
-        kept = forever | {key for value in returned for key in owner[value].values()}
+        given_up = {key for value in lent if value.graph is graph for key in owner[value].values()} - forever
+        kept = forever | given_up | {key for value in returned for key in owner[value].values()}
         last = _last_readers(graph, owner)
         for node in graph.nodes:
             if node in in_place:
@@ -265,6 +283,8 @@ def _replay(capture: Capture, registers: frozenset[fx.Node], in_place: Mapping[f
             for key in last.get(node, ()):
                 if key not in kept:
                     held.pop(key, None)
+        for key in given_up:
+            held.pop(key, None)
         if graph is capture.forward and capture.backward is not None:
             pairs = _handed(graph, capture.backward, capture.num_outputs)
             carried = {taken.name: _under_new_fake(owner[value], taken) for value, taken in pairs if taken is not None}

@@ -110,6 +110,9 @@ def _check_trip(problem: Problem, storage: Storage, spill: Spill) -> None:
     last = max(earlier)
     if gone <= last:
         _fail("gone-after-last-use", spill, f"gone {gone}, but it is used at {last}")
+    if not (last < storage.held_until <= gone and storage.held_until <= back) and storage.held_until:
+        until = storage.held_until
+        _fail("held-by-the-caller", spill, f"gone {gone}, last used at {last}, but the caller holds it until {until}")
     if last < problem.boundary <= back and not gone <= problem.boundary <= fetch:
         _fail("boundary", spill, f"gone {gone}, fetch {fetch}, but the backward graph starts at {problem.boundary}")
     _check_fences(problem, spill)

@@ -29,7 +29,8 @@ class UnreadableCodeError(Exception):
 def code_peak_bytes(graphs: Sequence[tuple[Interface, str]], num_outputs: int) -> int:
     """Return the most bytes held while the generated graphs run, forward first, what they are given included.
 
-    The caller keeps the forward's inputs, the first `num_outputs` of its outputs, and the gradients it hands in.
+    The caller keeps the forward's inputs, but for those that leave, until the forward ends; the first `num_outputs` of
+    its outputs; and the gradients it hands in.
     Raises `UnreadableCodeError`. O(lines).
     """
     try:
@@ -51,7 +52,8 @@ def _weigh_graphs(graphs: Sequence[tuple[Interface, str]], num_outputs: int) -> 
         crossing = _cross(forward, returned[num_outputs:], interface)
         given = {name: crossing.get(name) or frozenset({backward.storage_of(p)}) for name, p in interface.takes.items()}
         gradients = [value for name, value in given.items() if name not in crossing]
-        backward.keep(*gradients, *forward.entered.values(), *returned[:num_outputs])
+        staying = [value for value in forward.entered.values() if not value & forward.lent]
+        backward.keep(*gradients, *staying, *returned[:num_outputs])
         backward.enter(given)
         backward.follow()
         peak_bytes = max(peak_bytes, backward.peak_bytes)
@@ -76,6 +78,7 @@ class _Run:
         self.lines = list(statements(ast.parse(source)))
         self.env: dict[str, frozenset[int]] = {}
         self.entered: Mapping[str, frozenset[int]] = {}
+        self.lent: frozenset[int] = frozenset()  # by the caller, who will have given them up by the backward
         self.peak_bytes = 0
         self._nbytes: list[int] = [] if beside is None else beside._nbytes  # by storage, of both graphs
         self._tuples: dict[str, tuple[frozenset[int], ...]] = {}
@@ -193,6 +196,8 @@ class _Run:
         elif role == "release":
             held = self._leaving.get(ast.unparse(call.args[0]))
             self._leaving = {handle: value for handle, value in self._leaving.items() if value is not held}
+            if len(call.args) > 3 and ast.unparse(call.args[3]) == "True":
+                self.lent |= self._read(call.args[1])
         elif role in ("prefetch", "fetch") and name is not None:
             if (wait := self._known.waited.get(name)) is None:
                 raise UnreadableCodeError(f"nothing waits for {name}")

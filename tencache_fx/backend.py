@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from tencache_fx import compat
-from tencache_fx.capture import Capture, main_device
+from tencache_fx.capture import Capture, main_device, placeholders
 from tencache_fx.copies import copy_joint, copy_module
 from tencache_fx.drafts import ATTEMPTS, Draft, Drafts, Halves
 from tencache_fx.dump import Listing, RegionRecord, write_region
@@ -38,7 +38,7 @@ from tencache_fx.passes.verify_code import planned_calls, verify_code
 from tencache_fx.passes.verify_graph import verify_graphs
 from tencache_fx.passes.verify_plan import verify_plan
 from tencache_fx.phases import PhaseClock
-from tencache_fx.plan import Plan, Way
+from tencache_fx.plan import Plan, Problem, Way
 from tencache_fx.register import REGIONS
 from tencache_fx.runtime import kernels as _kernels  # noqa: F401  (registers the ops' kernels)
 from tencache_fx.runtime.home import Home
@@ -68,7 +68,7 @@ def tencache(
     own = usage(device)
     resolved = Options.resolve(options, device=device, own_host_bytes=own.host_bytes, own_disk_bytes=own.disk_bytes)
     settings = compat.inductor_settings(mode, dict(resolved.inductor))
-    region = Region(gm, resolved, device, settings, find_homes(example_inputs, device))
+    region = Region(gm, example_inputs, resolved, device, settings, find_homes(example_inputs, device))
     region.compile(example_inputs)
     if region.record is not None and region.record.plan.spills and (lost := compat.overruled(settings)):
         log.warning("region %d has a plan, and so it runs without %s.", region.index, ", ".join(lost))
@@ -82,16 +82,18 @@ class Region(LiveRegion):
     def __init__(
         self,
         gm: fx.GraphModule,
+        inputs: Sequence[object],
         options: Options,
         device: torch.device,
         settings: Mapping[str, Any],
         homes: Mapping[int, Home],
     ) -> None:
-        super().__init__(gm, options, device, REGIONS.next_index(), homes)
+        super().__init__(gm, inputs, options, device, REGIONS.next_index(), homes)
         self._settings = settings
         self._name = str(torch._guards.CompileContext.current_compile_id() or "")
         self._draft: Draft | None = None  # while it is compiled
         self._code: list[tuple[Interface, str | None]] = []
+        self._leaving: frozenset[int] = frozenset()  # inputs, by position
 
     def compile(self, inputs: Sequence[Any], sizes: tuple[Sizes, Sizes] | None = None) -> None:
         """Capture, plan, rewrite and lower the region; if that fails, the region stays as it was.
@@ -119,7 +121,7 @@ class Region(LiveRegion):
                     {self._home_names[index]: home for index, home in self._homes.items()},
                     Surroundings.find(self.device, self.options, self.between.wanted_bytes),
                 )
-                self._code = []
+                self._code, self._leaving = [], frozenset()
                 compiled = self._lower_source(copy_module(self._source), inputs)
                 over_bytes = self._weigh()
                 if over_bytes <= 0:
@@ -211,6 +213,7 @@ class Region(LiveRegion):
             static_inputs=frozenset(kwargs.get("static_lifetime_input_indices") or ()),
             device=self.device,
             homes=self._home_names,
+            given_up=self.given_up.positions,
         )
         return (forward, backward), self._drafts.draft(capture, **more)
 
@@ -229,6 +232,7 @@ class Region(LiveRegion):
         self._rival = self._rival if planned else None
         if planned:
             avoid_fragmentation(self.device)
+        self._leaving = _given_up(problem, plan, capture)
         if plan.spills or plan.resident:
             engine = self._reserve(plan)
             engine.reserve_gradients([s.nbytes for s in plan.spills if s.way is Way.OUT])
@@ -256,7 +260,7 @@ class Region(LiveRegion):
             compiled = compile_graph(gm, example_inputs, planned=None)
         if interface is not None:
             self._code.append((interface, compat.source_code(compiled)))
-        compiled = self.between.watched(phase, compiled)
+        compiled = self.between.watched(phase, self.given_up.watched(phase, compiled, self._leaving))
         return compiled if self._clock is None else self._clock.timed(phase, compiled)
 
     def _plan_inference(self, gm: fx.GraphModule) -> None:
@@ -297,6 +301,13 @@ class Region(LiveRegion):
             plan=plan,
             listings=listings,
         )
+
+
+def _given_up(problem: Problem, plan: Plan, capture: Capture) -> frozenset[int]:
+    """Return the positions of the inputs that leave."""
+    lent = {storage.name for storage in problem.storages if storage.held_until}
+    leaving = lent & {spill.name for spill in plan.spills}
+    return frozenset(index for index, node in enumerate(placeholders(capture.forward)) if node.name in leaving)
 
 
 def _told_apart(homes: Mapping[int, Home]) -> dict[int, str]:

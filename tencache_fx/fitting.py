@@ -151,7 +151,7 @@ class _Trial:
             ),
             measures=False,
         )
-        sketch = Sketch(gm, self._options, self._device, self._settings, settlers, around)
+        sketch = Sketch(gm, inputs, self._options, self._device, self._settings, settlers, around)
         sketch.compile(inputs)
         self._sketches.append(sketch)
         if (record := sketch.record) is not None:

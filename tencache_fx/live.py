@@ -17,6 +17,7 @@ from tencache_fx.copies import keep_numbers
 from tencache_fx.dump import RegionRecord, write_measured
 from tencache_fx.errors import BudgetError, StoreError, TencacheError
 from tencache_fx.feedback import Learned, PhaseTimes, Rival, Scales, correct, reconsider
+from tencache_fx.given_up import GivenUp
 from tencache_fx.memory import held_bytes, most_bytes, peak_held_bytes
 from tencache_fx.options import Options
 from tencache_fx.phases import CallTimes, PhaseClock
@@ -50,12 +51,19 @@ class LiveRegion(ABC):
     """One captured region from its first compilation on; `compile` sets the plan and what runs."""
 
     def __init__(
-        self, gm: fx.GraphModule, options: Options, device: torch.device, index: int, homes: Mapping[int, Home]
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[object],
+        options: Options,
+        device: torch.device,
+        index: int,
+        homes: Mapping[int, Home],
     ) -> None:
         self.index = index
         self.options = options
         self.device = device
         self.between = Between(index, device, options.device_budget)
+        self.given_up = GivenUp(inputs)
         self.record: RegionRecord | None = None
         self._source = gm
         self._context = torch._guards.TracingContext.try_get()
@@ -94,7 +102,10 @@ class LiveRegion(ABC):
             formulas = self._footprint.formulas
             sizes = formulas.read(args)
             if self.between.wants_more:  # first: a plan with less room there is no rival of one with more
-                self._make_room(formulas, sizes)
+                why = "others hold too much between its forward and its backward"
+                self._plan_for_others(formulas, sizes, why)
+            elif self.given_up.wants_fewer:
+                self._plan_for_others(formulas, sizes, "its caller keeps inputs that were to leave")
             elif sizes != formulas.planned:
                 self._clock = self._rival = None  # it would take other sizes for a wrong forecast
             elif self._clock is not None and (measured := self._clock.times()) is not None:
@@ -160,14 +171,18 @@ class LiveRegion(ABC):
                 if planned == sizes:
                     raise BudgetError(f"region {self.index}{at}: {error}") from error
 
-    def _make_room(self, formulas: SizeFormulas, sizes: Sizes) -> None:
-        """Have it planned anew with more room between its graphs; what fails there is no reason to stop what runs."""
-        self._rival = None
+    def _plan_for_others(self, formulas: SizeFormulas, sizes: Sizes, why: str) -> None:
+        """Have it planned anew, for what others hold; what fails there is no reason to stop what runs."""
+        self._rival, inputs = None, self.given_up.positions
+        self.given_up.settle()
         try:
-            self._plan_again(formulas, sizes, "others hold too much between its forward and its backward")
+            self._plan_again(formulas, sizes, why)
         except (TencacheError, *compat.COMPILER_ERRORS) as error:
             log.warning("region %d stays as it was: %s: %s", self.index, type(error).__name__, error)
-            self.between.give_up()
+            if self.between.wants_more:
+                self.between.give_up()
+            if self.given_up.positions != inputs:
+                self.given_up.insist(inputs)
 
     def _arrange(self) -> None:
         """Have those parameters on the device that the plan counts on there, and no others of them.

@@ -1,7 +1,7 @@
 """The graph ops, their schemas and their fake implementations (design: graph contract).
 
     handle = offload(src)            issue the copy out behind everything queued so far
-    token  = release(handle, src)    compute waits for that copy; `src` is over
+    token  = release(handle, src)    compute waits for that copy; `src` is over (`lent`: it is the caller's alone again)
     ticket = prefetch(handle)        allocate on the device, issue the copy in; the handle may die
     tensor = wait(ticket, ...)       compute waits for the copy in; exact sizes and strides of `src`
 
@@ -39,7 +39,7 @@ LIBRARY = torch.library.Library("tencache", "DEF")
 # What leaves must lie in memory as the graph says, since that is how it is asked back; Inductor would choose freely.
 _AS_PLANNED = (torch.Tag.needs_fixed_stride_order,)
 LIBRARY.define("offload(Tensor src, int engine, str tier, str label) -> Tensor", tags=_AS_PLANNED)
-LIBRARY.define("release(Tensor handle, Tensor(a!) src, int engine) -> Tensor", tags=_AS_PLANNED)
+LIBRARY.define("release(Tensor handle, Tensor(a!) src, int engine, bool lent=False) -> Tensor", tags=_AS_PLANNED)
 LIBRARY.define("prefetch(Tensor handle, int engine) -> Tensor")
 LIBRARY.define(
     "wait(Tensor ticket, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int engine) -> Tensor"

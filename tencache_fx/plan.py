@@ -73,9 +73,10 @@ class Storage:
     (0 for what exists before the region), `death` the first step at which the bytes are free again (the number of
     steps for what outlives the region). `ready` is the first step after which it may be copied out, if that is later
     than its birth: an op with several outputs is followed by the steps that name them. `formula` is the size in
-    symbols where shapes are dynamic. `home` is the parameter that a FETCHED or SUNK one belongs to; its life here is
-    the shortest there can be, as if copies took no time: the plan's trips add to it. `state_bytes` of a SUNK one are
-    those of the optimizer's state, which an update reads and writes.
+    symbols where shapes are dynamic. `held_until` is the first step at which the region's caller no longer holds it as
+    well, 0 for what it does not: only the trip that crosses that step frees anything. `home` is the parameter that a
+    FETCHED or SUNK one belongs to; its life here is the shortest there can be, as if copies took no time: the plan's
+    trips add to it. `state_bytes` of a SUNK one are those of the optimizer's state, which an update reads and writes.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Storage:
     uses: tuple[Step, ...]
     spillable: bool
     ready: Step = Step(0)
+    held_until: Step = Step(0)
     formula: str = ""
     home: str = ""
     state_bytes: int = 0
@@ -259,8 +261,13 @@ class Plan:
 
 
 def inactive_intervals(storage: Storage) -> tuple[tuple[Step, Step], ...]:
-    """Return `(last use, next use)` pairs with at least one whole step between them, from which it may leave."""
-    return tuple((u, v) for u, v in pairwise(storage.uses) if v - u > 1 and u >= storage.ready)
+    """Return `(last use, next use)` pairs with at least one whole step between them, from which it may leave.
+
+    Until `held_until` the caller uses it.
+    """
+    until = storage.held_until
+    pairs = ((Step(max(u, until - 1)), v) for u, v in pairwise(storage.uses) if not until or u < until <= v)
+    return tuple((u, v) for u, v in pairs if v - u > 1 and u >= storage.ready)
 
 
 def live_bytes(problem: Problem, spills: Iterable[Spill] = ()) -> "np.ndarray[Any, np.dtype[np.int64]]":

@@ -44,13 +44,14 @@ class Sketch(Region):
     def __init__(
         self,
         gm: fx.GraphModule,
+        inputs: Sequence[object],
         options: Options,
         device: torch.device,
         settings: Mapping[str, Any],
         settlers: Mapping[int, Settler],
         around: Surroundings,
     ) -> None:
-        super().__init__(gm, options, device, settings, {})
+        super().__init__(gm, inputs, options, device, settings, {})
         self.draft: Draft | None = None
         self.settlers = settlers
         self._around = around

@@ -17,6 +17,7 @@ import pytest
 import torch
 from faulty_streams import FaultyCpuStreams
 from hypothesis import settings
+from meter import Meter, metered_cpu
 from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
@@ -244,3 +245,9 @@ def new_engine(no_leaks: None, spill_dir: Path) -> Iterator[Callable[..., Engine
         for engine in made:
             engine.close()
             assert engine.pool.allocated_bytes == 0
+
+
+@pytest.fixture
+def meter(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Meter]:
+    """A CPU whose allocator counts."""
+    yield from metered_cpu(monkeypatch, caplog)

@@ -138,7 +138,7 @@ def planned_floor(problem: Problem) -> int:
     return floor_bytes(replace(problem, min_spill_bytes=4096))
 
 
-def capture_of(function: Callable[..., Tensor], *inputs: Tensor) -> Capture:
+def capture_of(function: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Tensor) -> Capture:
     """Return the forward and backward of `function`, as they are before any pass, saving all that autograd would."""
     found: list[Capture] = []
 
@@ -159,7 +159,8 @@ def capture_of(function: Callable[..., Tensor], *inputs: Tensor) -> Capture:
     def run(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
         return gm
 
-    aot_function(function, fw_compiler=run, bw_compiler=run, partition_fn=partition)(*inputs).sum().backward()
+    results = aot_function(function, fw_compiler=run, bw_compiler=run, partition_fn=partition)(*inputs)
+    (results if isinstance(results, Tensor) else results[0]).sum().backward()
     return found[0]
 
 

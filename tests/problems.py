@@ -60,9 +60,15 @@ def problems(draw: st.DrawFn, *, most_steps: int = 24, most_storages: int = 14) 
         for k in range(steps)
     )
     storages = tuple(draw(_storages(f"s{index}", steps)) for index in range(draw(st.integers(0, most_storages)) or 6))
+    boundary = Step(draw(st.integers(0, steps)))
+    # Of some that cross the boundary the caller is done at it only.
+    storages = tuple(
+        replace(s, held_until=boundary) if s.birth < boundary < s.death and not draw(st.integers(0, 4)) else s
+        for s in storages
+    )
     problem = Problem(
         ops=ops,
-        boundary=Step(draw(st.integers(0, steps))),
+        boundary=boundary,
         storages=storages,
         links=links(),
         budgets=Budgets(device_bytes=None, host_bytes=PLENTY),

@@ -141,6 +141,8 @@ def add_trips(
     """Add the ways in which `storage` can travel to `model`, and its absence to the steps it may be away at."""
     boundary = problem.boundary
     gaps = [(u, v) for u, v in itertools.pairwise(storage.uses) if v - u > 1 and u >= storage.ready]
+    if storage.held_until:
+        gaps = [(boundary - 1, v) for u, v in gaps if u < boundary < v]
     if not gaps:
         return None
     out_ns = storage.nbytes / problem.links.d2h_bytes_per_s * 1e9

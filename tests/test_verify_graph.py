@@ -51,8 +51,21 @@ def network(x: Tensor, *weights: Tensor) -> Tensor:
 
 @pytest.fixture
 def written() -> Written:
-    x = torch.randn(512, 64)
-    capture = capture_of(network, x, *(torch.randn(64, 64, requires_grad=True) for _ in range(5)))
+    return carry_out(capture_of(network, torch.randn(512, 64), *weights()))
+
+
+@pytest.fixture
+def given_up() -> Written:
+    """A region whose caller drops the first input."""
+    capture = capture_of(network, torch.randn(512, 64, requires_grad=True) * 1, *weights())
+    return carry_out(replace(capture, given_up=frozenset((0,))))
+
+
+def weights() -> list[Tensor]:
+    return [torch.randn(64, 64, requires_grad=True) for _ in range(5)]
+
+
+def carry_out(capture: Capture) -> Written:
     storages = measure_lifetimes(capture, {})
     problem = Problem(
         ops=tuple(Op(name=node.name, duration_ns=10_000) for node in capture.nodes),
@@ -113,6 +126,21 @@ def test_a_release_of_another_tensor(written: Written) -> None:
     release.args = (release.args[0], other.args[0], release.args[2])
     with pytest.raises(InvariantError, match="^(released-last|places|.*topolog)"):
         written.check()
+
+
+def test_what_the_region_has_made_is_not_lent(written: Written) -> None:
+    release = written.op(RELEASE)
+    release.args = (*release.args, True)
+    with breaks("owner"):
+        written.check()
+
+
+def test_what_the_caller_has_given_is_lent(given_up: Written) -> None:
+    given_up.check()
+    (release,) = (node for node in given_up.capture.forward.nodes if node.target is RELEASE and node.args[3:])
+    release.args = release.args[:3]
+    with breaks("owner"):
+        given_up.check()
 
 
 def test_a_reader_after_the_release(written: Written) -> None:

@@ -127,6 +127,17 @@ def test_a_broken_rule_is_named(rule: str, change: Callable[[Plan], Plan]) -> No
         verify_plan(region(), change(valid()))
 
 
+def test_what_the_caller_holds_is_gone_no_sooner_than_that_lets_go() -> None:
+    problem = replace(region(), storages=(replace(storage("x", (0, 1, 6, 9)), held_until=Step(5)),))
+    found = make_plan(problem.within(device_bytes=None), "none")
+    ops = replace(found.forecast, peak_bytes=PAGE, host_bytes=PAGE, d2h_bytes=PAGE, h2d_bytes=PAGE)
+    plan = replace(found, pool=(PoolClass(nbytes=PAGE, count=1),), forecast=ops)
+    verify_plan(problem, replace(plan, spills=(spill("x", 0, 5, 5, 6),)))
+    for early_or_late in (spill("x", 0, 4, 5, 6), spill("x", 6, 7, 8, 9)):
+        with pytest.raises(InvariantError, match="breaks the rule held-by-the-caller "):
+            verify_plan(problem, replace(plan, spills=(early_or_late,)))
+
+
 def test_a_region_over_its_budget_is_named_with_the_step() -> None:
     problem = region()
     tight = problem.within(device_bytes=4 * PAGE)

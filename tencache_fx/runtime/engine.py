@@ -143,8 +143,8 @@ class Engine:
         self.stats.add(offloads=1, d2h_bytes=layout.nbytes)
         return handle
 
-    def release(self, handle: Tensor, src: Tensor) -> Tensor:
-        """Let compute wait for the copy out of `src`, whose memory is then the caller's again; return a token."""
+    def release(self, handle: Tensor, src: Tensor, *, lent: bool = False) -> Tensor:
+        """Let compute wait for the copy out of `src`, whose memory is then its owner's: who that is, `lent` says."""
         self._enter()
         with self._lock:
             slot = self._slots.find(handle, "release")
@@ -154,7 +154,8 @@ class Engine:
             watch.stop()
             with self._lock:
                 slot.src = None
-            self.streams.after_release(raw_bytes(src))
+            if not lent:
+                self.streams.after_release(raw_bytes(src))
         self.stats.add_stall(watch, "stall_out_ns")
         return new_token()
 
@@ -337,8 +338,7 @@ class Engine:
     def _leave(self, src: Tensor, layout: Layout, label: str, tier: Tier, buffer: Buffer) -> Slot:
         """Issue the copy of `src` to its buffer; return the trip that begins so. Lock held."""
         self._check_open()
-        after = (self.streams.record_compute(), *buffer.after)
-        source = raw_bytes(src)
+        source, after = raw_bytes(src), (self.streams.record_compute(), *buffer.after)
         copied_out = self.streams.copy(Lane.OUT, buffer.memory[: layout.nbytes], source, after)
         buffer.after = (copied_out,)
         return Slot(self._slots.next_key(), label, tier, layout, copied_out, source, buffer)
