@@ -49,7 +49,7 @@ def kept(key: Mapping[str, str], cls: type[_T]) -> _T | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        log.info("measuring again, because %s cannot be used: %s", path, error)
+        log.info("measuring again, because %s cannot be used: %s", path, str(error))
         return None
 
 

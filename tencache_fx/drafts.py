@@ -91,7 +91,7 @@ class Draft:
         try:
             return self.outside_bytes + code_peak_bytes(code, self.study.capture.num_outputs)
         except UnreadableCodeError as error:
-            log.warning("what generated code holds is only a forecast: %s.", error)
+            log.warning("what generated code holds is only a forecast: %s.", str(error))
             return None
 
     @property

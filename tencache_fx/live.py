@@ -178,7 +178,7 @@ class LiveRegion(ABC):
         try:
             self._plan_again(formulas, sizes, why)
         except (TencacheError, *compat.COMPILER_ERRORS) as error:
-            log.warning("region %d stays as it was: %s: %s", self.index, type(error).__name__, error)
+            self._stays(logging.WARNING, error)
             if self.between.wants_more:
                 self.between.give_up()
             if self.given_up.positions != inputs:
@@ -243,7 +243,7 @@ class LiveRegion(ABC):
                 self._correct(found.scales)
         except (TencacheError, *compat.COMPILER_ERRORS) as error:  # a bug there is no reason to stop what runs
             level = logging.INFO if isinstance(error, (BudgetError, StoreError)) else logging.WARNING
-            log.log(level, "region %d stays as it was: %s: %s", self.index, type(error).__name__, error)
+            self._stays(level, error)
             if self._rival is not None:
                 self._go_back(self._rival)
 
@@ -268,6 +268,10 @@ class LiveRegion(ABC):
         assert self.record is not None
         parts = correct(self.record.captured, self.record.problem, self.record.plan, scales)
         self.record = dataclasses.replace(self.record, **parts)
+
+    def _stays(self, level: int, error: BaseException) -> None:
+        """Log it, by words alone: who keeps what was logged would keep the error's frames, and the model with them."""
+        log.log(level, "region %d stays as it was: %s: %s", self.index, type(error).__name__, str(error))
 
     def _state(self) -> tuple[Any, ...]:
         """Return all that a compilation sets."""

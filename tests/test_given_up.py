@@ -162,6 +162,8 @@ def test_where_no_plan_lets_them_stay_they_leave_all_the_same(caplog: pytest.Log
         assert inputs_away()
     assert caplog.text.count("planning again") == 1
     assert len([line for line in caplog.text.splitlines() if "stays as it was: BudgetError" in line]) == 1
+    logged = [argument for record in caplog.records for argument in record.args or ()]
+    assert not [each for each in logged if isinstance(each, BaseException)], "its frames would keep the model"
     assert same(found, gradients(model, model(wide()).square().mean()))
 
 
