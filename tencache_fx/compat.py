@@ -300,6 +300,11 @@ def any_number_of_compilations() -> contextlib.AbstractContextManager[None]:
     return torch._dynamo.config.patch(recompile_limit=most, accumulated_recompile_limit=most)  # type: ignore[no-any-return]
 
 
+def in_backward() -> bool:
+    """Say whether this thread is in a backward, as checkpointed code is when it runs again (`utils/checkpoint.py`)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def frames_compiled() -> int:
     """Return how many frames Dynamo was given to compile so far, for whatever backend."""
     return int(counters["frames"]["total"])

@@ -101,7 +101,9 @@ class LiveRegion(ABC):
         if self._footprint is not None:
             formulas = self._footprint.formulas
             sizes = formulas.read(args)
-            if self.between.wants_more:  # first: a plan with less room there is no rival of one with more
+            if compat.in_backward():  # what is computed again there has to save what it has saved before
+                pass
+            elif self.between.wants_more:  # first: a plan with less room there is no rival of one with more
                 why = "others hold too much between its forward and its backward"
                 self._plan_for_others(formulas, sizes, why)
             elif self.given_up.wants_fewer:

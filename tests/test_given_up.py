@@ -1,5 +1,7 @@
 """Inputs that a region's caller drops after the forward leave like activations; those that it keeps are let alone."""
 
+import copy
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,6 +11,7 @@ import torch
 from harness import capture_of, faulty_engine
 from meter import OPTIONS, VALUE, Meter, expected, layers, same, train, wide_loss
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tencache_fx
 from tencache_fx.passes.lifetimes import measure_lifetimes
@@ -150,6 +153,37 @@ def test_sizes_that_change() -> None:
             found = gradients(model, run(of_any_length(wide(rows))).square().mean())
             assert same(found, gradients(model, model(wide(rows)).square().mean())), rows
         assert inputs_away()
+
+
+class Triple(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * 2
+
+
+def test_checkpointed_blocks_save_the_same_when_they_run_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Checkpoints keep the inputs, which is seen in the backward: no plan changes before that is over."""
+    caplog.set_level(logging.INFO, "tencache_fx")
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Triple() for _ in range(4)))
+    plain = copy.deepcopy(blocks)
+
+    def step(model: nn.Sequential) -> list[Tensor]:
+        x = torch.ones(4096, 64, requires_grad=True) * torch.linspace(-1, 1, 64)
+        for block in model:
+            x = checkpoint(block, x, use_reentrant=False)
+        return gradients(model, x.square().mean())
+
+    with faulty_engine():
+        for block in blocks:
+            block.compile(backend="tencache", options={**OPTIONS, "device_budget": "6.5MB"})
+        for _ in range(3):
+            found = step(blocks)
+    assert "its caller keeps inputs" in caplog.text
+    assert same(found, step(plain))
 
 
 def test_where_no_plan_lets_them_stay_they_leave_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
