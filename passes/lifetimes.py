@@ -263,6 +263,7 @@ def _finish(trace: _Trace, capture: Capture, sources: Sequence[SymbolSource]) ->
         last = max(last, capture.boundary)
     carrier = find_carrier(trace.members)
     given_up = trace.given_up and bool(trace.saved) and last > capture.boundary
+    given_up = given_up and carrier is not None and carrier.op == "placeholder"  # not a view that the region makes
     storage = Storage(
         name=trace.name,
         nbytes=trace.nbytes,

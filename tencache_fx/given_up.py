@@ -68,7 +68,7 @@ class GivenUp:
         """Note which inputs are still there, of most of the forwards whose backward is to come."""
         waiting = list(self._waiting)  # another thread may run the region, too
         self._waiting.clear()
-        for index in leaving:
+        for index in self.positions.intersection(leaving):
             held = [not given[index].expired() for given in waiting if index in given]
             if self._watches and 2 * sum(held) > len(held):
                 self._kept.add(index)

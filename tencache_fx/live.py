@@ -181,10 +181,10 @@ class LiveRegion(ABC):
             self._plan_again(formulas, sizes, why)
         except (TencacheError, *compat.COMPILER_ERRORS) as error:
             self._stays(logging.WARNING, error)
-            if self.between.wants_more:
-                self.between.give_up()
             if self.given_up.positions != inputs:
-                self.given_up.insist(inputs)
+                self.given_up.insist(inputs)  # with these away there may still be more room
+            elif self.between.wants_more:
+                self.between.give_up()
 
     def _arrange(self) -> None:
         """Have those parameters on the device that the plan counts on there, and no others of them.

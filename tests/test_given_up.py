@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import capture_of, faulty_engine
-from meter import OPTIONS, VALUE, Meter, expected, layers, same, train, wide_loss
+from meter import OPTIONS, VALUE, Meter, expected, layers, same, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -229,22 +229,15 @@ def test_what_the_caller_gets_or_sees_stays(function: Callable[..., Any]) -> Non
     assert found["primals_1"].held_until == 0
 
 
+def test_what_only_a_view_spans_stays() -> None:
+    x = (torch.randn(64, 64, dtype=torch.complex64, requires_grad=True) * 2).conj()
+    found = lives(lambda x, w: (x.conj() @ w).abs().tanh(), x, torch.randn(64, 64, dtype=torch.complex64))
+    assert not found["primals_1"].spillable
+
+
 def test_leaves_and_frozen_inputs_are_the_users() -> None:
     model = Waist()
     for x in (wide().detach(), wide().detach().requires_grad_()):
         torch.compiler.reset()
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Set device_budget to"):
             compiled(model)(x)
-
-
-def test_a_loss_that_keeps_its_input_gets_it_back_in_time(meter: Meter) -> None:
-    """Two regions save the same value; each gets a copy of its own."""
-    model = layers(2)
-
-    def both(x: Tensor) -> Tensor:
-        return wide_loss(model[0](x * 1)) + wide_loss(model[1](x * 1))
-
-    one_by_one(model, 60 * VALUE)
-    inputs = torch.randn(1024, 64, requires_grad=True)
-    found = gradients(model, both(inputs))
-    assert same(found, gradients(model, both(inputs)))
