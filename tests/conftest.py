@@ -52,6 +52,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where there is none."""
+    for item in items if not torch.cuda.is_available() else ():
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 def open_files() -> set[str]:
     """Return this process's open files, without those that come and go by themselves."""
     found = set()

@@ -232,7 +232,6 @@ class Block(nn.Module):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_prediction_holds_up_on_cuda():
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(2048) for _ in range(4))).to("cuda", torch.bfloat16)
@@ -280,7 +279,6 @@ def test_the_device_is_hot_before_it_is_timed(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_timing_on_cuda_gives_back_memory_and_repeats():
     device, operand = torch.device("cuda"), Operand((2048, 2048), (2048, 1), torch.bfloat16)
     call = Call(aten.mm.default, (operand, operand), (), 2 * 2048 * 2048)
@@ -302,7 +300,6 @@ def test_timing_on_cuda_gives_back_memory_and_repeats():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_attention_allocates_for_itself_is_measured():
     """Its backward sums up a gradient in fp32, whichever of the libraries it comes from."""
     shape, dtype = (2, 8, 1024, 128), torch.bfloat16

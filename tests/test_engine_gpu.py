@@ -17,10 +17,7 @@ from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.store import Store
 from tencache_fx.runtime.streams import CudaStreams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 TIERS = [Tier.HOST, Tier.NVME]
 LATE = 5_000_000  # device clock cycles: about 3 ms, many times what each copy takes
 COUNT = 1 << 19  # float32 elements: 2 MiB

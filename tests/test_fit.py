@@ -323,7 +323,6 @@ def test_nothing_is_allocated_for_fifty_billion_parameters(factories: Path) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_planned_for_without_its_memory() -> None:
     model = mlp(2048).bfloat16()
     held = torch.cuda.memory_allocated()

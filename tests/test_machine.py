@@ -187,7 +187,6 @@ def test_the_filesystem_of_a_directory_is_that_of_the_deepest_mount(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_is_measured_in_little_memory():
     device = torch.device("cuda")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):  # the library's workspaces are not the measurement's

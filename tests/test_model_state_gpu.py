@@ -17,7 +17,7 @@ from tencache_fx.runtime.engine import Engine, resolve_device
 from tencache_fx.runtime.registry import install_engine
 from tencache_fx.session import regions
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 HIDDEN, LAYERS, ROWS = 2048, 16, 2048
 

@@ -39,7 +39,6 @@ def test_training_is_bitwise_equal_on_the_same_graphs(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", [each.name for each in FAMILIES])
 def test_training_on_a_gpu_is_equal_within_rounding(name: str) -> None:
     check(make_row(needs(family(name)), EAGER, device=torch.device("cuda")), promise=0.67, noise=0.05)
