@@ -1,5 +1,6 @@
 """What a policy has promised of host memory and disk so far, so that a plan's buffers and extents fit their budgets."""
 
+from bisect import bisect_left
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ class Ledger:
     def __init__(self, problem: Problem) -> None:
         sizes = [storage.nbytes for storage in problem.storages if is_candidate(problem, storage)]
         classes = size_classes([(Step(0), Step(1), nbytes) for nbytes in sizes])
-        self._tops = np.array(sorted(pool.nbytes for pool in classes), dtype=np.int64)
+        self._tops = sorted(pool.nbytes for pool in classes)
         self._gaps = len(problem.ops)
         self._lent: dict[tuple[Tier, int], np.ndarray[Any, np.dtype[np.int32]]] = {}
         self._most: dict[tuple[Tier, int], int] = {}
@@ -46,7 +47,7 @@ class Ledger:
     def place(self, spill: Spill) -> Spill | None:
         """Return `spill` with the tier it goes to, which is now charged; None if neither has room."""
         for tier in (Tier.HOST, Tier.NVME):
-            placed = replace(spill, tier=tier)
+            placed = spill if spill.tier is tier else replace(spill, tier=tier)
             if self.fits(placed):
                 self.charge(placed)
                 return placed
@@ -74,9 +75,9 @@ class Ledger:
     def _growth_bytes(self, spill: Spill) -> int:
         key = self._key(spill)
         if key not in self._lent:
-            return int(self._tops[key[1]])
+            return self._tops[key[1]]
         wanted = int(self._lent[key][spill.offload : spill.back].max()) + 1
-        return int(self._tops[key[1]]) * max(0, wanted - self._most[key])
+        return self._tops[key[1]] * max(0, wanted - self._most[key])
 
     def _key(self, spill: Spill) -> tuple[Tier, int]:
-        return spill.tier, int(np.searchsorted(self._tops, round_up(spill.nbytes, _PAGE_BYTES)))
+        return spill.tier, bisect_left(self._tops, round_up(spill.nbytes, _PAGE_BYTES))

@@ -86,6 +86,18 @@ def make_plan(
         raise OptionError(f"policy is {policy!r}, which is unknown.{hint} Choose one of {', '.join(POLICIES)}.")
     if not has_moves(problem):
         return _plan_trips(problem, policy)
+    staying, plan = _choose_way(problem, policy, leads, resident_shares, state_shares)
+    return replace(plan, forecast=replace(plan.forecast, floor_bytes=floor_bytes(staying)))
+
+
+def _choose_way(
+    problem: Problem,
+    policy: str,
+    leads: Sequence[float],
+    resident_shares: Sequence[float],
+    state_shares: Sequence[float],
+) -> tuple[Problem, Plan]:
+    """Return the best of `policy`'s plans, and the problem that it is for."""
     for way in dict.fromkeys(("teraio" if policy == "joint" else policy, policy)):
         first, *more = resident_shares
         found, refusals = _try_moves(problem, way, [_Way(first, 0.0, lead) for lead in leads])
@@ -142,21 +154,21 @@ def _try_moves(
 
 def _with_time_to_spare(
     problem: Problem, policy: str, best: _Way, plans: Mapping[_Way, tuple[Problem, Plan]], leads: Sequence[float]
-) -> Plan:
+) -> tuple[Problem, Plan]:
     """Return the plan of `best` with the largest of `leads` that costs no more than half a percent.
 
     Others use the links in bursts, as updates that stream through the device: what begins with no time to spare is
     then late. Half a percent is of the fastest step, and of the time on the device and the bytes copied of `best`.
     """
     if not any(spill.way is Way.IN for spill in plans[best][1].spills):
-        return plans[best][1]
+        return plans[best]
     costs = _costs(*plans[best])._replace(step_ns=min(_costs(*each).step_ns for each in plans.values()))
     enough = [_enough(cost) for cost in costs]
     for lead in sorted((lead for lead in leads if lead > best.lead), reverse=True):
         for early in _try_moves(problem, policy, [best._replace(lead=lead)])[0].values():
             if all(cost <= most for cost, most in zip(_costs(*early), enough, strict=True)):
-                return early[1]
-    return plans[best][1]
+                return early
+    return plans[best]
 
 
 class _Costs(NamedTuple):
@@ -186,10 +198,10 @@ def _best(plans: Mapping[_Way, tuple[Problem, Plan]]) -> _Way:
 
 
 def _plan_moves(problem: Problem, policy: str, lead: float) -> Plan:
-    """Return `policy`'s plan beside the trips of parameters and gradients, timed by `lead`."""
+    """Return `policy`'s plan beside the trips of parameters and gradients, timed by `lead`; its floor is left open."""
     moves = time_moves(problem, lead)
     trips = _plan_trips(settle_moves(problem, moves), policy)
-    plan = build_plan(problem, policy, [*trips.spills, *moves])
+    plan = build_plan(problem, policy, [*trips.spills, *moves], floor=0)
     _check_tiers(problem, plan)
     return plan
 
@@ -198,10 +210,10 @@ def _plan_trips(problem: Problem, policy: str) -> Plan:
     """Return `policy`'s plan for a problem in which all else is settled."""
     limit = problem.budgets.device_bytes
     if limit is None or live_bytes(problem).max(initial=problem.outside_bytes) <= limit:
-        return build_plan(problem, policy, ())
+        return build_plan(problem, policy, (), _settled_floor_bytes(problem))
     if policy == "none":
         _refuse_device(problem, (), note='policy="none" never spills')
-    floor = floor_bytes(problem)
+    floor = _settled_floor_bytes(problem)
     if floor > limit:
         _refuse_device(problem, bare_spills(problem), note="with everything spilled that may be")
     plans = [_settle_tiers(problem, _ask(problem, policy, way, floor), floor) for way in POLICIES[policy]]
@@ -263,6 +275,11 @@ def floor_bytes(problem: Problem) -> int:
     """
     if has_moves(problem):
         problem = settle_moves(problem, time_moves(problem.within(device_bytes=0), 0.0))
+    return _settled_floor_bytes(problem)
+
+
+def _settled_floor_bytes(problem: Problem) -> int:
+    """Return the floor of a problem in which parameters and gradients, if any have a home elsewhere, are settled."""
     return int(live_bytes(problem, bare_spills(problem)).max(initial=problem.outside_bytes))
 
 

@@ -87,11 +87,11 @@ class _Calendar:
 
     def earliest_end(self, start: int, need_ns: float) -> int:
         """Return the first step before which a copy started at step `start` is complete; past the end if none."""
-        return int(np.searchsorted(self.before, self.before[start] + need_ns))
+        return int(self.before.searchsorted(self.before[start] + need_ns))
 
     def latest_start(self, end: int, need_ns: float) -> int:
         """Return the last step from which a copy is complete before step `end`; -1 if none."""
-        return int(np.searchsorted(self.before, self.before[end] - need_ns, side="right")) - 1
+        return int(self.before.searchsorted(self.before[end] - need_ns, side="right")) - 1
 
     def charge(self, start: int, end: int, need_ns: float, *, late: bool = False) -> None:
         """Take up to `need_ns` of what is free during `[start, end)`, from its start, or from its end if `late`."""
@@ -149,7 +149,7 @@ class _Greedy:
 
     def _offer(self, spill: Spill) -> _Offer | None:
         for tier in (Tier.HOST, Tier.NVME):
-            placed = replace(spill, tier=tier)
+            placed = spill if spill.tier is tier else replace(spill, tier=tier)
             if self.ledger.fits(placed):
                 return self._score(placed)
         return None
@@ -168,12 +168,13 @@ class _Greedy:
             return None
         if gone >= fetch:
             return None
-        over = np.clip(self.memory[gone:fetch] - self.limit, 0, spill.nbytes)
-        area = float(over @ self.durations[gone:fetch])
-        if not over.any():
+        over = self.memory[gone:fetch] - self.limit
+        most = min(int(over.max()), spill.nbytes)
+        if most <= 0:
             return None
+        area = float(over.clip(0, spill.nbytes) @ self.durations[gone:fetch])
         cost = times.out + times.write + times.read + times.into
-        return _Offer((area + float(over.max())) / cost, spill, times, gone, fetch)
+        return _Offer((area + most) / cost, spill, times, gone, fetch)
 
     def _commit(self, offer: _Offer) -> None:
         spill, times = offer.spill, offer.times

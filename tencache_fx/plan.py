@@ -265,9 +265,11 @@ def inactive_intervals(storage: Storage) -> tuple[tuple[Step, Step], ...]:
 
     Until `held_until` the caller uses it.
     """
-    until = storage.held_until
-    pairs = ((Step(max(u, until - 1)), v) for u, v in pairwise(storage.uses) if not until or u < until <= v)
-    return tuple((u, v) for u, v in pairs if v - u > 1 and u >= storage.ready)
+    pairs: Iterable[tuple[Step, Step]] = pairwise(storage.uses)
+    if until := storage.held_until:
+        pairs = ((Step(max(u, until - 1)), v) for u, v in pairs if u < until <= v)
+    ready = storage.ready
+    return tuple([(u, v) for u, v in pairs if v - u > 1 and u >= ready])
 
 
 def live_bytes(problem: Problem, spills: Iterable[Spill] = ()) -> "np.ndarray[Any, np.dtype[np.int64]]":

@@ -205,7 +205,7 @@ def test_time_to_spare_costs_half_a_percent_at_most(monkeypatch: pytest.MonkeyPa
     problem = weights_at_home(transformer_recipes(transformer(layers=4)))
     problem = at(replace(problem, links=links(rate * 10**9, copy_latency_ns=10_000)), share)
     early = make_plan(problem, "joint")
-    monkeypatch.setattr(planner, "_with_time_to_spare", lambda problem, policy, best, plans, leads: plans[best][1])
+    monkeypatch.setattr(planner, "_with_time_to_spare", lambda problem, policy, best, plans, leads: plans[best])
     late = make_plan(problem, "joint")
     assert early.forecast.makespan_ns <= 1.005 * late.forecast.makespan_ns
     copied_bytes, least_bytes = (plan.forecast.d2h_bytes + plan.forecast.h2d_bytes for plan in (early, late))
