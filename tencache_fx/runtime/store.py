@@ -23,22 +23,19 @@ blocks of at most 8 MiB, several at a time: as fast as io_uring, without a depen
 
 import contextlib
 import errno
-import mmap
 import os
-import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tencache_fx.errors import BudgetError, OptionError, StoreError
 from tencache_fx.plan import round_up
-from tencache_fx.runtime.freelist import FreeList
+from tencache_fx.runtime.spill_files import PAGE_BYTES, SpillFile, open_unnamed
 
-PAGE_BYTES = 4096
 BLOCK_BYTES = 8 << 20
 WORKERS = 4
 _ZERO_PROGRESS_TRIES = 8
@@ -89,25 +86,6 @@ class Extent:
     crc: int | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _File:
-    directory: Path
-    fd: int
-    nbytes: int = 0
-    free: FreeList = field(default_factory=FreeList)
-    closed: bool = False
-
-    @property
-    def is_empty(self) -> bool:
-        return self.free.free_bytes == self.nbytes
-
-    def close(self) -> None:
-        """Give the disk space back."""
-        if not self.closed:
-            os.close(self.fd)
-            self.nbytes, self.free, self.closed = 0, FreeList(), True
-
-
 @dataclass(frozen=True, slots=True)
 class _Way:
     """Down to disk or up from it; `fate` is what an error message says of the value."""
@@ -141,7 +119,7 @@ class Store:
         self._io = FileIO() if io is None else io
         self._lock = threading.Lock()
         self._next = 0
-        self._files: list[_File] = []  # all there ever were: pieces name them by index
+        self._files: list[SpillFile] = []  # all there ever were: pieces name them by index
         self._current: list[int] = []  # those that take what comes
         self.spill_to(directories)
         # Two sets of threads: a read must not queue behind the writes that wait for the disk.
@@ -170,11 +148,11 @@ class Store:
         """
         with self._lock:
             known = {file.directory: i for i, file in enumerate(self._files) if not file.closed}
-            opened: list[_File] = []
+            opened: list[SpillFile] = []
             try:
                 for directory in dict.fromkeys(directories):
                     if directory not in known:
-                        opened.append(_File(directory, _open(directory)))
+                        opened.append(SpillFile(directory, open_unnamed(directory)))
             except OSError as error:
                 for file in opened:
                     file.close()
@@ -333,7 +311,7 @@ class Store:
 
     def _move_all(self, way: _Way, extent: Extent, view: memoryview) -> None:
         """Move every block, in parallel; returns, or raises the first error, when all have ended."""
-        blocks: list[tuple[_File, memoryview, int]] = []
+        blocks: list[tuple[SpillFile, memoryview, int]] = []
         start = 0
         for piece in extent.pieces:
             for skip in range(0, piece.nbytes, self._block_bytes):
@@ -348,7 +326,7 @@ class Store:
         for job in jobs:
             job.result()
 
-    def _move(self, way: _Way, extent: Extent, file: _File, view: memoryview, offset: int) -> None:
+    def _move(self, way: _Way, extent: Extent, file: SpillFile, view: memoryview, offset: int) -> None:
         """Move one block; survives short transfers and names what failed."""
         done = tries = 0
         while done < view.nbytes:
@@ -366,37 +344,3 @@ class Store:
                     f"could not {way.verb} {view.nbytes} bytes of {extent.label} at offset {offset} of the "
                     f"spill file in {file.directory} ({reason}); {way.fate}. Check the disk or name another spill_dir."
                 )
-
-
-def _open(directory: Path) -> int:
-    """Return a descriptor of a new file without a name, `O_DIRECT` if one aligned write shows that it works."""
-    probe = mmap.mmap(-1, PAGE_BYTES)
-    for direct in (os.O_DIRECT, 0):
-        try:
-            fd = _open_unnamed(directory, direct)
-        except OSError:
-            if direct:
-                continue
-            raise
-        try:
-            os.pwritev(fd, [probe], 0)
-        except OSError:
-            os.close(fd)
-            if not direct:
-                raise
-        else:
-            os.ftruncate(fd, 0)
-            return fd
-    raise AssertionError("the loop returns or raises")
-
-
-def _open_unnamed(directory: Path, direct: int) -> int:
-    try:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | direct, 0o600)
-    except OSError:  # not every file system has O_TMPFILE; a missing directory fails again below
-        fd, name = tempfile.mkstemp(prefix="tencache-", dir=directory)
-        os.close(fd)
-        try:
-            return os.open(name, os.O_RDWR | os.O_CLOEXEC | direct)
-        finally:
-            os.unlink(name)
