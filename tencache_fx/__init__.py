@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "tencache": "tencache_fx.backend",
-    "configure": "tencache_fx.options",
+    "configure": "tencache_fx.session",
     "engines": "tencache_fx.runtime.registry",
     "peak_bytes": "tencache_fx.measure",
     "regions": "tencache_fx.session",

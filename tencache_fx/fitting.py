@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from tencache_fx import compat
 from tencache_fx.capture import main_device
+from tencache_fx.departures import is_adapted, wants_home
 from tencache_fx.doctor import find_device
 from tencache_fx.dump import write_region
 from tencache_fx.errors import BudgetError, OptionError, TencacheError, UsageError
@@ -24,7 +25,7 @@ from tencache_fx.fakes import Made, call_factory, fake_model
 from tencache_fx.fitness import Fit, RegionFit
 from tencache_fx.machine import KnownRates, known_rates
 from tencache_fx.memory import is_input
-from tencache_fx.model_state import is_adapted, wants_home, watch
+from tencache_fx.model_state import watch
 from tencache_fx.options import Options
 from tencache_fx.passes.moves import keep_resident, step_ns
 from tencache_fx.passes.region import policy_floor_bytes

@@ -21,16 +21,12 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from tencache_fx import compat
+from tencache_fx.departures import Departure, wants_home
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.options import Options
 from tencache_fx.runtime.engine import Engine, resolve_device
 from tencache_fx.runtime.home import Home
-from tencache_fx.runtime.registry import find_engine, open_engine
-
-LEAST_BYTES = 64 << 10
-"""Smaller parameters stay on the device: their copies would cost more in time than they save in memory."""
-
-_FEW = 32  # one part in so many: with gradients, and masters and moments in fp32, that is up to eight times as much
+from tencache_fx.runtime.registry import find_engine, open_engine, usage
 
 _READ_THEIR_CHILDRENS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # parameters, without calling these
 
@@ -49,28 +45,26 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
     `model.state_dict()` then has the parameters as tensors of the CPU that share memory with their homes, and
     `load_state_dict` works as ever. Idempotent. What takes longer than a second shows a progress bar on stderr, unless
     `progress` is False; by default if that is a terminal. Raises `OptionError` for a module on "meta" that cannot make
-    its parameters, or a parameter whose elements share memory; `BudgetError` when host_budget is too low.
+    its parameters, or a parameter whose elements share memory; `BudgetError` when host_budget is too low: raise it by
+    `tencache_fx.configure`, and call this again. Whatever it raises, the model is as it was.
     """
     first = next((p for p in model.parameters() if p.device.type != "meta"), None)
     if device is None and first is None:
         raise OptionError("the model has no parameters on any device; say which device to train on: device='cuda'.")
     assert device is not None or first is not None
     target = resolve_device(torch.device(device) if device is not None else first.device)  # type: ignore[union-attr]
-    _check_ties(model)
-    engine, adapts = engine_of(target), is_adapted(model)
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    with _open_bar(engine, model, adapts=adapts, progress=progress) as bar:
+    departure = Departure(roomy_engine(target), model, target)
+    with _open_bar(departure.nbytes, progress=progress) as bar, departure:
         for name, module in model.named_modules():
-            _materialize(module, name, target, made)
+            departure.make(module)
             own = list(module.named_parameters(prefix=name, recurse=False))
             for full_name, parameter in own:
-                bar.update(_move(engine, parameter, full_name, target, adapts=adapts))
-            for key, buffer in module.named_buffers(recurse=False):
-                module._buffers[key] = buffer.to(target)
-    for module in model.modules():
-        if _homes_read_by(module):
-            watch(module)
-    guard(model)
+                bar.update(departure.move(parameter, full_name))
+            departure.move_buffers(module)
+        for module in model.modules():
+            if _homes_read_by(module):
+                watch(module)
+        guard(model)
     return model
 
 
@@ -143,51 +137,39 @@ def find_home(parameter: Tensor) -> Home | None:
 
 
 def engine_of(device: torch.device) -> Engine:
-    """Return the device's engine; where no compiled region has opened it, with the host budget set for the process."""
-    if (engine := find_engine(device)) is not None:
-        return engine
-    return open_engine(device, host_budget_bytes=Options.resolve(None, device=device).host_budget)
+    """Return the device's engine."""
+    return find_engine(device) or roomy_engine(device)
 
 
-def _check_ties(model: nn.Module) -> None:
-    """Refuse parameters that share memory; called while all of them have theirs, which tells them apart."""
-    names: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        if (other := names.setdefault(parameter.untyped_storage()._cdata, name)) != name:
-            raise OptionError(f"{name} shares memory with {other}; tie them by using one Parameter in both places.")
+def roomy_engine(device: torch.device) -> Engine:
+    """Return the device's engine, for what is at home there whichever regions run: with the budgets of the process.
 
-
-def _materialize(module: nn.Module, name: str, device: torch.device, made: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Make what a module has on "meta", by itself, on the device; tied parameters, in `made`, only once."""
-    on_meta = {key: p for key, p in module.named_parameters(recurse=False) if p.is_meta}
-    for key, parameter in on_meta.items():
-        if parameter in made:
-            module.register_parameter(key, made[parameter])
-    has_buffers = any(buffer.is_meta for buffer in module.buffers(recurse=False))
-    if all(parameter in made for parameter in on_meta.values()) and not has_buffers:
-        return
-    reset = getattr(module, "reset_parameters", None)
-    if not callable(reset) or any(parameter in made for parameter in on_meta.values()):
-        raise OptionError(
-            f"module {name or 'the model'} ({type(module).__name__}) is on the meta device and has no "
-            "reset_parameters() to make its parameters and buffers with, or shares some of them; build it on the CPU."
+    What regions were given for themselves may be less, and limits their plans only.
+    """
+    engine = find_engine(device)
+    if engine is None or not engine.serves_all:
+        chosen = options_of_process(device)
+        engine = open_engine(
+            device,
+            host_budget_bytes=chosen.host_budget,
+            spill_dirs=() if engine is not None and engine.store is not None else chosen.spill_dir,
+            spill_budget_bytes=chosen.spill_budget,
+            checksum=chosen.checksum,
         )
-    parameters = {key: p for key, p in module.named_parameters(recurse=False) if not p.is_meta}
-    buffers = {key: buffer for key, buffer in module.named_buffers(recurse=False) if not buffer.is_meta}
-    module._parameters |= {key: nn.Parameter(torch.empty_like(p), p.requires_grad) for key, p in parameters.items()}
-    module._buffers |= {key: torch.empty_like(buffer) for key, buffer in buffers.items()}
-    module.to_empty(device=device, recurse=False)
-    reset()
-    module._parameters |= parameters  # what was there already is kept: only stand-ins were reset
-    module._buffers |= buffers
-    made |= {parameter: getattr(module, key) for key, parameter in on_meta.items()}
+        engine.serves_all = True
+    return engine
 
 
-def _open_bar(engine: Engine, model: nn.Module, *, adapts: bool, progress: bool | None) -> "tqdm[Any]":
+def options_of_process(device: torch.device, **given: object) -> Options:
+    """Return the options of whatever is no compilation: those that are `given`, over those set for the process."""
+    own, given = usage(device), {"device_budget": None, "dump_dir": None, **given}
+    return Options.resolve(given, device=device, own_host_bytes=own.host_bytes, own_disk_bytes=own.disk_bytes)
+
+
+def _open_bar(nbytes: int, *, progress: bool | None) -> "tqdm[Any]":
     """Return a bar over the bytes of all parameters that are to get a home."""
-    moving = (p for p in model.parameters() if _may_leave(p, adapts=adapts) and engine.homes.find(p) is None)
     return tqdm(
-        total=sum(parameter.nbytes for parameter in moving),
+        total=nbytes,
         desc="parameters to host memory",
         unit="B",
         unit_scale=True,
@@ -195,44 +177,6 @@ def _open_bar(engine: Engine, model: nn.Module, *, adapts: bool, progress: bool 
         leave=False,
         disable=None if progress is None else not progress,
     )
-
-
-def is_adapted(model: nn.Module) -> bool:
-    """Say whether a model is frozen but for a few parameters."""
-    parameters = list(model.parameters())
-    trained_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-    return trained_bytes * _FEW <= sum(parameter.nbytes for parameter in parameters)
-
-
-def _may_leave(parameter: Tensor, *, adapts: bool) -> bool:
-    return parameter.nbytes >= LEAST_BYTES and not (adapts and parameter.requires_grad)
-
-
-def wants_home(parameter: Tensor, name: str, *, adapts: bool) -> bool:
-    """Say whether a parameter is large enough for a home, and not one of the few that are trained where it `adapts`.
-
-    Raises `OptionError` for one that is, but has gaps between its elements, or the same memory for several.
-    """
-    if not _may_leave(parameter, adapts=adapts):
-        return False
-    if not torch.ops.aten.is_non_overlapping_and_dense(parameter.detach()):
-        raise OptionError(
-            f"{name} of size {tuple(parameter.shape)} has strides {parameter.stride()}, with gaps between its elements "
-            "or the same memory for several; make it contiguous."
-        )
-    return True
-
-
-def _move(engine: Engine, parameter: nn.Parameter, name: str, device: torch.device, *, adapts: bool) -> int:
-    """Give a parameter a home, if it wants one and has none; return the bytes moved there."""
-    if engine.homes.find(parameter) is not None:
-        return 0
-    if wants_home(parameter, name, adapts=adapts):
-        return engine.homes.settle_in(parameter, name, device).nbytes
-    parameter.data = parameter.data.to(device)
-    if parameter.requires_grad:
-        engine.homes.kept[parameter] = True
-    return 0
 
 
 class _Part:

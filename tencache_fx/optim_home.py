@@ -6,6 +6,7 @@ with kernels of its own, and casts apart from them). Of a parameter with a home 
 there already, and the update runs by itself: `step` returns at once, and the next reader waits for that update only.
 """
 
+import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -19,7 +20,7 @@ from torch.optim.optimizer import ParamsT
 
 from tencache_fx import compat
 from tencache_fx.errors import OptionError, UsageError
-from tencache_fx.model_state import engine_of, find_home
+from tencache_fx.model_state import engine_of, find_home, roomy_engine
 from tencache_fx.optim_checks import check_group
 from tencache_fx.optim_kept import KeptState
 from tencache_fx.optim_rules import find_rule
@@ -29,9 +30,9 @@ from tencache_fx.optim_updates import (
     accumulates,
     dense_like,
     flat,
+    gradient_at_home,
     hook,
     is_hooked_once,
-    lease_of,
     read_later,
     run_piece,
     unhook,
@@ -39,11 +40,14 @@ from tencache_fx.optim_updates import (
     weakly,
 )
 from tencache_fx.plan import Tier
+from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.gradients import HomeGradient, Lease
 from tencache_fx.runtime.home import Home
-from tencache_fx.runtime.rounds import PIECE_BYTES, Piece, work_at_home
+from tencache_fx.runtime.rounds import PIECE_BYTES, Piece, Round, open_round, work_at_home
 from tencache_fx.runtime.states import State
 from tencache_fx.runtime.streams import Event
+
+_Rounds = list[tuple[Engine, Round, list[Tensor]]]
 
 
 class HomeOptimizer(KeptState):
@@ -116,8 +120,9 @@ class HomeOptimizer(KeptState):
 
         Returns when the host is done; the device goes on with whatever comes next once the last weight is in. Updates
         of parameters with a home are begun only; what one of them raises is raised by whoever reads the parameter next.
-        Raises `UsageError` for a sparse gradient, before anything is updated, and `BudgetError` when the host budget
-        has no room for state, or for a few buffers of 32 MiB at most.
+        Raises, before anything is updated, `UsageError` for a sparse gradient, and `BudgetError` when the host budget
+        has no room for state, for gradients that come home, or for a few buffers of 32 MiB at most: then it can be
+        raised by `tencache_fx.configure`, and the step taken again.
         """
         loss = None
         if closure is not None:
@@ -128,43 +133,63 @@ class HomeOptimizer(KeptState):
         for parameter in todo:
             if parameter.grad.is_sparse:
                 raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
+        self._make_states(todo)
         at_home = [(p, home) for p in todo if (home := find_home(p)) is not None]
-        for parameter, home in at_home:
-            if parameter not in self._states:  # before anything is updated: there may be no room for it
-                home.settle()
-                self._ready(parameter)
-        at_home.sort(key=lambda pair: pair[1].updated_here)  # first those that go on while the host does the others
-        for parameter, home in at_home:
-            self._update(parameter, home, parameter.grad)
-            home.end_parts()
-        for parameter in (p for p in self._urgency if p.grad is None):
-            if (frozen := find_home(parameter)) is not None:
-                frozen.put_away()
         without = [p for p in todo if find_home(p) is None]
         small = {p: None for p in without if self._places.of(p, None) is Tier.DEVICE}
-        updated: list[Tensor] = []
-        try:
-            self._update_large([p for p in without if p not in small], updated)
-            for parameter in small:
-                self._update_here(parameter, parameter.grad, None)
-                updated.append(parameter)
-        except BaseException as error:
-            error.add_note(
-                f"Of {len(without)} parameters {len(updated)} have been updated, large ones first, in order, and their "
-                "state counts one step more; the next one may be updated in part, the others are as they were."
-            )
-            raise
+        large = [p for p in without if p not in small]
+        gradients = {p: p.grad if home.updated_here else gradient_at_home(p, p.grad) for p, home in at_home}
+        with self._open_rounds(large) as rounds:
+            at_home.sort(key=lambda pair: pair[1].updated_here)  # first those that go on while the host does the others
+            for parameter, home in at_home:
+                self._update(parameter, home, gradients.pop(parameter))
+                home.end_parts()
+            for parameter in (p for p in self._urgency if p.grad is None):
+                if (frozen := find_home(parameter)) is not None:
+                    frozen.put_away()
+            self._update_without(rounds, small)
         self._group_of = {}
         return loss
 
-    def _update_large(self, todo: Collection[Tensor], updated: list[Tensor]) -> None:
-        """Update parameters without a home by state in host memory; done when the host is."""
-        for device in dict.fromkeys(p.device for p in todo):
-            here = [p for p in todo if p.device == device]
-            count = sum(-(-p.nbytes // PIECE_BYTES) for p in here)
-            most_bytes = max(min(p.nbytes, PIECE_BYTES) for p in here)
-            with compat.any_number_of_compilations():  # for dtypes, lengths of 1, numbers of threads, ...
-                work_at_home(engine_of(device), self._pieces(here, updated), count, run_piece, most_bytes)
+    def _make_states(self, todo: Iterable[Tensor]) -> None:
+        """Make the state of those that have none, before anything is updated: there may be no room for it."""
+        for parameter in todo:
+            if parameter not in self._states:
+                if (home := find_home(parameter)) is not None:
+                    home.settle()
+                self._ready(parameter)
+
+    @contextlib.contextmanager
+    def _open_rounds(self, large: Collection[Tensor]) -> Iterator[_Rounds]:
+        """Have the buffers for updates of parameters without a home by state in host memory, for each device."""
+        with contextlib.ExitStack() as undo:
+            rounds: _Rounds = []
+            for device in dict.fromkeys(p.device for p in large):
+                here = [p for p in large if p.device == device]
+                count = sum(-(-p.nbytes // PIECE_BYTES) for p in here)
+                most_bytes = max(min(p.nbytes, PIECE_BYTES) for p in here)
+                engine = roomy_engine(device)
+                rounds.append((engine, undo.enter_context(open_round(engine, count, most_bytes)), here))
+            yield rounds
+
+    def _update_without(self, rounds: _Rounds, small: Collection[Tensor]) -> None:
+        """Update parameters without a home, by state in host memory, and then small ones; done when the host is."""
+        updated: list[Tensor] = []
+        try:
+            for engine, opened, here in rounds:
+                with compat.any_number_of_compilations():  # for dtypes, lengths of 1, numbers of threads, ...
+                    work_at_home(engine, opened, self._pieces(here, updated), run_piece)
+            for parameter in small:
+                assert parameter.grad is not None
+                self._update_here(parameter, parameter.grad, None)
+                updated.append(parameter)
+        except BaseException as error:
+            count = len(small) + sum(len(here) for *_, here in rounds)
+            error.add_note(
+                f"Of {count} parameters {len(updated)} have been updated, large ones first, in order, and their "
+                "state counts one step more; the next one may be updated in part, the others are as they were."
+            )
+            raise
 
     @torch.no_grad()
     def _step_now(self, parameter: Tensor) -> None:
@@ -209,7 +234,7 @@ class HomeOptimizer(KeptState):
             home.note_update_here()
         else:
             readers = engine_of(parameter.device).streams.record_compute()
-            self._begin(parameter, home, lease_of(parameter, gradient), readers)
+            self._begin(parameter, home, gradient_at_home(parameter, gradient).lease, readers)
 
     def _update_here(self, parameter: Tensor, gradient: Tensor, home: Home | None) -> None:
         """Update a parameter whose state is on its device, behind what that has been given so far."""

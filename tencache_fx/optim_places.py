@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tencache_fx.departures import LEAST_BYTES
 from tencache_fx.errors import BudgetError
-from tencache_fx.model_state import LEAST_BYTES, engine_of, find_home
+from tencache_fx.model_state import engine_of, find_home, roomy_engine
 from tencache_fx.optim_rules import MASTER
 from tencache_fx.plan import Tier
 from tencache_fx.runtime.disk_states import DiskState, line_bytes
@@ -71,7 +72,7 @@ def hold_state(
 
     Raises `BudgetError` or `StoreError` when neither has.
     """
-    engine, home = engine_of(parameter.device), find_home(parameter)
+    engine, home = roomy_engine(parameter.device), find_home(parameter)
     if place is not Tier.NVME:
         try:
             held = State(engine.homes, parameter, dtypes, on_device=place is Tier.DEVICE)

@@ -166,11 +166,11 @@ def send_home(engine: Engine, gradient: Tensor) -> HomeGradient:
     return homed
 
 
-def lease_of(parameter: Tensor, gradient: Tensor) -> Lease:
-    """Return where a parameter's gradient is at home; one of a module that ran by itself is sent there."""
-    if not isinstance(gradient, HomeGradient):
-        gradient = send_home(engine_of(parameter.device), dense_like(parameter, gradient.to(parameter.dtype)))
-    return gradient.lease
+def gradient_at_home(parameter: Tensor, gradient: Tensor) -> HomeGradient:
+    """Return a parameter's gradient in host memory; one of a module that ran by itself is sent there."""
+    if isinstance(gradient, HomeGradient):
+        return gradient
+    return send_home(engine_of(parameter.device), dense_like(parameter, gradient.to(parameter.dtype)))
 
 
 def read_later(engine: Engine, number: Tensor) -> Callable[[], float]:

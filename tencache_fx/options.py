@@ -21,6 +21,10 @@ A size is a number of bytes (`536870912`), a number with a unit ("12GiB", "12GB"
 
 An option is looked for in `torch.compile(..., options={...})`, then in `tencache_fx.configure(...)`, then in the
 environment (`TENCACHE_DEVICE_BUDGET=12GiB`; several directories as in PATH; `inductor` as JSON; `none` for None).
+
+A host_budget or spill_budget given to torch.compile limits that region's plan only: a device's memory pool may take the
+largest that anybody has asked for. Parameters and optimizers at home may take what is set for the process. `configure`
+changes both, and spill_dir, at once; it refuses less than is lent. Values go to the directories that were named last.
 """
 
 import dataclasses
@@ -146,7 +150,6 @@ class Settings:
 
 
 SETTINGS = Settings()
-configure = SETTINGS.configure
 
 
 @dataclass(frozen=True, slots=True)

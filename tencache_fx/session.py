@@ -1,11 +1,63 @@
-"""What is going on in this process: its regions, their reports, the runtime's counters."""
+"""What is going on in this process: its options, its regions, their reports, the runtime's counters."""
+
+import contextlib
+from collections.abc import Mapping
 
 from tencache_fx.dump import RegionRecord
 from tencache_fx.errors import OptionError
+from tencache_fx.model_state import options_of_process
+from tencache_fx.options import SETTINGS
 from tencache_fx.passes.alternatives import find_reasons
 from tencache_fx.register import REGIONS
-from tencache_fx.runtime.registry import engines
+from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.registry import engines, open_engine
 from tencache_fx.tables import show_measured, show_pool, show_reasons, show_summary
+
+
+def configure(*, reset: bool = False, **options: object) -> Mapping[str, object]:
+    """Set process-wide defaults for later compilations and return all that are set; `reset` forgets earlier ones.
+
+    `host_budget`, `spill_dir` and `spill_budget` count at once for what is open already, up or down: after a
+    `BudgetError`, raise the budget and try again. Values that are in other directories are read there.
+
+    Raises `OptionError`, and changes nothing, when a name or a value is wrong, or a budget is below what is lent now.
+    Whether other sizes fit the machine is checked when a model is compiled, because only then the device is known.
+    """
+    before = SETTINGS.given
+    given = SETTINGS.configure(reset=reset, **options)
+    with contextlib.ExitStack() as undo:
+        undo.callback(SETTINGS.configure, reset=True, **before)
+        for engine in engines():
+            _carry_over(engine, options, undo)
+        undo.pop_all()
+    return given
+
+
+def _carry_over(engine: Engine, options: Mapping[str, object], undo: contextlib.ExitStack) -> None:
+    """Have an open engine as it was configured by `options`; `undo` takes that back."""
+    undo.callback(setattr, engine, "serves_all", engine.serves_all)
+    engine.serves_all = False  # who serves all asks anew
+    if "host_budget" in options:
+        chosen = options_of_process(engine.device, spill_dir=None, spill_budget="auto")
+        undo.callback(engine.resize_host_budget, engine.pool.budget_bytes)
+        engine.resize_host_budget(chosen.host_budget)
+        engine.serves_all = True
+    store, moves = engine.store, options.get("spill_dir") not in (None, "none", (), [])
+    if moves or (store is not None and "spill_budget" in options):
+        kept = {} if moves or store is None else {"spill_dir": store.directories}
+        chosen = options_of_process(engine.device, **kept)
+        if store is not None:
+            undo.callback(store.resize_budget, store.budget_bytes)
+            undo.callback(store.spill_to, store.directories)
+        open_engine(
+            engine.device,
+            host_budget_bytes=engine.pool.budget_bytes,
+            spill_dirs=chosen.spill_dir,
+            spill_budget_bytes=chosen.spill_budget,
+            checksum=chosen.checksum,
+        )
+        if store is not None and "spill_budget" in options:
+            store.resize_budget(chosen.spill_budget)
 
 
 def regions() -> tuple[RegionRecord, ...]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tencache_fx
-from tencache_fx import model_state
+from tencache_fx import departures, model_state
 from tencache_fx.errors import OptionError
 from tencache_fx.runtime.pinned import Use
 from tencache_fx.runtime.registry import engines
@@ -141,7 +141,7 @@ def test_what_a_frozen_model_trains_stays_with_all_that_belongs_to_it(
 ) -> None:
     model = tencache_fx.offload(adapted(), "cpu")
     (trained,) = (p for p in model.parameters() if p.requires_grad)
-    assert trained.nbytes == LARGE_BYTES > model_state.LEAST_BYTES
+    assert trained.nbytes == LARGE_BYTES > departures.LEAST_BYTES
     assert len(engines()[0].homes) == 31
     model.compile(backend="tencache", options={"device_budget": "1MB", "compiler": "eager"})
     optimizer = optimizer_class([trained], lr=1e-3)

@@ -17,6 +17,7 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from tencache_fx.errors import BudgetError, OptionError, TencacheError
 from tencache_fx.plan import PoolClass, round_up
+from tencache_fx.runtime import pool as pool_module
 from tencache_fx.runtime.pinned import PAGE_BYTES, Buffer, Use
 from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.streams import CpuStreams, Event
@@ -442,4 +443,62 @@ def test_budget_can_shrink_to_what_is_in_use() -> None:
     assert pool.allocated_bytes == 4096
     with pytest.raises(OptionError, match="host_budget 4095 bytes is below the 4096 bytes"):
         pool.resize_budget(4095)
+    pool.close()
+
+
+def test_a_budget_that_does_not_fit_changes_nothing() -> None:
+    pool = pool_of(PoolClass(nbytes=4096, count=3), budget_bytes=1 << 20)
+    lent = [pool.lend(1, Use.TRIP) for _ in range(2)]
+    with pytest.raises(OptionError, match="host_budget 8191 bytes is below the 8192 bytes of host memory in use"):
+        pool.resize_budget(8191)
+    assert pool.budget_bytes == 1 << 20
+    assert pool.allocated_bytes == 3 * 4096
+    for each in lent:
+        pool.give_back(each)
+    pool.close()
+
+
+def test_a_smaller_budget_waits_for_copies_under_way() -> None:
+    pool, flag = pool_of(PoolClass(nbytes=4096, count=2), budget_bytes=1 << 20), Flag()
+    pool.give_back(pool.lend(1, Use.TRIP), flag)
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (pool.resize_budget(1), done.set()))
+    thread.start()
+    assert not done.wait(0.1)
+    flag.happened = True
+    assert done.wait(10)
+    thread.join()
+    assert pool.allocated_bytes == 0
+    pool.close()
+
+
+@pytest.mark.parametrize("change", [Pool.raise_budget, Pool.resize_budget])
+def test_who_waits_for_a_buffer_gets_it_when_the_budget_is_raised(
+    change: Callable[[Pool, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told: it would look again by itself only once the test is over."""
+    monkeypatch.setattr(pool_module, "_POLL_S", 60.0)
+    pool, found = Pool(CpuStreams(), 4096), []
+    first = pool.lend(1, Use.STAGING)
+    thread = threading.Thread(target=lambda: found.append(pool.lend(1, Use.STAGING)))
+    thread.start()
+    time.sleep(0.1)
+    assert not found
+    change(pool, 8192)
+    thread.join(10)
+    assert len(found) == 1
+    assert found[0] is not first
+    pool.close()
+
+
+def test_room_is_made_for_all_or_nothing_changes() -> None:
+    pool = pool_of(PoolClass(nbytes=4096, count=4), budget_bytes=6 * 4096)
+    pool.lend(1, Use.TRIP)
+    with pytest.raises(BudgetError, match=r"parameters at home need 24576 bytes .* of 24576 bytes has 20480 left"):
+        pool.make_room([4097, 8192, 8192], Use.HOME)
+    assert pool.allocated_bytes == 4 * 4096
+    pool.make_room([4097, 8192, 1], Use.HOME)
+    for nbytes in (4097, 8192, 1):
+        pool.lend(nbytes, Use.HOME)
+    assert pool.allocated_bytes == 6 * 4096
     pool.close()

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import eventually, open_files
 
 from tencache_fx.errors import InvariantError, OptionError, TencacheError
-from tencache_fx.plan import PoolClass
+from tencache_fx.plan import PoolClass, Tier
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.pinned import Use
 from tencache_fx.runtime.registry import Registry, engine_by_id, engines, install_engine, open_engine
@@ -24,7 +25,6 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 def test_an_open_engine_is_found_again() -> None:
     engine = open_engine(torch.device("cpu", 0), host_budget_bytes=4096)
     assert open_engine(CPU, host_budget_bytes=8192) is engine
-    assert engine.pool.budget_bytes == 8192
     assert engine_by_id(engine.id) is engine
     assert engines() == (engine,)
     engine.close()
@@ -36,23 +36,46 @@ def test_an_open_engine_is_found_again() -> None:
     other.close()
 
 
-def test_a_store_can_be_added_and_grow_but_not_change(spill_dir: Path, tmp_path: Path) -> None:
-    engine = open_engine(CPU, host_budget_bytes=4096)
+def test_who_asks_for_less_leaves_more_to_others(spill_dir: Path) -> None:
+    engine = open_engine(CPU, host_budget_bytes=8192)
     assert engine.store is None
-    for budget_bytes in (8192, 16384, 12288):
-        open_engine(CPU, host_budget_bytes=4096, spill_dirs=(spill_dir,), spill_budget_bytes=budget_bytes)
+    for asked, found in ((8192, 8192), (16384, 16384), (4096, 16384)):
+        on_disk = {"spill_dirs": (spill_dir,), "spill_budget_bytes": asked, "checksum": asked == 16384}
+        open_engine(CPU, host_budget_bytes=asked, **on_disk)
         assert engine.store is not None
-        assert engine.store.budget_bytes == budget_bytes
+        assert engine.store.budget_bytes == found
+        assert engine.store.checksum == (found == 16384)
+        assert engine.pool.budget_bytes == found
     open_engine(CPU, host_budget_bytes=4096)
-    engine.store.reserve(8192)
-    with pytest.raises(OptionError, match=r"spill_budget is 4096 here, but .* has 12288"):
-        open_engine(CPU, host_budget_bytes=4096, spill_dirs=(spill_dir,), spill_budget_bytes=4096)
-    with pytest.raises(OptionError, match=r"call tencache_fx\.close\(\) first") as error:
-        open_engine(CPU, host_budget_bytes=4096, spill_dirs=(tmp_path, spill_dir), spill_budget_bytes=16384)
-    assert str(error.value).startswith(f"spill_dir is {tmp_path}, {spill_dir} here, but")
-    assert f" has {spill_dir};" in str(error.value)
-    with pytest.raises(OptionError, match="checksum is True here"):
-        open_engine(CPU, host_budget_bytes=4096, spill_dirs=(spill_dir,), spill_budget_bytes=16384, checksum=True)
+    assert engine.store.directories == (spill_dir,)
+    engine.close()
+
+
+def test_values_go_to_the_directories_named_last(spill_dir: Path, tmp_path: Path) -> None:
+    """Those in others are read there, and what they took of the disk is given back with the last of them."""
+    others = tmp_path / "a", tmp_path / "b"
+    for each in others:
+        each.mkdir()
+    disk = {"host_budget_bytes": 1 << 20, "spill_budget_bytes": 1 << 20}
+    engine = open_engine(CPU, spill_dirs=(spill_dir,), **disk)
+    values = [torch.randn(4096) for _ in range(3)]
+    handles = [engine.offload(values[0], Tier.NVME)]
+    assert eventually(lambda: engine.stats.take()["host_lent_bytes"] == 0)
+    open_engine(CPU, spill_dirs=others, **disk)
+    assert engine.store is not None
+    assert engine.store.directories == others
+    handles += [engine.offload(value, Tier.NVME) for value in values[1:]]
+    assert eventually(lambda: engine.stats.take()["host_lent_bytes"] == 0)
+    assert sum(str(spill_dir) in each for each in open_files()) == 1
+    assert engine.store.file_bytes == 3 * 16384
+    for handle, value in zip(handles, values, strict=True):
+        assert torch.equal(engine.wait(engine.prefetch(handle)), value)
+    assert eventually(lambda: engine.store.lent_bytes == 0)
+    assert not any(str(spill_dir) in each for each in open_files())
+    assert engine.store.file_bytes == 2 * 16384
+    with pytest.raises(OptionError, match="cannot hold the spill file"):
+        open_engine(CPU, spill_dirs=(spill_dir, tmp_path / "missing"), **disk)
+    assert engine.store.directories == others
     engine.close()
 
 

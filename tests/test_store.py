@@ -87,8 +87,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = Store(
             directories, BUDGET_PAGES * PAGE_BYTES, checksum=checksum, workers=2, block_bytes=BLOCK_BYTES, io=self.io
         )
+        self.directories = directories
         self.store.reserve(reserved * PAGE_BYTES)
         assert self.store.file_bytes == reserved * PAGE_BYTES
+
+    @rule(data=st.data())
+    def change_directories(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.directories), min_size=1, unique=True))
+        self.store.spill_to(chosen)
+        assert self.store.directories == tuple(chosen)
 
     @property
     def used_pages(self) -> int:
@@ -98,7 +105,10 @@ class StoreMachine(RuleBasedStateMachine):
     def write(self, nbytes: int, failing: bool) -> Extent | None:  # noqa: FBT001
         self.serial += 1
         value = noise(nbytes, self.serial)
-        fits = self.used_pages + -(-nbytes // PAGE_BYTES) <= BUDGET_PAGES
+        # Former files are no larger than needed only once they are empty.
+        former = [f for i, f in enumerate(self.store._files) if i not in self.store._current]
+        wasted_bytes = sum(file.free.free_bytes for file in former)
+        fits = self.used_pages + wasted_bytes // PAGE_BYTES + -(-nbytes // PAGE_BYTES) <= BUDGET_PAGES
         if not fits:
             with pytest.raises(BudgetError, match="spill_budget"):
                 self.store.allocate(nbytes, "too large")

@@ -43,6 +43,8 @@ class Engine:
 
     id: int = -1
     """Index in the registry, a literal in graphs; -1 outside it."""
+    serves_all = False
+    """Whether its budgets are, at least, those set for the process, beside those of regions that use it."""
 
     def __init__(
         self,
@@ -97,6 +99,11 @@ class Engine:
             names = ", ".join(str(path) for path in self.store.directories)
             raise OptionError(f"the engine of {self.device} spills to {names} already.")
         self._custody.store = store
+
+    def resize_host_budget(self, budget_bytes: int) -> None:
+        """Set the most bytes of host memory; raises `OptionError` when more is lent, and leaves it as it was."""
+        self._enter()
+        self.pool.resize_budget(budget_bytes)
 
     def reserve(self, *, pool: Sequence[PoolClass], staging: Sequence[PoolClass], disk_bytes: int) -> None:
         """Hold at least these buffers and this much disk, once no addition is under way; what is there already counts.
@@ -169,7 +176,7 @@ class Engine:
             self._check_open()
             slot = self._slots.find(handle, "prefetch")
             if slot.stage is not Stage.AWAY:
-                raise UsageError(_once(slot))
+                raise UsageError(slot.refusal())
             with _named("prefetch", slot.label):
                 dst = slot.layout.empty()
                 allocated = self.streams.record_compute()
@@ -193,7 +200,7 @@ class Engine:
             self._custody.finish_read(slot)
             with self._lock:
                 if slot.stage is not Stage.COMING:
-                    raise UsageError(_once(slot))
+                    raise UsageError(slot.refusal())
                 dst, copied_in = slot.dst, slot.copied_in
                 assert dst is not None
                 assert copied_in is not None
@@ -283,7 +290,7 @@ class Engine:
         with self._lock:
             slot = self._slots.find(handle, "hand out")
             if slot.lease is None:
-                raise UsageError(_once(slot))
+                raise UsageError(slot.refusal())
             lease, slot.lease, slot.stage = slot.lease, None, Stage.BACK
         return HomeGradient(lease)
 
@@ -327,7 +334,7 @@ class Engine:
             except UsageError as error:
                 warnings.warn(str(error), stacklevel=2)
             except torch.OutOfMemoryError:
-                home.move_out()
+                home.move_out(torch.device("cpu"))
                 warnings.warn(f"{home.name} is on the CPU now: {self.device} has no room for it.", stacklevel=2)
 
     def _enter(self) -> None:
@@ -391,10 +398,3 @@ def _named(deed: str, label: str) -> contextlib.AbstractContextManager[object]:
     if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function(f"tencache::{deed} {label}".rstrip())
     return contextlib.nullcontext()
-
-
-def _once(slot: Slot) -> str:
-    return (
-        f"{slot.label} was asked for a second time: a region with a plan has one backward, which frees what was away; "
-        "call backward once, without retain_graph=True, or compile with device_budget=None."
-    )

@@ -333,9 +333,9 @@ class Home:
                 "forward of its module.",
             )
 
-    def move_out(self) -> None:
-        """Make the parameter an ordinary one, of the CPU: there is no room for it on the device."""
-        self.parameter.data = self._host.clone()
+    def move_out(self, device: torch.device) -> None:
+        """Make the parameter an ordinary one, of `device`, with a copy of what is at home."""
+        self.parameter.data = self._host.to(device, copy=True)
 
 
 def is_on_device(parameter: Tensor) -> bool:

@@ -3,6 +3,7 @@
 A home is found by its parameter's storage, which every alias of the parameter shares.
 """
 
+import contextlib
 import threading
 import weakref
 from collections import deque
@@ -61,23 +62,27 @@ class Homes:
     def settle_in(self, parameter: Tensor, name: str, device: torch.device) -> Home:
         """Give a parameter, of any device, a home; afterwards it is one of `device`, with nothing there.
 
-        Raises `BudgetError` when the host budget has no room for it.
+        Raises `BudgetError` when the host budget has no room for it; then, as after any error, it is as it was.
         """
         self.drain()
         value = parameter.detach()
         buffer = self._pool.lend(value.numel() * value.itemsize, Use.HOME)
-        empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
-        home = Home(empty, name, buffer, self._streams)
-        self._streams.settle(buffer.after)
-        buffer.after = ()
-        home.fill(value)
-        parameter.data = empty
-        home._parameter = weakref.ref(parameter)
-        home.take_bytes_away()
-        storage = parameter.untyped_storage()
-        self._by_storage[storage._cdata] = home
-        home.forget = weakref.finalize(parameter, self._forget, storage._cdata, home)
-        home.forget.atexit = False
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._pool.discard, buffer)
+            undo.callback(setattr, parameter, "data", value)
+            empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+            home = Home(empty, name, buffer, self._streams)
+            self._streams.settle(buffer.after)
+            buffer.after = ()
+            home.fill(value)
+            parameter.data = empty
+            home._parameter = weakref.ref(parameter)
+            home.take_bytes_away()
+            storage = parameter.untyped_storage()
+            self._by_storage[storage._cdata] = home
+            home.forget = weakref.finalize(parameter, self._forget, storage._cdata, home)
+            home.forget.atexit = False
+            undo.pop_all()
         if self._guard is None:
             self._guard = register_optimizer_step_pre_hook(self._refuse)
         return home

@@ -23,7 +23,6 @@ with budget to spare they are lent pieces of free buffers for trips (`carving.py
 a buffer is opened for that only while all that was reserved could be mapped beside the open ones: trips never wait.
 """
 
-import bisect
 import itertools
 import threading
 import time
@@ -34,6 +33,7 @@ from tencache_fx.errors import BudgetError, OptionError, TencacheError
 from tencache_fx.plan import PoolClass, round_up
 from tencache_fx.runtime.carving import Carving
 from tencache_fx.runtime.pinned import PAGE_BYTES, Buffer, Use, map_buffer
+from tencache_fx.runtime.shelves import Shelves
 from tencache_fx.runtime.streams import STUCK_S, Event, Streams
 
 _ROOMY = 2  # a buffer this many times too large serves only when the budget leaves no better one
@@ -48,8 +48,7 @@ class Pool:
         self._patience_s = patience_s
         self._budget_bytes = budget_bytes
         self._cond = threading.Condition()
-        self._free: dict[tuple[Use, int], list[Buffer]] = {}
-        self._sizes: dict[Use, list[int]] = {use: [] for use in Use}
+        self._free = Shelves()
         self._buffers: dict[Buffer, None] = {}
         self._counts: Counter[tuple[Use, int]] = Counter()
         self._planned: Counter[tuple[Use, int]] = Counter()
@@ -94,19 +93,37 @@ class Pool:
         """
         self._to_come = to_come
 
-    def resize_budget(self, budget_bytes: int) -> None:
-        """Set the budget; gives idle buffers back to the system if need be.
+    def raise_budget(self, budget_bytes: int) -> None:
+        """Have at least this budget; who waits for a buffer gets one that it has room for."""
+        with self._cond:
+            self._budget_bytes = max(self._budget_bytes, budget_bytes)
+            self._cond.notify_all()
 
-        Raises `OptionError` when buffers in use do not fit the new one.
+    def resize_budget(self, budget_bytes: int) -> None:
+        """Set the budget. If need be idle buffers are given back to the system, and mapped again when they are wanted.
+
+        Waits for copies under way. Raises `OptionError` when what is lent does not fit; the budget is then as it was.
         """
         with self._cond:
-            self._evict(self.allocated_bytes - budget_bytes, keep=Counter())
-            if self.allocated_bytes > budget_bytes:
+            if not self._make_way(int, Counter(), budget_bytes):
+                used_bytes = self.allocated_bytes - self._free.idle_bytes
                 raise OptionError(
-                    f"host_budget {budget_bytes} bytes is below the {self.allocated_bytes} bytes of host memory in "
-                    "use; set it before the first step, or call tencache_fx.close() first."
+                    f"host_budget {budget_bytes} bytes is below the {used_bytes} bytes of host memory in use; drop "
+                    "what has them (models with parameters at home, their optimizers, losses that wait for their "
+                    "backward), or call tencache_fx.close() first."
                 )
             self._budget_bytes = budget_bytes
+            self._cond.notify_all()
+
+    def make_room(self, sizes: Iterable[int], use: Use) -> None:
+        """See that new buffers of these sizes fit, all of them; nothing is reserved. Raises `BudgetError` if not."""
+        nbytes = sum(round_up(max(1, size), PAGE_BYTES) for size in sizes)
+        with self._cond:
+            if not self._make_way(lambda: nbytes, Counter(), self._budget_bytes):
+                raise BudgetError(
+                    f"{use} need {nbytes} bytes of pinned memory; the host budget of {self._budget_bytes} bytes has "
+                    f"{self._budget_bytes - self.allocated_bytes + self._free.idle_bytes} left. Raise host_budget."
+                )
 
     def reserve(self, classes: Iterable[PoolClass], use: Use) -> None:
         """Hold at least `count` buffers of each class, lent ones included; idle buffers of other classes make way.
@@ -176,7 +193,7 @@ class Pool:
                 buffer.after = self._streams.after_return(buffer.memory, buffer.after)
                 free = buffer if buffer.host is None else self._carving.leave(buffer)
                 if free is not None:
-                    self._free[free.use, free.nbytes].append(free)
+                    self._free.put(free)
             self._cond.notify_all()
 
     def discard(self, buffer: Buffer) -> None:
@@ -218,21 +235,22 @@ class Pool:
         wanted: Counter[tuple[Use, int]] = Counter()
         for each in classes:
             wanted[use, round_up(max(1, each.nbytes), PAGE_BYTES)] += each.count
-        until = time.monotonic() + self._patience_s
-        missing = self._missing(wanted)
         aside_bytes = self._owed_bytes(self._carving.opened) - self._owed_bytes(Counter())  # to do without open buffers
-        while not self._make_room(aside_bytes + sum(size * count for (_, size), count in missing.items()), keep=wanted):
-            if time.monotonic() >= until or all(b.idle for free in self._free.values() for b in free):
-                (_, size), count = max(missing.items(), key=lambda item: item[0][1] * item[1])
-                more = f" (and {len(missing) - 1} more sizes)" if len(missing) > 1 else ""
-                raise BudgetError(
-                    f"{count} more pinned buffers of {size} bytes{more} for {use} do not fit the host "
-                    f"budget: {self.allocated_bytes} of {self._budget_bytes} bytes are taken; raise host_budget."
-                )
-            self._cond.wait(_POLL_S)
+
+        def needed_bytes() -> int:
+            return aside_bytes + sum(size * count for (_, size), count in self._missing(wanted).items())
+
+        if not self._make_way(needed_bytes, wanted, self._budget_bytes):
             missing = self._missing(wanted)
+            (_, size), count = max(missing.items(), key=lambda item: item[0][1] * item[1])
+            more = f" (and {len(missing) - 1} more sizes)" if len(missing) > 1 else ""
+            raise BudgetError(
+                f"{count} more pinned buffers of {size} bytes{more} for {use} do not fit the host "
+                f"budget: {self.allocated_bytes} of {self._budget_bytes} bytes are taken; raise host_budget."
+            )
+        missing = self._missing(wanted)
         for _, size in wanted:
-            self._know(use, size)
+            self._free.know(use, size)
         self._planned |= wanted
         return missing
 
@@ -251,14 +269,14 @@ class Pool:
         size = round_up(max(1, nbytes), PAGE_BYTES)
         roomy = size * _ROOMY if use in (Use.TRIP, Use.GRADIENT) else self._budget_bytes
         short = self._short_class(size, use)
-        if buffer := self._find(nbytes, use, short or roomy):
+        if buffer := self._free.take(nbytes, use, short or roomy):
             return buffer
         if use is Use.GRADIENT and (buffer := self._lodge(size)):
             return buffer
-        if short and self._make_room(short, keep=Counter()):
+        if short and self._make_room(short, Counter()):
             self._map(short, use)
-            return self._find(nbytes, use, short)
-        if short and (buffer := self._find(nbytes, use, roomy)):
+            return self._free.take(nbytes, use, short)
+        if short and (buffer := self._free.take(nbytes, use, roomy)):
             return buffer
         if use is Use.STAGING and any(
             self._planned[use, b.nbytes] and b.nbytes >= nbytes for b in self._moving() if b.use is use
@@ -267,11 +285,11 @@ class Pool:
         if not grow:
             return None
         if self.allocated_bytes + size > self._budget_bytes:
-            buffer = self._find(nbytes, use, self._budget_bytes)
-            if buffer or not self._make_room(size, keep=Counter()):
+            buffer = self._free.take(nbytes, use, self._budget_bytes)
+            if buffer or not self._make_room(size, Counter()):
                 return buffer
         self._map(size, use)
-        return self._find(nbytes, use, size)
+        return self._free.take(nbytes, use, size)
 
     def _short_class(self, size: int, use: Use) -> int | None:
         """Return the reserved class of a request, if some of its buffers are promised, made way, or are open now."""
@@ -280,20 +298,18 @@ class Pool:
 
     def _class_of(self, size: int, use: Use) -> int | None:
         """Return the reserved class that a request of `size` belongs to."""
-        sizes = self._sizes[use]
-        near = sizes[bisect.bisect_left(sizes, size) : bisect.bisect_right(sizes, size * _ROOMY)]
+        near = self._free.sizes(use, size, size * _ROOMY)
         return next((each for each in near if self._planned[use, each]), None)
 
     def _lodge(self, size: int) -> Buffer | None:
         """Return a piece of a buffer for trips: of an open one, else of an idle one, else of one that will be idle."""
         if tenant := self._carving.place(size):
             return tenant
-        sizes = self._sizes[Use.TRIP]
-        free = [self._free[Use.TRIP, each] for each in reversed(sizes[bisect.bisect_left(sizes, size) :])]
+        free = [self._free.of(Use.TRIP, each) for each in reversed(self._free.sizes(Use.TRIP, size))]
         hosts = itertools.chain((b for each in free for b in each if b.idle), (each[0] for each in free if each))
         if (host := next(filter(self._may_open, hosts), None)) is None:
             return None
-        self._free[host.use, host.nbytes].remove(host)
+        self._free.remove(host)
         self._carving.open(host)
         return self._carving.place(size)
 
@@ -313,24 +329,12 @@ class Pool:
             owed_bytes += key[1] * max(0, due + opened[key] - self._counts[key])
         return owed_bytes
 
-    def _find(self, nbytes: int, use: Use, most_bytes: int) -> Buffer | None:
-        sizes = self._sizes[use]
-        fitting = sizes[bisect.bisect_left(sizes, nbytes) : bisect.bisect_right(sizes, most_bytes)]
-        for free in (self._free[use, size] for size in fitting):
-            for i, buffer in enumerate(free):
-                if buffer.idle:
-                    buffer.after = ()
-                    return free.pop(i)
-            if free:  # an idle one of the next class may be wanted for what that was reserved for
-                return free.pop(0)
-        return None
-
     def _lent(self, buffer: Buffer, nbytes: int) -> Buffer:
         buffer.holds = 1
         buffer.requested_bytes = nbytes
         if buffer.host is None:
             key = buffer.use, buffer.nbytes
-            lent = self._counts[key] - self._carving.opened[key] - len(self._free[key])
+            lent = self._counts[key] - self._carving.opened[key] - len(self._free.of(*key))
             self._most[key] = max(self._most[key], lent)
         self.lent_bytes += buffer.nbytes
         self.requested_bytes += nbytes
@@ -348,33 +352,30 @@ class Pool:
             elif not buffer.idle:
                 yield buffer
 
-    def _make_room(self, nbytes: int, keep: "Counter[tuple[Use, int]]") -> bool:
+    def _make_way(self, needed_bytes: Callable[[], int], keep: "Counter[tuple[Use, int]]", budget_bytes: int) -> bool:
+        """Make room within such a budget, once copies under way are over if need be; say whether there is."""
+        until = time.monotonic() + self._patience_s
+        while not (fits := self._make_room(needed_bytes(), keep, budget_bytes)):
+            if time.monotonic() >= until or self._free.all_idle:
+                break
+            self._cond.wait(_POLL_S)
+        return fits
+
+    def _make_room(self, nbytes: int, keep: "Counter[tuple[Use, int]]", budget_bytes: int | None = None) -> bool:
         """Evict what it takes to map `nbytes` more within the budget; say whether they fit now."""
-        if nbytes <= self._budget_bytes:
-            self._evict(self.allocated_bytes + nbytes - self._budget_bytes, keep)
-        return self.allocated_bytes + nbytes <= self._budget_bytes
+        budget_bytes = self._budget_bytes if budget_bytes is None else budget_bytes
+        if nbytes <= budget_bytes:
+            self._evict(self.allocated_bytes + nbytes - budget_bytes, keep)
+        return self.allocated_bytes + nbytes <= budget_bytes
 
     def _evict(self, excess_bytes: int, keep: "Counter[tuple[Use, int]]") -> None:
         """Unmap idle buffers beyond the counts in `keep` until `excess_bytes` are gone; none if they are not enough.
 
         Those that nobody reserved go first.
         """
-        if excess_bytes <= 0:
-            return
-        idle = dict.fromkeys((*self._idle_beyond(keep | self._planned), *self._idle_beyond(keep)))
-        if sum(buffer.nbytes for buffer in idle) < excess_bytes:
-            return
-        for buffer in idle:
-            if excess_bytes <= 0:
-                break
-            excess_bytes -= buffer.nbytes
-            self._free[buffer.use, buffer.nbytes].remove(buffer)
+        for buffer in self._free.find_idle(excess_bytes, self._counts, (keep | self._planned, keep)):
+            self._free.remove(buffer)
             self._unmap(buffer)
-
-    def _idle_beyond(self, keep: "Counter[tuple[Use, int]]") -> Iterator[Buffer]:
-        for key, free in self._free.items():
-            spare = max(0, self._counts[key] - keep[key])
-            yield from itertools.islice((buffer for buffer in free if buffer.idle), spare)
 
     def _map(self, size: int, use: Use) -> None:
         """Add a free buffer of `size`; the caller has made room for it."""
@@ -382,14 +383,9 @@ class Pool:
         self._warned |= not buffer.pinned
         self._buffers[buffer] = None
         self.allocated_bytes += size
-        self._know(use, size)
-        self._free[use, size].append(buffer)
+        self._free.know(use, size)
+        self._free.put(buffer)
         self._counts[use, size] += 1
-
-    def _know(self, use: Use, size: int) -> None:
-        if (use, size) not in self._free:
-            self._free[use, size] = []
-            bisect.insort(self._sizes[use], size)
 
     def _unmap(self, buffer: Buffer) -> None:
         """Unregister; the mapping itself goes when the last view of it does."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tencache_fx.errors import InvariantError, OptionError, TencacheError
+from tencache_fx.errors import InvariantError, TencacheError
 from tencache_fx.runtime.engine import Engine, resolve_device
 from tencache_fx.runtime.home import Home
 from tencache_fx.runtime.pinned import Use
@@ -83,8 +83,8 @@ def open_engine(
 ) -> Engine:
     """Return the open engine of `device`, or a new one.
 
-    An open one takes over the new host budget, a larger spill budget, and a store if it had none. Raises `OptionError`
-    for other differences: the values that are away now depend on them.
+    An open one has at least these budgets from now on, and its values go to these directories, if any are given; what
+    is elsewhere is read there. Raises `OptionError` for directories that cannot be used.
     """
     engine = find_engine(device)
     if engine is None:
@@ -97,17 +97,13 @@ def open_engine(
         )
         install_engine(engine)
         return engine
-    engine.pool.resize_budget(host_budget_bytes)
-    if not spill_dirs:
-        return engine
-    if engine.store is None:
+    engine.pool.raise_budget(host_budget_bytes)
+    if spill_dirs and engine.store is None:
         engine.attach_store(Store(spill_dirs, spill_budget_bytes, checksum=checksum))
-        return engine
-    _require_same(engine, "spill_dir", _listed(engine.store.directories), _listed(spill_dirs))
-    _require_same(engine, "checksum", str(engine.store.checksum), str(checksum))
-    if spill_budget_bytes < engine.store.file_bytes:
-        _require_same(engine, "spill_budget", str(engine.store.budget_bytes), str(spill_budget_bytes))
-    engine.store.budget_bytes = spill_budget_bytes
+    elif spill_dirs and engine.store is not None:
+        engine.store.spill_to(spill_dirs)
+        engine.store.raise_budget(spill_budget_bytes)
+        engine.store.checksum |= checksum
     return engine
 
 
@@ -185,15 +181,3 @@ def engines() -> tuple[Engine, ...]:
 def install_engine(engine: Engine) -> None:
     """Make `engine`, built with streams or a store of your own, the one of its device."""
     _REGISTRY.install(engine)
-
-
-def _require_same(engine: Engine, option: str, have: str, want: str) -> None:
-    if have != want:
-        raise OptionError(
-            f"{option} is {want} here, but the open engine of {engine.device} has {have}; use the same everywhere, "
-            "or call tencache_fx.close() first, and compile again what was compiled before."
-        )
-
-
-def _listed(directories: Sequence[Path]) -> str:
-    return ", ".join(map(str, directories))

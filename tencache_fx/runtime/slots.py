@@ -95,6 +95,13 @@ class Slot:
     lease: "Lease | None" = None  # of a gradient that has left
     owners: dict[str, int] = field(default_factory=dict)  # "handle", "ticket": the address of its key
 
+    def refusal(self) -> str:
+        """Return what to say to who asks for the value once more."""
+        return (
+            f"{self.label} was asked for a second time: a region with a plan has one backward, which frees what was "
+            "away; call backward once, without retain_graph=True, or compile with device_budget=None."
+        )
+
 
 class SlotTable:
     """Finds slots by handle and ticket; learns of their deaths. Not thread-safe but for the finalizers."""

@@ -13,6 +13,9 @@ value, the last page padded with whatever the buffer held:
     value   |<- piece 0: file 0 ->|<- piece 1: file 1 ->|<- piece 2: file 0 ->|
             0                                              round_up(nbytes, 4096)
 
+The directories may be changed at any time: what is allocated from then on is in the new ones, what was allocated before
+stays where it is, and the file of a former directory is closed once nothing is in it.
+
 Values of more than one block are striped over all files; a free range that is too short becomes a piece of its own, so
 free space is never lost to fragmentation. Files are opened `O_DIRECT` where the file system takes it, and moved in
 blocks of at most 8 MiB, several at a time: as fast as io_uring, without a dependency.
@@ -20,9 +23,7 @@ blocks of at most 8 MiB, several at a time: as fast as io_uring, without a depen
 
 import contextlib
 import errno
-import mmap
 import os
-import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -33,9 +34,8 @@ from pathlib import Path
 
 from tencache_fx.errors import BudgetError, OptionError, StoreError
 from tencache_fx.plan import round_up
-from tencache_fx.runtime.freelist import FreeList
+from tencache_fx.runtime.spill_files import PAGE_BYTES, SpillFile, open_unnamed
 
-PAGE_BYTES = 4096
 BLOCK_BYTES = 8 << 20
 WORKERS = 4
 _ZERO_PROGRESS_TRIES = 8
@@ -86,14 +86,6 @@ class Extent:
     crc: int | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _File:
-    directory: Path
-    fd: int
-    nbytes: int
-    free: FreeList
-
-
 @dataclass(frozen=True, slots=True)
 class _Way:
     """Down to disk or up from it; `fate` is what an error message says of the value."""
@@ -118,7 +110,6 @@ class Store:
         io: FileIO | None = None,
     ) -> None:
         """Open a file in each directory; raises `OptionError` where that fails."""
-        self.directories = tuple(directories)
         self.budget_bytes = budget_bytes
         self.checksum = checksum
         self.written_bytes = 0
@@ -128,16 +119,9 @@ class Store:
         self._io = FileIO() if io is None else io
         self._lock = threading.Lock()
         self._next = 0
-        self._files: list[_File] = []
-        try:
-            for directory in self.directories:
-                self._files.append(_File(directory, _open(directory), 0, FreeList()))
-        except OSError as error:
-            self._close_files()
-            raise OptionError(
-                f"spill_dir {directory} cannot hold the spill file ({error.strerror}); "
-                "create it, make it writable, or name another one."
-            ) from error
+        self._files: list[SpillFile] = []  # all there ever were: pieces name them by index
+        self._current: list[int] = []  # those that take what comes
+        self.spill_to(directories)
         # Two sets of threads: a read must not queue behind the writes that wait for the disk.
         self._write_way = _Way(
             ThreadPoolExecutor(workers, thread_name_prefix="tencache-write"),
@@ -153,6 +137,50 @@ class Store:
         )
 
     @property
+    def directories(self) -> tuple[Path, ...]:
+        """Return where values go now."""
+        return tuple(self._files[i].directory for i in self._current)
+
+    def spill_to(self, directories: Sequence[Path]) -> None:
+        """Have values go to these directories from now on.
+
+        Raises `OptionError` where a file cannot be opened in one; then they go where they went before.
+        """
+        with self._lock:
+            known = {file.directory: i for i, file in enumerate(self._files) if not file.closed}
+            opened: list[SpillFile] = []
+            try:
+                for directory in dict.fromkeys(directories):
+                    if directory not in known:
+                        opened.append(SpillFile(directory, open_unnamed(directory)))
+            except OSError as error:
+                for file in opened:
+                    file.close()
+                raise OptionError(
+                    f"spill_dir {directory} cannot hold the spill file ({error.strerror}); "
+                    "create it, make it writable, or name another one."
+                ) from error
+            known |= {file.directory: len(self._files) + i for i, file in enumerate(opened)}
+            self._files += opened
+            self._current, self._next = [known[directory] for directory in dict.fromkeys(directories)], 0
+            self._close_former()
+
+    def raise_budget(self, budget_bytes: int) -> None:
+        """Have at least this budget."""
+        with self._lock:
+            self.budget_bytes = max(self.budget_bytes, budget_bytes)
+
+    def resize_budget(self, budget_bytes: int) -> None:
+        """Set the budget; raises `OptionError` when the files are larger already, and leaves it as it was."""
+        with self._lock:
+            if budget_bytes < self.file_bytes:
+                raise OptionError(
+                    f"spill_budget {budget_bytes} bytes is below the {self.file_bytes} bytes that the spill files have "
+                    f"({self.lent_bytes} lent); give as much, or call tencache_fx.close() first."
+                )
+            self.budget_bytes = budget_bytes
+
+    @property
     def file_bytes(self) -> int:
         """Return the disk space taken."""
         return sum(file.nbytes for file in self._files)
@@ -163,9 +191,9 @@ class Store:
         Raises `BudgetError` above the spill budget, `StoreError` when a disk has not enough room.
         """
         with self._lock:
-            missing = round_up(nbytes, PAGE_BYTES) - self.file_bytes
-            for i in range(len(self._files)):
-                share = round_up(max(0, missing) // (len(self._files) - i), PAGE_BYTES)
+            missing = round_up(nbytes, PAGE_BYTES) - sum(self._files[i].nbytes for i in self._current)
+            for rank, i in enumerate(self._current):
+                share = round_up(max(0, missing) // (len(self._current) - rank), PAGE_BYTES)
                 self._grow(i, share)
                 missing -= share
 
@@ -173,9 +201,11 @@ class Store:
         """Return room for a value; grows the files when they are full, and raises as `reserve` does."""
         with self._lock:
             left = total = round_up(max(1, nbytes), PAGE_BYTES)
-            width = min(len(self._files), -(-total // self._block_bytes))
-            order = [(self._next + i) % len(self._files) for i in range(len(self._files))]
-            self._next = order[-1] if width == 1 else self._next
+            count = len(self._current)
+            width = min(count, -(-total // self._block_bytes))
+            places = [(self._next + rank) % count for rank in range(count)]
+            self._next = places[-1] if width == 1 else self._next
+            order = [self._current[place] for place in places]
             pieces: list[Piece] = []
             for rank, i in enumerate(order[:width]):
                 left -= self._take(i, round_up(left // (width - rank), PAGE_BYTES), pieces)
@@ -226,12 +256,14 @@ class Store:
         """Join the threads and close the files, which frees the disk space. Idempotent."""
         self._write_way.threads.shutdown(wait=True)
         self._read_way.threads.shutdown(wait=True)
-        self._close_files()
-
-    def _close_files(self) -> None:
         for file in self._files:
-            os.close(file.fd)
-        self._files.clear()
+            file.close()
+
+    def _close_former(self) -> None:
+        """Close the files of former directories that nothing is in: nobody reads or writes there."""
+        for i, file in enumerate(self._files):
+            if i not in self._current and file.is_empty:
+                file.close()
 
     def _take(self, index: int, nbytes: int, pieces: list[Piece]) -> int:
         taken = self._files[index].free.take(nbytes)
@@ -241,6 +273,7 @@ class Store:
     def _put(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             self._files[piece.file].free.put(piece.offset, piece.nbytes)
+        self._close_former()
 
     def _grow_any(self, order: Sequence[int], nbytes: int) -> int:
         """Grow the first file whose disk has room; return its index."""
@@ -278,7 +311,7 @@ class Store:
 
     def _move_all(self, way: _Way, extent: Extent, view: memoryview) -> None:
         """Move every block, in parallel; returns, or raises the first error, when all have ended."""
-        blocks: list[tuple[_File, memoryview, int]] = []
+        blocks: list[tuple[SpillFile, memoryview, int]] = []
         start = 0
         for piece in extent.pieces:
             for skip in range(0, piece.nbytes, self._block_bytes):
@@ -293,7 +326,7 @@ class Store:
         for job in jobs:
             job.result()
 
-    def _move(self, way: _Way, extent: Extent, file: _File, view: memoryview, offset: int) -> None:
+    def _move(self, way: _Way, extent: Extent, file: SpillFile, view: memoryview, offset: int) -> None:
         """Move one block; survives short transfers and names what failed."""
         done = tries = 0
         while done < view.nbytes:
@@ -311,37 +344,3 @@ class Store:
                     f"could not {way.verb} {view.nbytes} bytes of {extent.label} at offset {offset} of the "
                     f"spill file in {file.directory} ({reason}); {way.fate}. Check the disk or name another spill_dir."
                 )
-
-
-def _open(directory: Path) -> int:
-    """Return a descriptor of a new file without a name, `O_DIRECT` if one aligned write shows that it works."""
-    probe = mmap.mmap(-1, PAGE_BYTES)
-    for direct in (os.O_DIRECT, 0):
-        try:
-            fd = _open_unnamed(directory, direct)
-        except OSError:
-            if direct:
-                continue
-            raise
-        try:
-            os.pwritev(fd, [probe], 0)
-        except OSError:
-            os.close(fd)
-            if not direct:
-                raise
-        else:
-            os.ftruncate(fd, 0)
-            return fd
-    raise AssertionError("the loop returns or raises")
-
-
-def _open_unnamed(directory: Path, direct: int) -> int:
-    try:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | direct, 0o600)
-    except OSError:  # not every file system has O_TMPFILE; a missing directory fails again below
-        fd, name = tempfile.mkstemp(prefix="tencache-", dir=directory)
-        os.close(fd)
-        try:
-            return os.open(name, os.O_RDWR | os.O_CLOEXEC | direct)
-        finally:
-            os.unlink(name)

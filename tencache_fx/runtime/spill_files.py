@@ -1,0 +1,67 @@
+"""The files that values are spilled to: without a name, so that a crash leaves nothing behind."""
+
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tencache_fx.runtime.freelist import FreeList
+
+PAGE_BYTES = 4096
+
+
+@dataclass(slots=True, eq=False)
+class SpillFile:
+    """One of them, in `directory`: its size, and what of it is free."""
+
+    directory: Path
+    fd: int
+    nbytes: int = 0
+    free: FreeList = field(default_factory=FreeList)
+    closed: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Say whether nothing is in it."""
+        return self.free.free_bytes == self.nbytes
+
+    def close(self) -> None:
+        """Give the disk space back."""
+        if not self.closed:
+            os.close(self.fd)
+            self.nbytes, self.free, self.closed = 0, FreeList(), True
+
+
+def open_unnamed(directory: Path) -> int:
+    """Return a descriptor of a new file without a name, `O_DIRECT` if one aligned write shows that it works."""
+    probe = mmap.mmap(-1, PAGE_BYTES)
+    for direct in (os.O_DIRECT, 0):
+        try:
+            fd = _create(directory, direct)
+        except OSError:
+            if direct:
+                continue
+            raise
+        try:
+            os.pwritev(fd, [probe], 0)
+        except OSError:
+            os.close(fd)
+            if not direct:
+                raise
+        else:
+            os.ftruncate(fd, 0)
+            return fd
+    raise AssertionError("the loop returns or raises")
+
+
+def _create(directory: Path, direct: int) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | direct, 0o600)
+    except OSError:  # not every file system has O_TMPFILE; a missing directory fails again below
+        fd, name = tempfile.mkstemp(prefix="tencache-", dir=directory)
+        os.close(fd)
+        try:
+            return os.open(name, os.O_RDWR | os.O_CLOEXEC | direct)
+        finally:
+            os.unlink(name)
