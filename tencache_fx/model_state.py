@@ -26,6 +26,8 @@ from tencache_fx.options import Options
 from tencache_fx.runtime.engine import Engine, resolve_device
 from tencache_fx.runtime.home import Home
 from tencache_fx.runtime.registry import find_engine, open_engine
+from tencache_fx.runtime.sharding import guard_from_sharding, refuse_shards
+from tencache_fx.runtime.step_hooks import check_updates_in_backward
 
 LEAST_BYTES = 64 << 10
 """Smaller parameters stay on the device: their copies would cost more in time than they save in memory."""
@@ -49,13 +51,15 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
     `model.state_dict()` then has the parameters as tensors of the CPU that share memory with their homes, and
     `load_state_dict` works as ever. Idempotent. What takes longer than a second shows a progress bar on stderr, unless
     `progress` is False; by default if that is a terminal. Raises `OptionError` for a module on "meta" that cannot make
-    its parameters, or a parameter whose elements share memory; `BudgetError` when host_budget is too low.
+    its parameters, or a parameter that is sharded or whose elements share memory; `BudgetError` when host_budget is
+    too low.
     """
     first = next((p for p in model.parameters() if p.device.type != "meta"), None)
     if device is None and first is None:
         raise OptionError("the model has no parameters on any device; say which device to train on: device='cuda'.")
     assert device is not None or first is not None
     target = resolve_device(torch.device(device) if device is not None else first.device)  # type: ignore[union-attr]
+    refuse_shards(model)
     _check_ties(model)
     engine, adapts = engine_of(target), is_adapted(model)
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -71,6 +75,7 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
         if _homes_read_by(module):
             watch(module)
     guard(model)
+    guard_from_sharding(model)
     return model
 
 
@@ -327,6 +332,7 @@ def _before_forward(module: Any, args: Any) -> None:
         return
     homes = _homes_read_by(module)
     if torch.is_grad_enabled():
+        check_updates_in_backward(homes)
         for home in homes:
             home.expect(_ALONE)
     brought = {home for home in homes if home.bring()}
