@@ -61,7 +61,8 @@ def write_sink(gaps: Gaps, move: Move, engine: int) -> None:
     (gradient,) = node.all_input_nodes
     value = gradient.meta["val"]
     home = "" if _read_behind(node) else node.meta["tencache_home"]
-    node.target, node.args = SINK, (gradient, engine, spill.name, home)
+    shard = (True,) if node.meta["tencache_shard"] else ()
+    node.target, node.args = SINK, (gradient, engine, spill.name, home, *shard)
     (output,) = graph.find_nodes(op="output")
 
     def make() -> fx.Node:

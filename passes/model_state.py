@@ -50,7 +50,7 @@ def write_moves(capture: Capture, homes: Mapping[int, str], state_bytes: Mapping
             if twin is not None:
                 _write_arrival(twin, home)
     if capture.backward is not None:
-        _write_departures(capture.backward, inputs, homes, state_bytes)
+        _write_departures(capture.backward, inputs, homes, state_bytes, shards=capture.scatters)
     return staying
 
 
@@ -182,9 +182,17 @@ def _readings(parameter: fx.Node) -> list[list[fx.Node]]:
 
 
 def _write_departures(
-    backward: fx.Graph, inputs: tuple[fx.Node, ...], homes: Mapping[int, str], state_bytes: Mapping[str, int]
+    backward: fx.Graph,
+    inputs: tuple[fx.Node, ...],
+    homes: Mapping[int, str],
+    state_bytes: Mapping[str, int],
+    *,
+    shards: bool,
 ) -> None:
-    """Let the gradients of `homes` leave, but for those that are not the graph's own, or lie there twice."""
+    """Let the gradients of `homes` leave, but for those that are not the graph's own, or lie there twice.
+
+    `shards` says that each is a rank's part of one.
+    """
     (output,) = backward.find_nodes(op="output")
     values = list(output_args(backward))
     order = {node: index for index, node in enumerate(backward.nodes)}
@@ -210,6 +218,7 @@ def _write_departures(
         with backward.inserting_after(last):
             departure = backward.call_function(DEPART, (gradient,), name=f"depart_{inputs[index].name}")
         departure.meta["tencache_home"], departure.meta["tencache_state_bytes"] = home, state_bytes[home]
+        departure.meta["tencache_shard"] = shards
         with value.fake_mode:
             departure.meta["val"] = key_tensor()
         values[index] = departure

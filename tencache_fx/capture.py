@@ -43,6 +43,14 @@ class Capture:
         """The first backward step; the number of steps if there is none."""
         return Step(len(step_nodes(self.forward)))
 
+    @cached_property
+    def scatters(self) -> bool:
+        """Whether gradients are reduced here so that each of several ranks has a part: parameters are such parts then.
+
+        torch: `distributed/_functional_collectives.py`, as functions or behind DTensors.
+        """
+        return any(_is_scatter(node) for graph in self.graphs for node in graph.nodes)
+
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
         """Forward, then backward if there is one."""
@@ -54,6 +62,14 @@ class Capture:
         if self.backward is None:
             return ((self.forward, "inference"),)
         return ((self.forward, "forward"), (self.backward, "backward"))
+
+
+def _is_scatter(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload) or "reduce_scatter" not in node.target.name():
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return bool(given.get("group_size") != 1)
 
 
 def step_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:

@@ -5,6 +5,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -226,8 +227,7 @@ class Drafts:
         if self._around.pending_bytes and _over_bytes(problem) > 0:  # the last time that those hold so much
             held_now_bytes = max(0, held_now_bytes - self._around.pending_bytes)
             problem, formulas, entering_bytes = self._state_problem(known, held_now_bytes)
-        if pauses:
-            problem = _keep_between(problem, self._around.between_bytes)
+        problem = _keep_between(problem, self._around.between_bytes) if pauses else problem
         if beside is None:
             recipes = find_recipes(capture, known.storages) if options.recompute == "auto" else ()
             problem = dataclasses.replace(problem, recipes=recipes)
@@ -235,7 +235,8 @@ class Drafts:
             extra_ns = max(0, known.duration_ns - beside.study.duration_ns)
             problem = dataclasses.replace(problem, recompute_ns=extra_ns)
         travels = bool(capture.homes) or int(live_bytes(problem).max(initial=0)) > (options.device_budget or 0)
-        problem, plan = _plan_for(problem, options.policy, self._around.drift_bytes if travels else 0)
+        make = _planner_of(capture, options.policy)
+        problem, plan = _plan_for(problem, make, self._around.drift_bytes if travels else 0)
         stated = problem
         if isinstance(plan, Plan):
             stated = keep_resident(problem, plan.resident, plan.updated_here)
@@ -361,7 +362,15 @@ def _keep_between(problem: Problem, nbytes: int) -> Problem:
     return dataclasses.replace(problem, between_bytes=max(0, nbytes - max(0, _over_bytes(whole))))
 
 
-def _plan_for(problem: Problem, policy: str, spare_bytes: int = 0) -> tuple[Problem, Plan | BudgetError]:
+def _planner_of(capture: Capture, policy: str) -> Callable[[Problem], Plan]:
+    """Return what plans a region: where gradients are shards they all leave, and who takes a norm of one is stopped."""
+    make = partial(make_plan, policy=policy)
+    return partial(make, state_shares=()) if capture.scatters else make
+
+
+def _plan_for(
+    problem: Problem, make: Callable[[Problem], Plan], spare_bytes: int = 0
+) -> tuple[Problem, Plan | BudgetError]:
     """Return what is planned, and the plan, or why there is none.
 
     If there is none that leaves `spare_bytes` of the budget, none are left, and then less between the graphs.
@@ -371,13 +380,13 @@ def _plan_for(problem: Problem, policy: str, spare_bytes: int = 0) -> tuple[Prob
         budgets = dataclasses.replace(problem.budgets, device_bytes=problem.budgets.device_bytes - spare_bytes)
         spared = dataclasses.replace(problem, budgets=budgets)
         try:
-            return spared, make_plan(spared, policy)
+            return spared, make(spared)
         except BudgetError:
-            return _plan_for(problem, policy)
+            return _plan_for(problem, make)
     try:
-        return problem, make_plan(problem, policy)
+        return problem, make(problem)
     except BudgetError as refusal:
         if not (nbytes := problem.between_bytes):
             return problem, refusal
     few = (problem.budgets.device_bytes or 0) // 16  # a plan can take a while
-    return _plan_for(dataclasses.replace(problem, between_bytes=nbytes // 2 if nbytes > few else 0), policy)
+    return _plan_for(dataclasses.replace(problem, between_bytes=nbytes // 2 if nbytes > few else 0), make)

@@ -26,6 +26,7 @@ from tencache_fx.register import REGIONS
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.home import Home
 from tencache_fx.runtime.registry import find_homes, follow, open_engine
+from tencache_fx.runtime.step_hooks import check_updates_in_backward
 from tencache_fx.sizes import Footprint, SizeFormulas, Sizes
 from tencache_fx.tables import format_ns
 
@@ -94,6 +95,8 @@ class LiveRegion(ABC):
         """
         self._calls.note()
         homes = find_homes(args, self.device)
+        if homes and torch.is_grad_enabled():
+            check_updates_in_backward(homes.values())
         if homes.keys() != self._homes.keys():
             self._plan_anew(args, homes)
         self._homes, planned = homes, self.record

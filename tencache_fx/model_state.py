@@ -27,6 +27,8 @@ from tencache_fx.options import Options
 from tencache_fx.runtime.engine import Engine, resolve_device
 from tencache_fx.runtime.home import Home
 from tencache_fx.runtime.registry import find_engine, open_engine, usage
+from tencache_fx.runtime.sharding import guard_from_sharding, refuse_shards
+from tencache_fx.runtime.step_hooks import check_updates_in_backward
 
 _READ_THEIR_CHILDRENS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # parameters, without calling these
 
@@ -45,14 +47,15 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
     `model.state_dict()` then has the parameters as tensors of the CPU that share memory with their homes, and
     `load_state_dict` works as ever. Idempotent. What takes longer than a second shows a progress bar on stderr, unless
     `progress` is False; by default if that is a terminal. Raises `OptionError` for a module on "meta" that cannot make
-    its parameters, or a parameter whose elements share memory; `BudgetError` when host_budget is too low: raise it by
-    `tencache_fx.configure`, and call this again. Whatever it raises, the model is as it was.
+    its parameters, or a parameter that is sharded or whose elements share memory; `BudgetError` when host_budget is
+    too low: raise it by `tencache_fx.configure`, and call this again. Whatever it raises, the model is as it was.
     """
     first = next((p for p in model.parameters() if p.device.type != "meta"), None)
     if device is None and first is None:
         raise OptionError("the model has no parameters on any device; say which device to train on: device='cuda'.")
     assert device is not None or first is not None
     target = resolve_device(torch.device(device) if device is not None else first.device)  # type: ignore[union-attr]
+    refuse_shards(model)
     departure = Departure(roomy_engine(target), model, target)
     with _open_bar(departure.nbytes, progress=progress) as bar, departure:
         for name, module in model.named_modules():
@@ -65,6 +68,7 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
             if _homes_read_by(module):
                 watch(module)
         guard(model)
+        guard_from_sharding(model)
     return model
 
 
@@ -271,6 +275,7 @@ def _before_forward(module: Any, args: Any) -> None:
         return
     homes = _homes_read_by(module)
     if torch.is_grad_enabled():
+        check_updates_in_backward(homes)
         for home in homes:
             home.expect(_ALONE)
     brought = {home for home in homes if home.bring()}

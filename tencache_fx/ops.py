@@ -48,7 +48,7 @@ LIBRARY.define(
 LIBRARY.define("fetch(Tensor home, int engine, str label) -> Tensor")
 LIBRARY.define("settle(Tensor(a!) home, int engine, str label) -> Tensor")
 LIBRARY.define("renew(Tensor(a!) home, int engine, str label) -> Tensor")
-LIBRARY.define("sink(Tensor src, int engine, str label, str home) -> Tensor", tags=_AS_PLANNED)
+LIBRARY.define("sink(Tensor src, int engine, str label, str home, bool shard=False) -> Tensor", tags=_AS_PLANNED)
 LIBRARY.define(
     "homed(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int engine) -> Tensor"
 )

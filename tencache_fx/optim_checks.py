@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tencache_fx.errors import OptionError
 
@@ -14,6 +15,12 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise `OptionError` if a group has parameters that cannot be used."""
     for parameter in group["params"]:
+        if is_traceable_wrapper_subclass(parameter):
+            raise OptionError(
+                f"a parameter of size {tuple(parameter.shape)} is a {type(parameter).__name__}, as fully_shard and "
+                "tensor parallelism make it, and this optimizer keeps the state of ordinary tensors; give a class of "
+                "torch.optim the parameters that are sharded."
+            )
         if parameter.dtype not in _DTYPES:
             raise OptionError(
                 f"a parameter is of {parameter.dtype}, and master weights are fp32; give parameters of bfloat16, "

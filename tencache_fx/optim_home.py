@@ -31,8 +31,6 @@ from tencache_fx.optim_updates import (
     dense_like,
     flat,
     gradient_at_home,
-    hook,
-    is_hooked_once,
     read_later,
     run_piece,
     unhook,
@@ -45,6 +43,7 @@ from tencache_fx.runtime.gradients import HomeGradient, Lease
 from tencache_fx.runtime.home import Home
 from tencache_fx.runtime.rounds import PIECE_BYTES, Piece, Round, open_round, work_at_home
 from tencache_fx.runtime.states import State
+from tencache_fx.runtime.step_hooks import check_last, check_node, hook, is_hooked_once, is_watched_in_graph
 from tencache_fx.runtime.streams import Event
 
 _Rounds = list[tuple[Engine, Round, list[Tensor]]]
@@ -64,8 +63,9 @@ class HomeOptimizer(KeptState):
 
     `step_in_backward` updates a parameter with a home as soon as its gradient is there, once for each backward, with
     the learning rate of that moment, and leaves its `.grad` None: nothing that looks at all gradients first, such as
-    clipping by their norm, or that adds up several backwards, can be had with it. Parameters without a home, small ones
-    and a frozen model's adapters, wait for `step` as ever. Parameters do not keep an optimizer.
+    clipping by their norm, or that adds up several backwards, can be had with it, nor can a reducer of gradients, such
+    as DistributedDataParallel: the forward, or else the backward, then raises `UsageError`. Parameters without a home,
+    small ones and a frozen model's adapters, wait for `step` as ever. Parameters do not keep an optimizer.
 
     Raises `OptionError` for options it cannot use, and for a class that does more than arithmetic on single elements.
     The class is found out by having its `step` run on a few elements: see `optim_traced`.
@@ -198,6 +198,9 @@ class HomeOptimizer(KeptState):
             return
         if not self._is_in_a_group(parameter):  # any more
             return
+        check_last(parameter, home.name)
+        if home.early is None:
+            check_node(parameter, home.name)
         home.update_now = weakly(self._step_early, parameter)
         home.end_parts()
         gradient, begun = parameter.grad, home.early
@@ -219,7 +222,7 @@ class HomeOptimizer(KeptState):
         """Update a parameter by a gradient that has just left, if nobody else wants it first."""
         if parameter.grad is not None or not is_hooked_once(parameter) or not accumulates(parameter):
             return
-        if not self._is_in_a_group(parameter):
+        if not self._is_in_a_group(parameter) or is_watched_in_graph(parameter):
             return
         if (home := find_home(parameter)) is not None and not home.updated_here:
             self._begin(parameter, home, lease, None)

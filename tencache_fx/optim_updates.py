@@ -1,7 +1,6 @@
 """One parameter's update at home: on the host, or streamed through the device, with the same bits either way."""
 
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from tencache_fx.runtime.gradients import HomeGradient, Lease
 from tencache_fx.runtime.home import Home
 from tencache_fx.runtime.states import State
 from tencache_fx.runtime.stats import Stats
+from tencache_fx.runtime.step_hooks import step_hooks
 from tencache_fx.runtime.updates import Begun, Room, Updates
 
 _CPU = torch.device("cpu")
@@ -186,62 +186,15 @@ def read_later(engine: Engine, number: Tensor) -> Callable[[], float]:
     return read
 
 
-class _Hook:
-    """Calls `method` of an optimizer with a parameter whose gradient has come, and keeps neither alive.
-
-    Python's collector does not see what torch's hooks hold (THPVariable_subclass_traverse, python_variable.cpp).
-    """
-
-    def __init__(self, parameter: Tensor, method: Callable[[Tensor], None]) -> None:
-        self._method = weakref.WeakMethod(method)
-        self._handle = parameter.register_post_accumulate_grad_hook(self)
-
-    @property
-    def is_dead(self) -> bool:
-        return self._method() is None
-
-    def remove(self) -> None:
-        """Never call it again."""
-        self._handle.remove()
-
-    def __call__(self, parameter: Tensor) -> None:
-        method = self._method()
-        if method is not None:
-            method(parameter)
-        elif not any(isinstance(other, _Hook) for other in _hooks(parameter)):
-            warnings.warn(
-                f"a gradient of size {tuple(parameter.shape)} is left as it is: the optimizer that was made with "
-                "step_in_backward=True for its parameter is gone; keep a reference to it.",
-                stacklevel=2,
-            )
-
-
-def hook(parameter: Tensor, method: Callable[[Tensor], None]) -> None:
-    """Have an optimizer's `method` called when a parameter's gradient has come."""
-    _Hook(parameter, method)
-
-
 def unhook(parameter: Tensor) -> bool:
     """Have no optimizer called when a parameter's gradient has come; return whether one would have been."""
-    hooks: dict[int, object] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    ours = [each for each in hooks.values() if isinstance(each, _Hook)]
+    ours = step_hooks(parameter)
     alive = [each for each in ours if not each.is_dead]
     for each in ours:
         each.remove()
     if ours and (home := find_home(parameter)) is not None:
         home.update_now = None
     return bool(alive)
-
-
-def is_hooked_once(parameter: Tensor) -> bool:
-    """Say whether one hook is all that looks at a parameter's gradient before an optimizer does."""
-    return len(_hooks(parameter)) == 1 and not parameter._backward_hooks
-
-
-def _hooks(parameter: Tensor) -> list[object]:
-    """Return the hooks, but for those of optimizers that are gone."""
-    hooks: dict[int, object] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return [each for each in hooks.values() if not (isinstance(each, _Hook) and each.is_dead)]
 
 
 def weakly(method: Callable[..., object], parameter: Tensor) -> Callable[..., None]:

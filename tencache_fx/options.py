@@ -4,9 +4,10 @@
 |---------------|----------|---------------------------------------------------------------------------------------|
 | device_budget | auto     | most bytes of device tensors this process may hold; auto: 90 % of what it can have    |
 |               |          | when it compiles (no limit on a CPU); None: no limit                                  |
-| host_budget   | auto     | most pinned host bytes; auto: 80 % of the memory available to this process            |
+| host_budget   | auto     | most pinned host bytes; auto: 80 % of the memory available to this process, divided   |
+|               |          | by the ranks that torchrun runs on this host (LOCAL_WORLD_SIZE)                       |
 | spill_dir     | ()       | directory, or several, on fast disks; none: nothing is spilled to disk                |
-| spill_budget  | auto     | most bytes on disk; auto: 90 % of what is free in spill_dir                           |
+| spill_budget  | auto     | most bytes on disk; auto: 90 % of what is free in spill_dir, divided by these ranks   |
 | policy        | joint    | who decides what travels or is recomputed: none, 10cache, teraio, joint               |
 | recompute     | auto     | auto: the partitioner recomputes what is cheap; none: save all that autograd saves    |
 | compiler      | inductor | what runs the rewritten graphs: inductor, or eager (for debugging)                    |
@@ -42,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 
 from tencache_fx.errors import OptionError
 from tencache_fx.tables import format_bytes
-from tencache_fx.tiers import device_space, disk_space, host_space
+from tencache_fx.tiers import device_space, disk_space, host_space, ranks_here
 
 if TYPE_CHECKING:
     import torch
@@ -340,7 +341,7 @@ def _host_budget(size: Size | None, own_bytes: int) -> int:
         )
     space = host_space()
     if size is AUTO:
-        return (space.available_bytes + own_bytes) * 80 // 100
+        return (space.available_bytes // ranks_here() + own_bytes) * 80 // 100
     return _fit("host_budget", size, space.total_bytes, "the memory of the host")
 
 
@@ -353,7 +354,7 @@ def _spill_budget(size: Size | None, directories: tuple[Path, ...], own_bytes: i
         return 0
     space = disk_space(directories)
     if size is AUTO:
-        return (space.available_bytes + own_bytes) * 90 // 100
+        return (space.available_bytes // ranks_here() + own_bytes) * 90 // 100
     return _fit(
         "spill_budget",
         size,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tencache_fx.errors import OptionError
+
 if TYPE_CHECKING:
     import torch
 
@@ -59,6 +61,17 @@ def disk_space(directories: Sequence[Path]) -> Space:
         total_bytes=sum(stat.f_blocks * stat.f_frsize for stat in stats.values()),
         available_bytes=sum(stat.f_bavail * stat.f_frsize for stat in stats.values()),
     )
+
+
+def ranks_here() -> int:
+    """Return how many processes torchrun has started on this host, which share its memory and disks; 1 without it.
+
+    Raises `OptionError` if it says so in no number.
+    """
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise OptionError(f"LOCAL_WORLD_SIZE={text!r} is no number of ranks; set it to at least 1, or remove it.")
+    return int(text)
 
 
 def _cgroup_limits(root: Path) -> Iterable[tuple[int, int]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import tencache_fx
 from tencache_fx.errors import UsageError
 from tencache_fx.optim import AdamW
-from tencache_fx.optim_updates import is_hooked_once
+from tencache_fx.runtime.step_hooks import is_hooked_once
 from tencache_fx.runtime.streams import Event
 
 HIDDEN = 160

@@ -260,8 +260,8 @@ class Engine:
             self.stats.add(h2d_bytes=home.end_readers(self.streams.record_compute()))
         return new_token()
 
-    def sink(self, src: Tensor, label: str = "", home: str = "") -> Tensor:
-        """Issue the copy of a gradient out; return the handle, for `release` and `homed`.
+    def sink(self, src: Tensor, label: str = "", home: str = "", *, shard: bool = False) -> Tensor:
+        """Issue the copy of a gradient, or a rank's `shard` of it, out; return the handle, for `release` and `homed`.
 
         If that is all there will be of the gradient of `home`, and its optimizer updates during backward, the update
         begins. Raises `BudgetError`.
@@ -276,7 +276,7 @@ class Engine:
             with self._lock:
                 slot = self._leave(src, layout, label, Tier.HOST, buffer)
                 undo.pop_all()
-                slot.buffer, slot.lease = None, Lease(self.homes, buffer, layout, slot.copied_out, norm)
+                slot.buffer, slot.lease = None, Lease(self.homes, buffer, layout, slot.copied_out, norm, shard)
                 handle = self._slots.add(slot)
         self.stats.add(offloads=1, d2h_bytes=layout.nbytes)
         whole = self.flights.whole(home) if home else None

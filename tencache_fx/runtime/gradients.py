@@ -8,7 +8,7 @@ next. All other operations are carried out on a copy on the device.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from tencache_fx.errors import InvariantError
+from tencache_fx.errors import InvariantError, UsageError
 from tencache_fx.runtime.additions import kernel_of
 from tencache_fx.runtime.homes import Homes
 from tencache_fx.runtime.pinned import Buffer
@@ -29,11 +29,19 @@ _aten = torch.ops.aten
 class Lease:
     """The buffer that a gradient is in, for as long as anybody has the gradient.
 
-    `factor` is still to be multiplied with.
+    `factor` is still to be multiplied with. It is a `shard` where other ranks have the other parts of the gradient.
     """
 
-    def __init__(self, homes: Homes, buffer: Buffer, layout: Layout, landed: Event, norm: Tensor | None) -> None:
-        self.layout = layout
+    def __init__(
+        self,
+        homes: Homes,
+        buffer: Buffer,
+        layout: Layout,
+        landed: Event,
+        norm: Tensor | None,
+        shard: bool,  # noqa: FBT001
+    ) -> None:
+        self.layout, self.shard = layout, shard
         self.factor: Tensor | None = None
         self._norm = norm  # fp32 on the device, with the factor; None if it is not known
         self._sum: Future[Tensor] | None = None  # until it is done, more is added; it gives the norm
@@ -89,7 +97,7 @@ class Lease:
         if begun is None:
             return False
         other.note_reader(begun)
-        self._sum, self._norm = begun, None
+        self._sum, self._norm, self.shard = begun, None, self.shard or other.shard
         return True
 
     def note_reader(self, reader: "Future[Any]") -> None:
@@ -229,6 +237,7 @@ def _add(gradient: Any, other: Any, *, alpha: float = 1) -> Any:
     if alpha != 1 or not isinstance(other, HomeGradient) or not gradient.lease.add(other.lease):
         more = other.lease.host() if isinstance(other, HomeGradient) else other.cpu()
         gradient.lease.write().add_(more, alpha=alpha)
+        gradient.lease.shard |= isinstance(other, HomeGradient) and other.lease.shard
     return gradient
 
 
@@ -236,7 +245,20 @@ def _is_euclidean(order: Any) -> bool:
     return isinstance(order, (int, float)) and order == 2
 
 
+def _refuse_shards(gradients: Iterable[Any]) -> None:
+    """Raise `UsageError` if a number is to be taken of all of a gradient of which other ranks have parts."""
+    for each in gradients:
+        if isinstance(each, HomeGradient) and each.lease.shard:
+            raise UsageError(
+                f"a gradient of size {tuple(each.shape)} is this rank's part of one that is spread over ranks, so its "
+                "norm is not that of the whole, and clipping by it would differ from rank to rank; add up "
+                "gradient.square().sum() of all gradients, all-reduce that, and multiply the gradients by the factor."
+            )
+
+
 def _norm(gradient: Any, order: Any = 2, dim: Any = None, keepdim: Any = None, *, dtype: Any = None) -> Any:
+    if not dim or len(dim) == gradient.dim():
+        _refuse_shards((gradient,))
     if not _is_euclidean(order) or dim is not None or keepdim:
         return NotImplemented
     return gradient.lease.norm().to(torch.float32 if dtype is None else dtype, copy=True)
@@ -244,6 +266,7 @@ def _norm(gradient: Any, order: Any = 2, dim: Any = None, keepdim: Any = None, *
 
 def _norms(gradients: Sequence[Any], order: Any = 2, dtype: Any = None) -> Any:
     """Return the norms of gradients, some of them ordinary ones; in fp32, whatever the gradients are in."""
+    _refuse_shards(gradients)
     if not _is_euclidean(order):
         return NotImplemented
     plain = torch.float32 if dtype is None else dtype
@@ -284,6 +307,7 @@ def _scales(gradients: Sequence[Any], factor: Any) -> Any:
 
 def _unscale(gradients: Sequence[Any], found_inf: Tensor, inverse: Tensor) -> None:
     """As `GradScaler` has it; a gradient whose norm is no finite number has an element that is none."""
+    _refuse_shards(gradients)
     for each in gradients:
         if isinstance(each, HomeGradient):
             found_inf.copy_(torch.maximum(found_inf, (~each.lease.norm().isfinite()).to(found_inf)))

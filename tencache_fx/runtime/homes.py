@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -35,7 +37,7 @@ class Homes:
         self._gone: deque[Buffer] = deque()
         self._discarded: deque[Buffer] = deque()
         self._left_behind: deque[Home] = deque()
-        self._guard: Any = None
+        self._guards: list[Any] = []  # hooks of torch's, while there are homes
         self._draining = threading.Lock()  # threads take turns; finalizers only append
         pool.keep_free(self._state_to_come)
 
@@ -83,8 +85,9 @@ class Homes:
             home.forget = weakref.finalize(parameter, self._forget, storage._cdata, home)
             home.forget.atexit = False
             undo.pop_all()
-        if self._guard is None:
-            self._guard = register_optimizer_step_pre_hook(self._refuse)
+        if not self._guards:
+            self._guards.append(register_optimizer_step_pre_hook(self._refuse))
+            self._guards.append(register_module_module_registration_hook(self._refuse_wrapper))
         return home
 
     def lend(self, nbytes: int, use: Use) -> Buffer:
@@ -132,9 +135,8 @@ class Homes:
         self._gone.clear()
         self._discarded.clear()
         self._left_behind.clear()
-        if self._guard is not None:
-            self._guard.remove()
-            self._guard = None
+        while self._guards:
+            self._guards.pop().remove()
 
     def _state_to_come(self) -> int:
         """Return the bytes of host memory that optimizers may yet take for state that they have not made so far."""
@@ -157,4 +159,19 @@ class Homes:
                 raise UsageError(
                     f"{type(optimizer).__name__} would update {home.name}, whose home is in host memory; use "
                     "tencache_fx.optim.AdamW, or call step() inside `with tencache_fx.summon(model):`."
+                )
+
+    def _refuse_wrapper(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        """Stop DistributedDataParallel, which sends parameters to all ranks, where it takes a module over.
+
+        Nothing is changed by then, and it sees all that the module contains, however it was put together.
+        """
+        if child is None or not isinstance(module, DistributedDataParallel):
+            return
+        for parameter in child.parameters():
+            if (home := self.find(parameter)) is not None and not home.summoned:
+                raise UsageError(
+                    f"{home.name} has its home in host memory, where DistributedDataParallel does not find it; wrap "
+                    "the model first and call tencache_fx.offload then, or wrap it inside "
+                    "`with tencache_fx.summon(model):`."
                 )

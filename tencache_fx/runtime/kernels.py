@@ -40,8 +40,8 @@ def _renew(home: Tensor, engine: int, label: str) -> Tensor:
     return engine_by_id(engine).renew(home)
 
 
-def _sink(src: Tensor, engine: int, label: str, home: str) -> Tensor:
-    return engine_by_id(engine).sink(src, label, home)
+def _sink(src: Tensor, engine: int, label: str, home: str, shard: bool = False) -> Tensor:  # noqa: FBT001
+    return engine_by_id(engine).sink(src, label, home, shard=shard)
 
 
 def _homed(
