@@ -317,7 +317,7 @@ def _owners(
             if node in registers:
                 owner[node] = inherited
                 continue
-            if _is_view_by_schema(node) and not set(keys) <= set(inherited):
+            if inherited and _is_view_by_schema(node) and not set(keys) <= set(inherited):  # of a number: a new one
                 raise InvariantError(f"aliasing: {node.name} is a view by its schema, but its fake stands alone.")
             owner[node] = {key: inherited.get(key, (id(node), i)) for i, key in enumerate(keys)}
     return owner

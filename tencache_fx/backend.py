@@ -16,12 +16,14 @@ import torch
 from torch import fx
 
 from tencache_fx import compat
+from tencache_fx.ambient import remember
 from tencache_fx.capture import Capture, main_device, placeholders
 from tencache_fx.copies import copy_joint, copy_module
 from tencache_fx.drafts import ATTEMPTS, Draft, Drafts, Halves
 from tencache_fx.dump import Listing, RegionRecord, write_region
 from tencache_fx.errors import BudgetError
 from tencache_fx.feedback import Scales
+from tencache_fx.halves import split_joint
 from tencache_fx.live import LiveRegion
 from tencache_fx.memory import (
     avoid_fragmentation,
@@ -106,11 +108,12 @@ class Region(LiveRegion):
         open_workspaces(self.device)
         if any(home.parameter.requires_grad for home in self._homes.values()):
             open_update_room(self.device, self.options.device_budget)
-        before = self._state()
+        before, set_back = self._state(), remember(self.device)
         self._home_names = _told_apart(self._homes)
         unforeseen_bytes = 0
         try:
             for _ in range(ATTEMPTS):
+                set_back()  # what tracing it has changed, if it was traced before
                 self._drafts = Drafts(
                     self.options,
                     self._settings,
@@ -139,6 +142,7 @@ class Region(LiveRegion):
                 )
         except BaseException:
             self._restore(before)
+            set_back()
             raise
         finally:
             self._draft, self._code = None, []  # graphs are not kept alive
@@ -203,9 +207,7 @@ class Region(LiveRegion):
         **more: Any,
     ) -> tuple[Halves, Draft | None]:
         """Return forward and backward, the nodes `again` recomputed, and the plan for them."""
-        forward, backward = compat.split_joint(
-            joint, joint_inputs, recompute=self.options.recompute, again=again, **kwargs
-        )
+        forward, backward = split_joint(joint, joint_inputs, recompute=self.options.recompute, again=again, **kwargs)
         capture = Capture(
             forward=forward.graph,
             backward=backward.graph,

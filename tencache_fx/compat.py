@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import fx
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._inductor import config, list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
@@ -22,9 +21,7 @@ from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
 from torch._inductor.pattern_matcher import compute_mutation_region_ids
 from torch._inductor.utils import BoxedBool
-from torch.utils.checkpoint import CheckpointPolicy
 
-from tencache_fx.capture import storage_of
 from tencache_fx.errors import OptionError
 from tencache_fx.options import nearest
 
@@ -85,72 +82,6 @@ def overruled(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(
         f"{name}={settings[name]}" for name in sorted(PLANNED) if settings.get(name, PLANNED[name]) != PLANNED[name]
     )
-
-
-def split_joint(
-    joint: fx.GraphModule,
-    joint_inputs: Sequence[Any],
-    *,
-    recompute: str,
-    again: Collection[str] = (),
-    num_fwd_outputs: int,
-    static_lifetime_input_indices: list[int] | None = None,
-    **_ignored: Any,
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return forward and backward: by min-cut with `recompute="auto"`, saving all that autograd would with "none".
-
-    The nodes named in `again` are computed in the backward once more, as inside activation checkpointing, whatever the
-    partitioner would think of it.
-    """
-    _save_what_is_overwritten(joint.graph)
-    for node in joint.graph.nodes:
-        if node.name in again:
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    split = min_cut_rematerialization_partition if recompute == "auto" else default_partition
-    with _fixed_sizes():
-        return split(
-            joint,
-            joint_inputs,
-            num_fwd_outputs=num_fwd_outputs,
-            static_lifetime_input_indices=static_lifetime_input_indices,
-        )
-
-
-@contextlib.contextmanager
-def _fixed_sizes() -> Iterator[None]:
-    """Let what a partitioner adds have plain sizes: else a saved state of random numbers gets a symbol of its own,
-    which no input of the region shows (torch: `_functorch/partitioners.py: functionalize_rng_ops`).
-    """
-    fake_mode = torch._guards.detect_fake_mode()
-    if fake_mode is None:
-        yield
-        return
-    before, fake_mode.static_shapes = fake_mode.static_shapes, True
-    try:
-        yield
-    finally:
-        fake_mode.static_shapes = before
-
-
-def _save_what_is_overwritten(joint: fx.Graph) -> None:
-    """Have everything saved that is computed straight from an input that the forward writes to.
-
-    Computed once more it would be computed from the new value, and gradients would be wrong without a word: torch's
-    min-cut does not see to it (2.13: `_functorch/partitioners.py`), nor does Inductor by itself.
-    """
-    pending = [node.args[0] for node in joint.nodes if node.target is torch.ops.aten.copy_.default]
-    written = [node for node in pending if isinstance(node, fx.Node) and node.op == "placeholder"]
-    while written:
-        node = written.pop()
-        storage = node.meta["val"].untyped_storage()._cdata
-        for user in node.users:
-            value = user.meta.get("val")
-            made = storage_of(value) if isinstance(value, torch.Tensor) else None
-            is_view = made is not None and made._cdata == storage
-            if is_view and user.target is not torch.ops.aten.copy_.default:
-                written.append(user)
-            elif user.op == "call_function":
-                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 class _Partitioner(CustomPartitionerFn):

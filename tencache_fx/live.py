@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from tencache_fx import compat
+from tencache_fx.ambient import unchanged
 from tencache_fx.between import Between, compilations
 from tencache_fx.cache import cached
 from tencache_fx.copies import keep_numbers
@@ -168,13 +169,16 @@ class LiveRegion(ABC):
         largest = tuple(map(max, sizes, formulas.planned))
         for planned in dict.fromkeys((largest, sizes)):
             try:
-                with torch._guards.tracing(self._context):
-                    # The first batch itself is not kept alive for this.
-                    self.compile(self._fakes(), (sizes, planned))
+                self._compile_anew((sizes, planned))
                 return
             except BudgetError as error:
                 if planned == sizes:
                     raise BudgetError(f"region {self.index}{at}: {error}") from error
+
+    def _compile_anew(self, sizes: tuple[Sizes, Sizes] | None) -> None:
+        """Compile as `compile` does, between two steps; whoever calls the region sees nothing of that."""
+        with torch._guards.tracing(self._context), unchanged(self.device):
+            self.compile(self._fakes(), sizes)  # the first batch itself is not kept alive for this
 
     def _plan_for_others(self, formulas: SizeFormulas, sizes: Sizes, why: str) -> None:
         """Have it planned anew, for what others hold; what fails there is no reason to stop what runs."""
@@ -215,8 +219,7 @@ class LiveRegion(ABC):
         formulas = None if self._footprint is None else self._footprint.formulas
         before, self._homes = self._homes, homes
         try:
-            with torch._guards.tracing(self._context):
-                self.compile(self._fakes(), None if formulas is None else (formulas.read(args), formulas.planned))
+            self._compile_anew(None if formulas is None else (formulas.read(args), formulas.planned))
         except BaseException:
             self._homes = before
             raise

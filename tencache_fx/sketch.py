@@ -71,8 +71,7 @@ class Sketch(Region):
     def compile_for(self, options: Options) -> None:
         """Capture and plan it anew, with other options."""
         self.options, self.draft, self.record = options, None, None
-        with torch._guards.tracing(self._context):
-            self.compile(self._fakes())
+        self._compile_anew(None)
 
     def __call__(self, *args: Any) -> Any:
         """Return fakes like what the region returns."""

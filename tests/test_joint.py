@@ -13,7 +13,7 @@ from rates import pretend_slow_links
 from zoo import Case, Gpt2, text
 
 import tencache_fx
-from tencache_fx import compat
+from tencache_fx import backend
 from tencache_fx.dump import RegionRecord
 from tencache_fx.errors import BudgetError
 from tencache_fx.passes import planner
@@ -109,7 +109,6 @@ def test_what_torch_saves_all_the_same_is_made_up_for(
 ) -> None:
     """Next to nothing may travel, and at first torch recomputes but half of what it is told to."""
     asked: list[int] = []
-    split_joint = compat.split_joint
 
     def deaf(*args: object, again: frozenset[str] = frozenset(), **kwargs: object) -> object:
         if again:
@@ -118,7 +117,7 @@ def test_what_torch_saves_all_the_same_is_made_up_for(
             again = frozenset(sorted(again)[::2])
         return split_joint(*args, again=again, **kwargs)
 
-    monkeypatch.setattr(compat, "split_joint", deaf)
+    monkeypatch.setattr(backend, "split_joint", deaf)
     budget = int(live_bytes(decoder[0]).max()) * 8 // 10
     train(DECODER, lambda model: compiled(model, {**JOINT, "device_budget": budget, "host_budget": 4096}), 1)
     assert len(asked) > 1

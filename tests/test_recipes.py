@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from zoo import BATCH, CASES, LENGTH, WIDTH, Case, case, vectors
 
 import tencache_fx
-from tencache_fx import compat
 from tencache_fx.capture import Capture, output_args, placeholders
 from tencache_fx.copies import copy_joint
+from tencache_fx.halves import split_joint
 from tencache_fx.passes.fusion import find_registers
 from tencache_fx.passes.in_place import reuse_in_place
 from tencache_fx.passes.lifetimes import StorageNodes, measure_lifetimes
@@ -99,7 +99,7 @@ def split(
     kwargs: Mapping[str, Any],
     again: Collection[str] = (),
 ) -> tuple[tuple[fx.GraphModule, fx.GraphModule], Capture]:
-    forward, backward = compat.split_joint(joint, joint_inputs, recompute=recompute, again=again, **kwargs)
+    forward, backward = split_joint(joint, joint_inputs, recompute=recompute, again=again, **kwargs)
     capture = Capture(
         forward=forward.graph,
         backward=backward.graph,

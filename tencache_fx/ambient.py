@@ -1,0 +1,62 @@
+"""What a thread and its process are set to, which tracing may leave changed: torch runs what it traces.
+
+A region may end with `torch.set_grad_enabled(False)`, or draw random numbers; traced once more from there it would
+become another graph. Dynamo takes most of that back behind a compilation of its own (torch: `_dynamo/convert_frame.py:
+preserve_global_state`), not between two traces of ours, nor where a region is compiled anew as it runs.
+"""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def remember(device: torch.device) -> Callable[[], None]:
+    """Return a function that sets all back to what it is now: modes of autograd, autocast, defaults, random numbers.
+
+    Of accelerators only the generator of `device` counts.
+    """
+    grad, forward_grad = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    dtype, precision = torch.get_default_dtype(), torch._C._get_fp32_precision_getter("cuda", "matmul")
+    casts = {
+        kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in sorted({"cpu", device.type})
+        if torch.amp.is_autocast_available(kind)
+    }
+    cast_once = torch.is_autocast_cache_enabled()
+    draws_there = device.type == "cuda" and torch.cuda.is_initialized()
+    with _disable_current_modes():  # the states are real, though fakes are being traced
+        drawn, drawn_by_python = torch.random.get_rng_state(), random.getstate()
+        drawn_there = torch.cuda.get_rng_state(device) if draws_there else None
+
+    def restore() -> None:
+        torch._C._set_grad_enabled(grad)
+        torch._C._set_fwd_grad_enabled(forward_grad)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_default_dtype(dtype)
+        torch._C._set_fp32_precision_setter("cuda", "matmul", precision)
+        for kind, (enabled, cast_to) in casts.items():
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, cast_to)
+        torch.set_autocast_cache_enabled(cast_once)
+        random.setstate(drawn_by_python)
+        with _disable_current_modes():
+            torch.random.set_rng_state(drawn)
+            if drawn_there is not None:
+                torch.cuda.set_rng_state(drawn_there, device)
+
+    return restore
+
+
+@contextlib.contextmanager
+def unchanged(device: torch.device) -> Iterator[None]:
+    """Have all that `remember` keeps set back at the end."""
+    restore = remember(device)
+    try:
+        yield
+    finally:
+        restore()
