@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,13 +34,16 @@ def run_ranks(group: str, folder: Path) -> list[Found]:
         ranks = []
         for rank in range(2):
             command = [sys.executable, str(HERE / "ranks.py"), group, str(rank), str(folder / "meeting")]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            ranks.append(subprocess.Popen(command, env=os.environ | settings, text=True, cwd=folder, **pipes))
+            printed, errors = (ends.enter_context((folder / f"{name}{rank}").open("w")) for name in ("out", "err"))
+            ranks.append(
+                subprocess.Popen(command, env=os.environ | settings, cwd=folder, stdout=printed, stderr=errors)
+            )
             ends.callback(ranks[-1].wait)
             ends.callback(ranks[-1].kill)
-        results = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors[-3000:] for _, errors in results)
-    return [json.loads(printed.splitlines()[-1]) for printed, _ in results]
+        until = time.monotonic() + LIMIT_S
+        codes = [rank.wait(timeout=max(0.0, until - time.monotonic())) for rank in ranks]
+    assert codes == [0, 0], "\n".join((folder / f"err{rank}").read_text()[-3000:] for rank in range(2))
+    return [json.loads((folder / f"out{rank}").read_text().splitlines()[-1]) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
