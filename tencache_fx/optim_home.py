@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 
 from tencache_fx import compat
 from tencache_fx.errors import OptionError, UsageError
-from tencache_fx.model_state import engine_of, find_home
+from tencache_fx.model_state import engine_of
 from tencache_fx.optim_checks import check_group
 from tencache_fx.optim_kept import KeptState
 from tencache_fx.optim_rules import find_rule
@@ -41,6 +41,7 @@ from tencache_fx.optim_updates import (
 from tencache_fx.plan import Tier
 from tencache_fx.runtime.gradients import HomeGradient, Lease
 from tencache_fx.runtime.home import Home
+from tencache_fx.runtime.registry import find_home
 from tencache_fx.runtime.rounds import PIECE_BYTES, Piece, work_at_home
 from tencache_fx.runtime.states import State
 from tencache_fx.runtime.streams import Event

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from tencache_fx.errors import BudgetError
-from tencache_fx.model_state import LEAST_BYTES, engine_of, find_home
+from tencache_fx.model_state import LEAST_BYTES, engine_of
 from tencache_fx.optim_rules import MASTER
 from tencache_fx.plan import Tier
 from tencache_fx.runtime.disk_states import DiskState, line_bytes
 from tencache_fx.runtime.pinned import Use
+from tencache_fx.runtime.registry import find_home
 from tencache_fx.runtime.rounds import ROUND_BYTES
 from tencache_fx.runtime.states import State
 

@@ -29,6 +29,7 @@ TOP = {
     "optim_updates",
     "live",
     "model_state",
+    "guards",
     "sketch",
     "fitting",
 }
