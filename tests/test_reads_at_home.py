@@ -23,6 +23,12 @@ from tencache_fx.runtime.registry import engines, find_home
 HINT = r"is at home, in host memory, and nothing has brought it.*summon"
 
 
+compiles_in_threads = pytest.mark.skipif(
+    torch.__version__ < "2.12" and not torch.cuda.is_available(),
+    reason="without a GPU, torch 2.11 ends the process where a second thread compiles, whatever the backend",
+)
+
+
 @contextlib.contextmanager
 def compiling_elsewhere() -> Iterator[None]:
     """Have another thread compile something meanwhile."""
@@ -48,6 +54,7 @@ def nothing_here() -> bool:
     return not any(home.on_device for home in engines()[0].homes)
 
 
+@compiles_in_threads
 def test_a_model_runs_and_trains_while_another_thread_compiles() -> None:
     plain, model = network(), tencache_fx.offload(network())
     with compiling_elsewhere():
@@ -61,6 +68,7 @@ def test_a_model_runs_and_trains_while_another_thread_compiles() -> None:
         assert true.grad is None or torch.equal(mine.grad, true.grad)
 
 
+@compiles_in_threads
 def test_a_compilation_that_begins_or_ends_within_a_forward_changes_nothing() -> None:
     plain, model = network(), tencache_fx.offload(network())
     compiling = contextlib.ExitStack()
@@ -72,6 +80,7 @@ def test_a_compilation_that_begins_or_ends_within_a_forward_changes_nothing() ->
     assert nothing_here()
 
 
+@compiles_in_threads
 def test_three_threads_train_a_model_of_their_own_each() -> None:
     def run(seed: int, wrap: Callable[[nn.Module], Callable[[Tensor], Tensor]], *, home: bool) -> list[float]:
         model = models[seed, home]
@@ -98,7 +107,7 @@ def test_three_threads_train_a_model_of_their_own_each() -> None:
         thread.join()
     assert sorted(found) == [0, 1, 2]
     for seed, losses in enumerate(expected):
-        torch.testing.assert_close(found[seed], losses)
+        torch.testing.assert_close(found[seed], losses, rtol=1e-5, atol=0)
 
 
 class Waits(nn.Module):
@@ -206,7 +215,7 @@ class Holder(nn.Module):
         self.below = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
-        for each in (*self.listed, self.named["one"], self.deep["down"][0][0]):
+        for each in (self.listed[0], self.listed[1], self.named["one"], self.deep["down"][0][0]):
             x = torch.tanh(F.linear(x, each))
         return self.below(x)
 
@@ -217,7 +226,7 @@ def test_containers_belong_to_the_module_that_has_them(wrap: Callable[[nn.Module
     run, x = wrap(model), torch.randn(8, HIDDEN)
     with torch.no_grad():
         torch.testing.assert_close(run(x), plain(x))
-    assert nothing_here()
+    assert run is not model or nothing_here()
     for _ in range(2):
         found = []
         for call in (plain, run):
@@ -310,6 +319,17 @@ def test_whoever_reads_a_parameter_at_home_is_told(read: Callable[[Tensor], obje
     with pytest.raises(RuntimeError, match=HINT):
         read(weight)
     assert torch.equal(weights(model)["1.into.weight"], value)
+
+
+@tells
+def test_who_reads_is_told_after_steps_too() -> None:
+    model = tencache_fx.offload(network())
+    weight, before = model[1].into.weight, weights(model)["1.into.weight"]
+    train(model, model, AdamW(model.parameters()), range(2))
+    with pytest.raises(RuntimeError, match=HINT):
+        weight.clone()
+    with tencache_fx.summon(model):
+        assert not torch.equal(weight, before)
 
 
 @tells
