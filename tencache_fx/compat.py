@@ -246,73 +246,46 @@ def source_code(compiled: Any) -> str | None:
     return getattr(compiled, "source_code", None)
 
 
-def forbid_reading(storage: torch.UntypedStorage, message: str | None) -> None:
-    """Let whoever reads a storage that has no bytes get an error with `message`; None allows it again.
+TELLS_READERS = hasattr(torch.UntypedStorage, "_swap_data_ptr_") and hasattr(
+    torch._C, "_storage_throw_on_immutable_data_ptr"
+)
+"""Whether readers of a storage without bytes can be told so, and it be given bytes again: from torch 2.14 on."""
 
-    Before torch 2.15 that cannot be taken back, so nothing is done: kernels then read where no bytes are.
+
+def take_bytes(storage: torch.UntypedStorage, message: str) -> None:
+    """Free a storage's bytes; whoever reads it, or a view of it, then gets a RuntimeError with `message`.
+
+    Before torch 2.14 that could not be taken back. The storage has the size 0 instead: torch makes no views of it
+    ("setStorage: ... out of bounds"), and some kernels read where no bytes are, which may end the process.
     """
-    if not hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg"):
-        return
-    if message is None:
-        torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
-    else:
+    if not TELLS_READERS:
+        storage.resize_(0)
+    elif storage.nbytes():
+        nothing = torch._C._construct_storage_from_data_pointer(0, storage.device, storage.nbytes())
+        storage._swap_data_ptr_(nothing)  # type: ignore[attr-defined]
         torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
 
 
-def compile_for_threads(function: Callable[..., None], examples: Sequence[torch.Tensor]) -> Callable[..., None]:
-    """Return `function` of tensors compiled by Inductor, for any length of all 1-D tensors as long as the first.
+def give_bytes(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Allocate the bytes of a storage that has none; they may be read then."""
+    if not TELLS_READERS:
+        storage.resize_(nbytes)
+    elif nbytes:
+        storage._swap_data_ptr_(torch.UntypedStorage(nbytes, device=storage.device))  # type: ignore[attr-defined]
 
-    Unlike what `torch.compile` returns, it may be called in one thread while another compiles, and lets other threads
-    run meanwhile: nothing of Dynamo is asked at a call, and generated code calls its kernels from C++. On the CPU some
-    cores are left to these threads. Its arithmetic is IEEE's, as it is written down, so it gives the same bits on any
-    device. It checks nothing, and is called with tensors of the examples' dtypes, all 1-D and contiguous. Runs once, on
-    `examples`.
-    """
-    length = len(examples[0])
-    assert all(len(each) != length or each.dim() == 1 for each in examples)
-    on_cpu = examples[0].device.type == "cpu"
-    settings = {"cpp_wrapper": True, "cpp.threads": _threads_beside_others()} if on_cpu else _EXACT_ARITHMETIC
-    found: list[tuple[Callable[..., Any], list[int | None]]] = []
 
-    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        compiled: Any = compile_fx(gm, inputs, config_patches=settings)
-        order = [next((i for i, each in enumerate(examples) if each is given), None) for given in inputs]
-        found.append((compiled, order))
-        return compiled  # type: ignore[no-any-return]
-
-    for each in examples:
-        if len(each) == length:
-            torch._dynamo.mark_dynamic(each, 0)
-        else:
-            torch._dynamo.mark_static(each)  # else it is dynamic where another function of the same code had another
-    with any_number_of_compilations(), torch.compiler.set_stance("default"):  # of one code, for as many functions
-        torch.compile(function, backend=backend, fullgraph=True)(*examples)
-    ((compiled, order),) = found  # inputs that are no tensors are the length
-
-    def call(*tensors: torch.Tensor) -> None:
-        compiled(*(len(tensors[0]) if index is None else tensors[index] for index in order))
-
-    return call
+def has_bytes(storage: torch.UntypedStorage) -> bool:
+    """Say whether there are bytes behind a storage: not if it is empty, or `take_bytes` has freed them."""
+    if not storage.nbytes():
+        return False
+    return not (TELLS_READERS and torch._C._storage_throw_on_immutable_data_ptr(storage._cdata))
 
 
 def run_as_is(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function; Dynamo compiles neither it nor what it calls, but where it is a part of something compiled.
 
     That is where a module is in a compiled region. Between regions it runs as a frame of its own, which Dynamo would
-    compile as well, and then `torch.compiler.is_compiling()` is true in it.
+    compile as well, and then `torch.compiler.is_dynamo_compiling()` is true in it.
     """
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function
-
-
-_EXACT_ARITHMETIC = {
-    "emulate_precision_casts": True,  # no fused multiply-add
-    "eager_numerics.division_rounding": True,
-    "eager_numerics.disable_ftz": True,
-}
-
-
-def _threads_beside_others() -> int:
-    """Return how many threads a kernel gets that runs while the model does: its threads and the driver's take three."""
-    cores = torch.get_num_threads()
-    return max(1, cores - 3) if cores >= 8 else cores

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from tencache_fx.capture import storage_of
+from tencache_fx.compat import has_bytes
 from tencache_fx.errors import OptionError
 from tencache_fx.optim_traced import trace_step
 
@@ -38,7 +39,7 @@ def _missing_bytes(optimizer: Optimizer, device: torch.device) -> int:
     for group in optimizer.param_groups:
         waiting = [p for p in group["params"] if p.requires_grad and p.device == device and not optimizer.state.get(p)]
         storages = ((p, storage_of(p)) for p in waiting)
-        held_bytes = sum(p.nbytes for p, storage in storages if storage is not None and storage.nbytes())
+        held_bytes = sum(p.nbytes for p, storage in storages if storage is not None and has_bytes(storage))
         if held_bytes:
             try:
                 step = trace_step(type(optimizer), optimizer.defaults, group, _SHAPE, {}, ())

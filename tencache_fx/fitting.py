@@ -25,7 +25,7 @@ from tencache_fx.fakes import Made, call_factory, fake_model
 from tencache_fx.fitness import Fit, RegionFit
 from tencache_fx.machine import KnownRates, known_rates
 from tencache_fx.memory import is_input
-from tencache_fx.model_state import watch
+from tencache_fx.model_state import parameters_read_by, watch
 from tencache_fx.options import Options
 from tencache_fx.passes.moves import keep_resident, step_ns
 from tencache_fx.passes.region import policy_floor_bytes
@@ -99,7 +99,7 @@ class _Trial:
         adapts = is_adapted(made.model)
         self._at_home = {key for key, (name, p) in self._parameters.items() if wants_home(p, name, adapts=adapts)}
         for module in made.model.modules():
-            if any(id(p) in self._at_home for p in module.parameters(recurse=False)):
+            if any(id(p) in self._at_home for p in parameters_read_by(module)):
                 watch(module)  # its hooks decide the order of a region's inputs, by whose names the cache knows it
         beside = (*made.model.buffers(), *tree_leaves((made.inputs, made.named_inputs)))
         tensors = {id(value): value for value in beside if isinstance(value, Tensor) and value.device == device}

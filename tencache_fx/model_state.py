@@ -10,23 +10,23 @@ module's own parameters come to the device before its forward, by hooks; `summon
 """
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from tencache_fx import compat
 from tencache_fx.departures import Departure, wants_home
 from tencache_fx.errors import OptionError, UsageError
+from tencache_fx.guards import guard, keep_loadable
 from tencache_fx.options import Options
 from tencache_fx.runtime.engine import Engine, resolve_device
 from tencache_fx.runtime.home import Home
-from tencache_fx.runtime.registry import find_engine, open_engine, usage
+from tencache_fx.runtime.registry import find_engine, find_home, open_engine, usage
 from tencache_fx.runtime.sharding import guard_from_sharding, refuse_shards
 from tencache_fx.runtime.step_hooks import check_updates_in_backward
 
@@ -132,14 +132,6 @@ def _take_over(home: Home, given: Tensor) -> bool:
     return False
 
 
-def find_home(parameter: Tensor) -> Home | None:
-    """Return a parameter's home; None if it has none."""
-    if parameter.device.type not in ("cpu", "cuda") or is_functorch_wrapped_tensor(parameter):
-        return None
-    engine = find_engine(parameter.device)
-    return None if engine is None else engine.homes.find(parameter)
-
-
 def engine_of(device: torch.device) -> Engine:
     """Return the device's engine."""
     return find_engine(device) or roomy_engine(device)
@@ -192,69 +184,42 @@ class _Part:
 _ALONE = _Part()
 
 
+class _Calls(threading.local):
+    """A module's forwards under way outside of compiled regions, innermost last: each thread has its own."""
+
+    def __init__(self) -> None:
+        self.forwards: list[_Forward] = []
+
+    def __reduce__(self) -> tuple[type["_Calls"], tuple[()]]:
+        """Have the copy of a module that is copied or pickled begin with none."""
+        return _Calls, ()
+
+
 def watch(module: nn.Module) -> None:
-    """Let a module's own parameters come to the device whenever it runs outside of a compiled region."""
-    if hasattr(module, "_tencache_brought"):
+    """Let the parameters that a module reads come to the device whenever it runs outside of a compiled region."""
+    if hasattr(module, "_tencache_calls"):
         return
-    module._tencache_brought = []  # type: ignore[assignment]  # by each forward under way
+    module._tencache_calls = _Calls()  # type: ignore[assignment]
     guard(module)
-    module.register_forward_pre_hook(_before_forward)
+    keep_loadable(module)
+    module.register_forward_pre_hook(_before_forward, prepend=True)  # other hooks may read them, too
     module.register_forward_hook(_after_forward, always_call=True, with_kwargs=True)
-    module.register_state_dict_post_hook(_into_state_dict)
-    module.register_load_state_dict_pre_hook(_before_load)
-    module.register_load_state_dict_post_hook(_after_load)
 
 
-class _Guard:
-    """A module's `_apply`, by which torch moves and converts it: parameters at home cannot follow.
+def parameters_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that a module's forward reads: its own, and those of children that have no forward.
 
-    They have no bytes where torch would read them: some of its kernels end the process then.
+    Such are `ParameterList` and `ParameterDict`. A few of torch's modules read all that is below them.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)  # the module has this object, and goes with its last user
-
-    def __reduce__(self) -> tuple[type["_Guard"], tuple[nn.Module | None]]:
-        """Guard the copy of a module that is copied or pickled."""
-        return _Guard, (self._module(),)
-
-    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001
-        """Apply `fn`, as torch does, if it leaves all parameters at home as they are; raises `UsageError` if not."""
-        module = self._module()
-        assert module is not None, "it is called by its module"
-        for parameter in module.parameters(recurse=recurse):
-            if (home := find_home(parameter)) is not None and not _leaves(fn, parameter):
-                raise UsageError(
-                    f"{home.name} has its home in host memory, and cannot be moved or converted from there; do it "
-                    "before tencache_fx.offload(model, device=...)."
-                )
-        applied: nn.Module = type(module)._apply(module, fn, recurse)
-        return applied
-
-
-def _leaves(fn: Callable[[Tensor], Tensor], parameter: Tensor) -> bool:
-    """Say whether `fn` returns such a tensor as it is; tried on a small one of that dtype, device and order."""
-    strides = parameter.stride()
-    order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
-    small = torch.empty_permuted((2,) * parameter.dim(), order, dtype=parameter.dtype, device=parameter.device)
-    shared = small.is_shared()
-    return fn(small) is small and small.is_shared() == shared
-
-
-def guard(module: nn.Module) -> None:
-    """Have a module refuse to be moved or converted while parameters of it are at home."""
-    module._apply = _Guard(module)  # type: ignore[method-assign]
-
-
-def _own_homes(module: nn.Module) -> dict[str, Home]:
-    found = ((name, find_home(parameter)) for name, parameter in module.named_parameters(recurse=False))
-    return {name: home for name, home in found if home is not None}
+    yield from module.parameters(recurse=isinstance(module, _READ_THEIR_CHILDRENS))
+    for child in module.children():
+        if getattr(child.forward, "__func__", None) is nn.Module.forward:
+            yield from parameters_read_by(child)
 
 
 def _homes_read_by(module: nn.Module) -> list[Home]:
-    """Return the homes of the parameters that a module reads itself: its own, and for some those of its children."""
-    found = map(find_home, module.parameters(recurse=isinstance(module, _READ_THEIR_CHILDRENS)))
-    return [home for home in found if home is not None]
+    found = map(find_home, parameters_read_by(module))
+    return list({home: None for home in found if home is not None})
 
 
 class _Bring:
@@ -265,74 +230,77 @@ class _Bring:
 
     def __call__(self, *_: object) -> None:
         for parameter in self._parameters:
-            if (home := find_home(parameter)) is not None and home.bring():
+            if (home := find_home(parameter)) is not None and home.come_for_backward():
                 engine_of(parameter.device).stats.add(h2d_bytes=home.nbytes)
+
+
+class _Forward:
+    """A forward under way, with what it reads: that comes when it begins, and goes when it ends."""
+
+    def __init__(self) -> None:
+        self._trains = torch.is_grad_enabled()
+        self._homes: list[Home] = []
+        self._came: dict[Home, tuple[Tensor, int]] = {}  # with the parameter as it came, and its version
+
+    def begin(self, homes: list[Home]) -> None:
+        for home in homes:
+            if self._trains:
+                home.expect(_ALONE)
+            self._homes.append(home)
+            if home.come_for(self, passes=not self._trains):
+                engine_of(home.layout.device).stats.add(h2d_bytes=home.nbytes)
+            self._came[home] = home.alias(), home.written_here
+
+    def end(self, made: set[Any]) -> None:
+        """Take over what the forward has changed; a backward by the nodes `made` may follow."""
+        stays = self._trains or bool(made)  # until the optimizer's step
+        parameters: list[Tensor] = []
+        with contextlib.ExitStack() as undo:  # whatever one of them raises, the others go
+            for home in self._homes:
+                undo.callback(home.go_from, self, stays=stays)
+                undo.callback(self._take_change, home, parameters)
+        for node in made:
+            node.register_prehook(_Bring(parameters))
+
+    def _take_change(self, home: Home, parameters: list[Tensor]) -> None:
+        """Take over what the forward has done to its own parameter, as one of Embedding does with max_norm."""
+        if home.is_over or home not in self._came:
+            return
+        own, written = self._came[home]
+        given = home.take_back(own)
+        if given is not None and not _take_over(home, given):
+            home.go_from(self, stays=True)  # the parameter has nothing to do with that home any more
+            return
+        parameters.append(home.parameter)
+        if given is not None or (home.on_device and home.written_here != written):
+            home.take()
+
+
+# In each of them Dynamo takes `is_dynamo_compiling` for true where it traces a call: a compiled region fetches what it
+# reads. Elsewhere it is false, whatever other threads compile meanwhile, unlike `is_compiling`.
 
 
 @compat.run_as_is
 def _before_forward(module: Any, args: Any) -> None:
-    if torch.compiler.is_compiling():  # the compiled region fetches what it reads
+    if torch.compiler.is_dynamo_compiling():
         return
+    forward = _Forward()
+    module._tencache_calls.forwards.append(forward)  # first: its end comes even if it cannot begin
     homes = _homes_read_by(module)
     if torch.is_grad_enabled():
         check_updates_in_backward(homes)
-        for home in homes:
-            home.expect(_ALONE)
-    brought = {home for home in homes if home.bring()}
-    for home in brought:
-        engine_of(home.layout.device).stats.add(h2d_bytes=home.nbytes)
-    module._tencache_brought.append([(home, home.alias(), home.written_here, home in brought) for home in homes])
+    forward.begin(homes)
 
 
 @compat.run_as_is
 def _after_forward(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-    if torch.compiler.is_compiling() or not module._tencache_brought:
+    if torch.compiler.is_dynamo_compiling():
         return
-    parameters: list[Tensor] = []
-    for home, own, written, brought in module._tencache_brought.pop():
-        if home.is_over:
-            continue
-        # A forward may change its own parameters, as one of Embedding with max_norm does.
-        given = home.take_back(own)
-        if given is not None and not _take_over(home, given):
-            continue
-        if given is not None or (home.on_device and home.written_here != written):
-            home.take()
-        if brought and not torch.is_grad_enabled():  # else a backward may follow: until the optimizer's step
-            home.put_away()
-        parameters.append(home.parameter)
-    if torch.is_grad_enabled():
-        for node in _nodes_of(output) - _nodes_of((args, kwargs)):
-            node.register_prehook(_Bring(parameters))
+    forwards = module._tencache_calls.forwards
+    if forwards:
+        forwards.pop().end(_nodes_of(output) - _nodes_of((args, kwargs)))
 
 
 def _nodes_of(values: Any) -> set[Any]:
     nodes = {each.grad_fn for each in tree_leaves(values) if isinstance(each, Tensor)}
     return nodes - {None}
-
-
-def _into_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    for name, home in _own_homes(module).items():
-        home.settle()
-        if prefix + name in state_dict:
-            state_dict[prefix + name] = home.host
-
-
-def _before_load(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    *_: Any,
-) -> None:
-    homes = _own_homes(module)
-    if homes and local_metadata.get("assign_to_params_buffers"):
-        raise UsageError("parameters with a home cannot be replaced; load with assign=False.")
-    for home in homes.values():
-        home.bring()
-
-
-def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
-    for home in _own_homes(module).values():
-        home.take()
-        home.put_away()

@@ -20,7 +20,7 @@ from torch.optim.optimizer import ParamsT
 
 from tencache_fx import compat
 from tencache_fx.errors import OptionError, UsageError
-from tencache_fx.model_state import engine_of, find_home, roomy_engine
+from tencache_fx.model_state import engine_of, roomy_engine
 from tencache_fx.optim_checks import check_group
 from tencache_fx.optim_kept import KeptState
 from tencache_fx.optim_rules import find_rule
@@ -41,6 +41,7 @@ from tencache_fx.plan import Tier
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.gradients import HomeGradient, Lease
 from tencache_fx.runtime.home import Home
+from tencache_fx.runtime.registry import find_home
 from tencache_fx.runtime.rounds import PIECE_BYTES, Piece, Round, open_round, work_at_home
 from tencache_fx.runtime.states import State
 from tencache_fx.runtime.step_hooks import check_last, check_node, hook, is_hooked_once, is_watched_in_graph

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from tencache_fx.errors import OptionError, UsageError
-from tencache_fx.model_state import find_home
 from tencache_fx.optim_checks import find_misfit
 from tencache_fx.optim_places import Places, hold_state, is_in, on_cpu, saved_of, shown_of
 from tencache_fx.optim_rules import MASTER, Rule, Step
@@ -21,6 +20,7 @@ from tencache_fx.optim_updates import dense_like, weakly
 from tencache_fx.plan import Tier
 from tencache_fx.runtime.disk_states import DiskState
 from tencache_fx.runtime.home import Home
+from tencache_fx.runtime.registry import find_home
 from tencache_fx.runtime.states import State
 
 

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from tencache_fx.departures import LEAST_BYTES
 from tencache_fx.errors import BudgetError
-from tencache_fx.model_state import engine_of, find_home, roomy_engine
+from tencache_fx.model_state import engine_of, roomy_engine
 from tencache_fx.optim_rules import MASTER
 from tencache_fx.plan import Tier
 from tencache_fx.runtime.disk_states import DiskState, line_bytes
 from tencache_fx.runtime.pinned import Use
+from tencache_fx.runtime.registry import find_home
 from tencache_fx.runtime.rounds import ROUND_BYTES
 from tencache_fx.runtime.states import State
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tencache_fx import compat
 from tencache_fx.errors import OptionError
 from tencache_fx.optim_traced import TracedStep, trace_step
+from tencache_fx.thread_safe import compile_for_threads
 
 MASTER = "master"
 
@@ -187,7 +187,7 @@ class Kernel:
             length = _EXAMPLE_LENGTH if device.type == "cpu" else _LEAST_LENGTH  # a device's budget may be all but full
             tensors = [torch.zeros(length, dtype=each, device=device) for each in (dtype, dtype, *self._dtypes)]
             numbers = torch.ones(self._count, dtype=torch.float32, device=device)
-            self._compiled[dtype, device] = compat.compile_for_threads(self._update, [*tensors, numbers])
+            self._compiled[dtype, device] = compile_for_threads(self._update, [*tensors, numbers])
         return self._compiled[dtype, device]
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tencache_fx.model_state import engine_of, find_home
+from tencache_fx.model_state import engine_of
 from tencache_fx.optim_rules import Step
 from tencache_fx.runtime.disk_states import DiskState
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.gradients import HomeGradient, Lease
 from tencache_fx.runtime.home import Home
+from tencache_fx.runtime.registry import find_home
 from tencache_fx.runtime.states import State
 from tencache_fx.runtime.stats import Stats
 from tencache_fx.runtime.step_hooks import step_hooks

@@ -13,10 +13,9 @@ from harness import EAGER, compiled
 from torch import Tensor, nn
 
 import tencache_fx
-from tencache_fx.model_state import find_home
 from tencache_fx.optim import AdamW
 from tencache_fx.optim_updates import HomeUpdate
-from tencache_fx.runtime.registry import engines
+from tencache_fx.runtime.registry import engines, find_home
 
 WIDTH = 256
 WAYS = ("modules", "1MB", "64MB")  # run by themselves, compiled with weights that travel, and with some that stay

@@ -16,6 +16,7 @@ import tencache_fx
 from tencache_fx import backend
 from tencache_fx.dump import RegionRecord
 from tencache_fx.errors import BudgetError
+from tencache_fx.halves import split_joint
 from tencache_fx.passes import planner
 from tencache_fx.passes.moves import first_homes, keep_resident
 from tencache_fx.passes.planner import floor_bytes, make_plan

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import tencache_fx
 from tencache_fx.errors import BudgetError, InvariantError, OptionError, UsageError
-from tencache_fx.model_state import find_home
 from tencache_fx.optim import AdamW
 from tencache_fx.optim_updates import HomeUpdate
 from tencache_fx.passes.moves import first_homes, keep_resident
@@ -21,7 +20,7 @@ from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.plan import Kind, Way, live_bytes
 from tencache_fx.recompute import recompute
 from tencache_fx.runtime.gradients import HomeGradient
-from tencache_fx.runtime.registry import engines, install_engine
+from tencache_fx.runtime.registry import engines, find_home, install_engine
 from tencache_fx.session import regions
 
 
@@ -130,7 +129,7 @@ def test_summoned_parameters_can_be_read_and_changed() -> None:
     with tencache_fx.summon(model, write=False), torch.no_grad():
         parameter.zero_()
     assert torch.equal(weights(model)["1.into.weight"], before * 2)
-    assert parameter.untyped_storage().nbytes() == 0
+    assert not find_home(parameter).on_device
     with pytest.raises(UsageError, match="no parameter of this model has a home"), tencache_fx.summon(network()):
         pass
 
@@ -432,19 +431,3 @@ def test_what_is_done_to_a_gradient_after_a_step_does_not_change_that_step() -> 
         torch.compiler.reset()
         tencache_fx.close()
     assert torch.equal(*found)
-
-
-@pytest.mark.skipif(not hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg"), reason="torch cannot tell")
-def test_whoever_reads_a_parameter_at_home_is_told() -> None:
-    model = tencache_fx.offload(network())
-    weight = model[1].into.weight
-    for read in (weight.clone, lambda: weight + 1, lambda: weight.detach().sum().item()):
-        with pytest.raises(RuntimeError, match=r"1\.into\.weight is at home.*summon"):
-            read()
-    with tencache_fx.summon(model):
-        expected = weight.clone()
-    train(model, model, AdamW(model.parameters()), range(2))
-    with pytest.raises(RuntimeError, match="is at home"):
-        weight.clone()
-    with tencache_fx.summon(model):
-        assert not torch.equal(weight, expected)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import tencache_fx
 from tencache_fx.errors import InvariantError
-from tencache_fx.model_state import find_home
 from tencache_fx.optim import AdamW
 from tencache_fx.passes import region
 from tencache_fx.passes.moves import first_homes, keep_resident, step_ns
@@ -24,7 +23,7 @@ from tencache_fx.passes.verify_plan import verify_plan
 from tencache_fx.plan import Kind, Plan, Problem, Recipe, Step, Way
 from tencache_fx.runtime.home import Home
 from tencache_fx.runtime.pinned import Use
-from tencache_fx.runtime.registry import engines, install_engine
+from tencache_fx.runtime.registry import engines, find_home, install_engine
 from tencache_fx.session import regions
 
 

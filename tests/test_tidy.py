@@ -30,6 +30,7 @@ TOP = {
     "live",
     "model_state",
     "departures",
+    "guards",
     "sketch",
     "fitting",
 }

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from tencache_fx import compat
+from tencache_fx.thread_safe import compile_for_threads
 
 _EXAMPLE_LENGTH = 1 << 20  # so many elements that a kernel is compiled for all threads
 _LEAST_INFINITE = {torch.float16: 65520.0}  # what is rounded to infinity, where an fp32 sum does not overflow first
@@ -79,7 +79,7 @@ def kernel_of(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
 
     wider = torch.promote_types(dtype, torch.float32)
     examples = [made(_EXAMPLE_LENGTH, dtype), made(_EXAMPLE_LENGTH, dtype), made(1, wider)]
-    compiled = compat.compile_for_threads(add, examples)
+    compiled = compile_for_threads(add, examples)
 
     def call(value: Tensor, more: Tensor) -> Tensor:
         squares = made(1, wider)

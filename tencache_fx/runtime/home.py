@@ -63,6 +63,8 @@ class Home:
         self._readers: Event | None = None  # behind it, nobody reads the value before the update on the device
         self._stale = False  # on the device is the value before the update still
         self._newer_here = False  # at home is
+        self._forwards = weakref.WeakSet[Any]()  # uncompiled ones under way that read it
+        self._passes = False  # it is on the device for forwards alone that no backward follows
         self._here: Tensor | None = None  # the parameter as its last update found it
         self._lock = threading.RLock()  # the bytes on the device come and go under it
 
@@ -209,15 +211,39 @@ class Home:
         with self._lock:
             away = not self.on_device
             if away:
-                storage = self.parameter.untyped_storage()
-                compat.forbid_reading(storage, None)
-                storage.resize_(self.nbytes)
+                compat.give_bytes(self.parameter.untyped_storage(), self.nbytes)
                 self.refresh()
             elif self._stale or self._host_version != self._host._version:
                 self.refresh()
             elif self.left is not None:
                 self._streams.wait_compute(self.left)
         return away
+
+    def come_for(self, forward: object, *, passes: bool) -> bool:
+        """Bring the parameter for a forward that runs uncompiled, up to its `go_from`; `passes` if no backward follows.
+
+        Returns whether its bytes were not there.
+        """
+        with self._lock:
+            self._forwards.add(forward)  # from here on, no other forward puts it away
+        away = self.bring()
+        with self._lock:
+            self._passes = passes and (away or self._passes)
+        return away
+
+    def go_from(self, forward: object, *, stays: bool) -> None:
+        """Put the parameter away after the last forward for which it came, unless it `stays` for a backward."""
+        with self._lock:
+            self._forwards.discard(forward)
+            self._passes = self._passes and not stays
+            if self._passes and not self._forwards and not self.is_over:
+                self.put_away()
+
+    def come_for_backward(self) -> bool:
+        """Bring the parameter for a backward, up to the optimizer's step; return whether its bytes were not there."""
+        with self._lock:
+            self._passes = False
+        return self.bring()
 
     @property
     def is_over(self) -> bool:
@@ -323,15 +349,14 @@ class Home:
                 self._stale = False
 
     def take_bytes_away(self) -> None:
-        """Free the device bytes, whoever may read them; from torch 2.15 on, who does is told."""
-        storage = self.parameter.untyped_storage()
-        storage.resize_(0)
-        if self.nbytes:
-            compat.forbid_reading(
-                storage,
-                f"{self.name} is at home, in host memory: read it inside `with tencache_fx.summon(model):`, or in the "
-                "forward of its module.",
-            )
+        """Free the device bytes, whoever may read them; from torch 2.14 on, who does is told."""
+        self._passes = False
+        compat.take_bytes(
+            self.parameter.untyped_storage(),
+            f"{self.name} is at home, in host memory, and nothing has brought it to the device: read it inside "
+            "`with tencache_fx.summon(model):`, in a function compiled with backend='tencache', or in the forward of "
+            "the module that has it, as a module also has what its __init__ takes over, by self.weight = other.weight.",
+        )
 
     def move_out(self, device: torch.device) -> None:
         """Make the parameter an ordinary one, of `device`, with a copy of what is at home."""
@@ -340,4 +365,4 @@ class Home:
 
 def is_on_device(parameter: Tensor) -> bool:
     """Say whether there are bytes behind a parameter."""
-    return parameter.untyped_storage().nbytes() > 0 or parameter.numel() == 0
+    return compat.has_bytes(parameter.untyped_storage()) or parameter.numel() == 0

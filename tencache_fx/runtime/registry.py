@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
-from tencache_fx.errors import InvariantError, TencacheError
+from tencache_fx.errors import InvariantError, TencacheError, UsageError
 from tencache_fx.runtime.engine import Engine, resolve_device
 from tencache_fx.runtime.home import Home
 from tencache_fx.runtime.pinned import Use
@@ -42,6 +44,16 @@ class Registry:
         with self._lock:
             self._engines = {index: engine for index, engine in self._engines.items() if not engine.closed}
             return tuple(engine for engine in self._engines.values() if not engine.inherited)
+
+    def refuse_inherited(self, parameter: Tensor) -> None:
+        """Raise `UsageError` for a parameter that is at home in the process from which this one was forked."""
+        for engine in self._engines.values():
+            home = engine.homes.find(parameter) if engine.inherited and not engine.closed else None
+            if home is not None and not home.on_device:
+                raise UsageError(
+                    f"{home.name} is at home in the memory of the process from which process {os.getpid()} was forked, "
+                    "which has none of it; start the process by spawn, with a model and a state_dict() of its own."
+                )
 
     def install(self, engine: Engine) -> None:
         """Make `engine` its device's; raises `InvariantError` when the device has another open one."""
@@ -111,6 +123,20 @@ def find_engine(device: torch.device) -> Engine | None:
     """Return the open engine of `device`, if there is one."""
     device = resolve_device(device)
     return next((engine for engine in engines() if engine.device == device), None)
+
+
+def find_home(parameter: Tensor) -> Home | None:
+    """Return a parameter's home; None if it has none.
+
+    Raises `UsageError` in a forked process, where the parent's homes are not.
+    """
+    if parameter.device.type not in ("cpu", "cuda") or is_functorch_wrapped_tensor(parameter):
+        return None
+    engine = find_engine(parameter.device)
+    home = None if engine is None else engine.homes.find(parameter)
+    if home is None:
+        _REGISTRY.refuse_inherited(parameter)
+    return home
 
 
 def find_homes(values: Sequence[object], device: torch.device) -> dict[int, Home]:

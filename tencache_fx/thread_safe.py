@@ -1,0 +1,58 @@
+"""Functions that Inductor compiles for whichever thread calls them, while others compile."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.compile_fx import compile_fx
+
+from tencache_fx.compat import any_number_of_compilations
+
+_EXACT_ARITHMETIC = {
+    "emulate_precision_casts": True,  # no fused multiply-add
+    "eager_numerics.division_rounding": True,
+    "eager_numerics.disable_ftz": True,
+}
+
+
+def _threads_beside_others() -> int:
+    """Return how many threads a kernel gets that runs while the model does: its threads and the driver's take three."""
+    cores = torch.get_num_threads()
+    return max(1, cores - 3) if cores >= 8 else cores
+
+
+def compile_for_threads(function: Callable[..., None], examples: Sequence[torch.Tensor]) -> Callable[..., None]:
+    """Return `function` of tensors compiled by Inductor, for any length of all 1-D tensors as long as the first.
+
+    Unlike what `torch.compile` returns, it may be called in one thread while another compiles, and lets other threads
+    run meanwhile: nothing of Dynamo is asked at a call, and generated code calls its kernels from C++. On the CPU some
+    cores are left to these threads. Its arithmetic is IEEE's, as it is written down, so it gives the same bits on any
+    device. It checks nothing, and is called with tensors of the examples' dtypes, all 1-D and contiguous. Runs once, on
+    `examples`.
+    """
+    length = len(examples[0])
+    assert all(len(each) != length or each.dim() == 1 for each in examples)
+    on_cpu = examples[0].device.type == "cpu"
+    settings = {"cpp_wrapper": True, "cpp.threads": _threads_beside_others()} if on_cpu else _EXACT_ARITHMETIC
+    found: list[tuple[Callable[..., Any], list[int | None]]] = []
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled: Any = compile_fx(gm, inputs, config_patches=settings)
+        order = [next((i for i, each in enumerate(examples) if each is given), None) for given in inputs]
+        found.append((compiled, order))
+        return compiled  # type: ignore[no-any-return]
+
+    for each in examples:
+        if len(each) == length:
+            torch._dynamo.mark_dynamic(each, 0)
+        else:
+            torch._dynamo.mark_static(each)  # else it is dynamic where another function of the same code had another
+    with any_number_of_compilations(), torch.compiler.set_stance("default"):  # of one code, for as many functions
+        torch.compile(function, backend=backend, fullgraph=True)(*examples)
+    ((compiled, order),) = found  # inputs that are no tensors are the length
+
+    def call(*tensors: torch.Tensor) -> None:
+        compiled(*(len(tensors[0]) if index is None else tensors[index] for index in order))
+
+    return call
