@@ -17,6 +17,8 @@ from typing import Any, Literal, NewType
 
 import numpy as np
 
+from tencache_fx.values import Positive
+
 Step = NewType("Step", int)
 
 
@@ -100,10 +102,10 @@ class Links:
     `host_bytes_per_s` is what updates and copies together make the host's memory read and write; 0 if not known.
     """
 
-    d2h_bytes_per_s: int
-    h2d_bytes_per_s: int
-    d2h_duplex_bytes_per_s: int
-    h2d_duplex_bytes_per_s: int
+    d2h_bytes_per_s: Positive
+    h2d_bytes_per_s: Positive
+    d2h_duplex_bytes_per_s: Positive
+    h2d_duplex_bytes_per_s: Positive
     disk_write_bytes_per_s: int = 0
     disk_read_bytes_per_s: int = 0
     copy_latency_ns: int = 10_000
