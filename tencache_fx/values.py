@@ -50,7 +50,7 @@ def parse_json(text: str) -> Any:
 
 
 def from_raw(cls: type[_T], raw: object) -> _T:
-    """Return the value of the dataclass `cls` that `raw`, as `parse_json` returns it, stands for; raises `ValueError`."""
+    """Return the value of the dataclass `cls` that `raw`, JSON that was parsed, stands for; raises `ValueError`."""
     return typing.cast(_T, _read(cls, raw, cls.__name__))
 
 
