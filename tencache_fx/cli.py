@@ -206,7 +206,7 @@ def _compare(captured: Problem, policies: list[str], given: list[str], arguments
 
 
 def _budget(name: str, text: str | None, otherwise: int | None) -> int | None:
-    from tencache_fx.options import read_size
+    from tencache_fx.option_values import read_size
 
     if text is None:
         return otherwise

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from tencache_fx.capture import storage_of
 from tencache_fx.errors import OptionError
-from tencache_fx.options import nearest
+from tencache_fx.option_values import nearest
 
 log = logging.getLogger("tencache_fx")
 _aten = torch.ops.aten

@@ -13,7 +13,8 @@ from torch._inductor import config as inductor_config
 from tencache_fx import close, compat
 from tencache_fx import options as options_module
 from tencache_fx.errors import OptionError
-from tencache_fx.options import SETTINGS, Options, Settings, read_size
+from tencache_fx.option_values import read_size
+from tencache_fx.options import SETTINGS, Options, Settings
 from tencache_fx.tiers import device_space, disk_space, host_space
 
 CPU = torch.device("cpu")
