@@ -362,7 +362,7 @@ def _issue_ns(device: torch.device, run: Callable[[], object], *, times: int = 1
 
 
 def _attainable(rate: int) -> int:
-    return rate * _ATTAINABLE[0] // _ATTAINABLE[1]
+    return min(rate, max(1, rate * _ATTAINABLE[0] // _ATTAINABLE[1]))  # 0 would mean no link
 
 
 def device_key(what: str, device: torch.device) -> dict[str, str]:

@@ -229,7 +229,7 @@ def _environment() -> dict[str, object]:
 
 def _spelled(source: str, name: object) -> str:
     if not isinstance(name, str):
-        return f"{shown(name)}, a {type(name).__name__},"
+        return shown(name)
     return f"{_ENVIRONMENT_PREFIX}{name.upper()}" if source == "environment" else name
 
 
