@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tencache_fx.errors import OptionError
+from tencache_fx.option_values import shown_path
 from tencache_fx.plan import Plan, Problem
 from tencache_fx.tables import show_graph
 from tencache_fx.values import from_json, from_raw, parse_json, to_json
@@ -106,7 +107,12 @@ def read_regions(dump_dir: Path) -> tuple[RegionRecord, ...]:
 
     Raises `OptionError` when there are none, or one cannot be read.
     """
-    paths = sorted(dump_dir.glob("region-*/record.json"))
+    try:
+        paths = sorted(dump_dir.glob("region-*/record.json"))
+    except OSError as error:
+        raise OptionError(
+            f"{shown_path(dump_dir)} cannot be read: {error.strerror}; name another directory."
+        ) from error
     if not paths:
         raise OptionError(f"{dump_dir} holds no region; give the dump_dir of a run that compiled a model.")
     return tuple(_reading("RegionRecord", path, partial(from_json, RegionRecord)) for path in paths)
@@ -149,7 +155,7 @@ def _reading(kind: str, path: Path, read: Callable[[str], _T]) -> _T:
     try:
         return read(path.read_text())
     except OSError as error:
-        raise OptionError(f"{path} cannot be read: {error.strerror}; name another file.") from error
+        raise OptionError(f"{shown_path(path)} cannot be read: {error.strerror}; name another file.") from error
     except ValueError as error:
         raise OptionError(f"{path} cannot be read as {kind}: {str(error).rstrip('.')}; {_REMEDY}.") from error
 

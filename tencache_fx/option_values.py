@@ -51,14 +51,14 @@ def read_size(name: str, value: object) -> Size | None:
     if not match or match[2].lower() not in units:
         raise OptionError(f"{name}={shown(value)} is not a size; give a size {SIZE_EXAMPLES}.")
     number, unit = Decimal(value if isinstance(value, int) else match[1]), match[2].lower()
+    if unit != "%" and number > MOST // units[unit]:
+        raise OptionError(f"{name}={shown(value)} is more than any machine has; give a size {SIZE_EXAMPLES}.")
     if number <= 0 or (unit != "%" and number * units[unit] < 1):
         raise OptionError(f"{name}={shown(value)} must be above zero; give a size {SIZE_EXAMPLES}.")
     if unit == "%":
         if number > 100:
             raise OptionError(f"{name}={shown(value)} is more than all there is; give at most 100%.")
         return Size(str(value), share=number / 100)
-    if number > MOST or number * units[unit] > MOST:
-        raise OptionError(f"{name}={shown(value)} is more than any machine has; give a size {SIZE_EXAMPLES}.")
     return Size(str(value), nbytes=int(number * units[unit]))
 
 

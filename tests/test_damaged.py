@@ -176,7 +176,11 @@ def test_values_that_cannot_be_are_named(run: Run, tmp_path: Path, command: str,
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"problem": ' + "[" * 100_000, "[" * 900 + "]" * 900, "\ud800", "7"])
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"problem": ' + "[" * 100_000, "[" * 900 + "]" * 900, "\ud800", "7"],
+    ids=["brackets", "brackets inside", "closed brackets", "no UTF-8", "number"],
+)
 @pytest.mark.parametrize("command", [COMMANDS[0], COMMANDS[4]])
 def test_text_that_is_no_record_is_refused(run: Run, tmp_path: Path, text: str, command: str) -> None:
     path = write_region(tmp_path, RECORD) / "record.json"
@@ -187,7 +191,9 @@ def test_text_that_is_no_record_is_refused(run: Run, tmp_path: Path, text: str, 
     assert len(err) < 1000
 
 
-@pytest.mark.parametrize("text", ["7", "[" * 100_000, '{"step_ns": NaN}', "{"])
+@pytest.mark.parametrize(
+    "text", ["7", "[" * 100_000, '{"step_ns": NaN}', "{"], ids=["number", "brackets", "NaN", "unclosed"]
+)
 def test_damaged_measurements_are_refused(run: Run, tmp_path: Path, text: str) -> None:
     (write_region(tmp_path, RECORD) / "measured.jsonl").write_text(text + "\n")
     code, out, err = run("dump", tmp_path)
