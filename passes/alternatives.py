@@ -7,7 +7,7 @@ planned anew.
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
-from tencache_fx.buffers import pool_classes, staging_classes
+from tencache_fx.buffers import pool_classes, staging_classes, total_bytes
 from tencache_fx.errors import BudgetError
 from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.passes.region import plan_region
@@ -20,12 +20,12 @@ from tencache_fx.plan import (
     Step,
     Storage,
     Tier,
+    Way,
     earliest_offload,
     fence_in,
     inactive_intervals,
     is_candidate,
     live_bytes,
-    total_bytes,
 )
 from tencache_fx.reasons import Choice, Price, Reasons, TensorReason
 from tencache_fx.recompute import recompute
@@ -135,7 +135,7 @@ class _Case:
         others = [spill for spill in plan.spills if spill.name != name]
         yield self._moved("keep", problem, others)
         trip = next((s for s in plan.spills if s.name == name), None) or _widest_trip(problem, name)
-        if trip is not None:
+        if trip is not None and trip.way is Way.ROUND:  # homes are in host memory
             for tier in _tiers(problem):
                 yield self._moved(str(tier), problem, [*others, replace(trip, tier=tier)])
 
@@ -198,9 +198,7 @@ def _widest_trip(problem: Problem, name: str) -> Spill | None:
 
 def _tiers(problem: Problem) -> tuple[Tier, ...]:
     """Return the tiers that there are to move to."""
-    links, budgets = problem.links, problem.budgets
-    disk = min(links.disk_write_bytes_per_s, links.disk_read_bytes_per_s, budgets.disk_bytes) > 0
-    return (Tier.HOST, Tier.NVME) if disk else (Tier.HOST,)
+    return (Tier.HOST, Tier.NVME) if problem.links.has_disk and problem.budgets.disk_bytes else (Tier.HOST,)
 
 
 def _copy_ns(nbytes: int, bytes_per_s: int) -> int:
@@ -222,7 +220,7 @@ def _prices(captured: Problem, plan: Plan) -> Iterator[Price]:
         budget = getattr(captured.budgets, field)
         if not budget:
             continue
-        step = _GIB if budget >= 10 * _GIB else budget // 20
+        step = _GIB if budget >= 10 * _GIB else max(1, budget // 20)
         if resource != "device" and used_bytes <= budget - step:
             continue
         for change in (-step, step):

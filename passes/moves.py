@@ -182,7 +182,7 @@ def _with_move(storage: Storage, move: Spill | None) -> Storage:
 
 def _derated(links: Links, out_bytes_per_s: float, in_bytes_per_s: float) -> Links:
     def left(rate: int, taken: float) -> int:
-        return int(max(rate - taken, rate * _LEAST_SHARE))
+        return min(rate, max(1, int(max(rate - taken, rate * _LEAST_SHARE))))  # 0 would mean no link
 
     return replace(
         links,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tencache_fx.buffers import pool_classes, staging_classes
+from tencache_fx.buffers import pool_classes, staging_classes, total_bytes
 from tencache_fx.errors import BudgetError, OptionError
 from tencache_fx.passes.moves import first_homes, has_moves, keep_resident, settle_moves, step_ns, time_moves
 from tencache_fx.passes.policy_10cache import choose_10cache
@@ -28,7 +28,6 @@ from tencache_fx.plan import (
     held_at,
     live_bytes,
     round_up,
-    total_bytes,
 )
 from tencache_fx.simulate import simulate
 from tencache_fx.tables import at_least, format_bytes

@@ -45,6 +45,11 @@ def staging_classes(spills: Iterable[Spill], room_bytes: int) -> tuple[PoolClass
     return (PoolClass(nbytes=nbytes, count=max(1, min(4, len(sizes), room_bytes // nbytes))),)
 
 
+def total_bytes(classes: Iterable[PoolClass]) -> int:
+    """Return the bytes of all buffers of `classes`."""
+    return sum(pool.nbytes * pool.count for pool in classes)
+
+
 def _most_at_once(spans: Sequence[tuple[Step, Step]]) -> int:
     events = sorted([(start, 1) for start, _ in spans] + [(stop, -1) for _, stop in spans])
     most = now = 0

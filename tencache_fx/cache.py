@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tencache_fx import __version__
-from tencache_fx.values import from_json
+from tencache_fx.values import from_raw, parse_json
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -28,7 +28,7 @@ def cached(key: Mapping[str, str], cls: type[_T], measure: Callable[[], _T], *, 
     """Return the value of the dataclass `cls` that is kept under `key`; else, or to `renew` it, measure it and keep it.
 
     `key["what"]` begins the file's name; all of `key`, and this package's version, decide whether a value may be used.
-    A file that cannot be read is measured again and replaced; a folder that cannot be written costs only the time to
+    A file that is damaged is measured again and replaced; a folder that cannot be written costs only the time to
     measure in the next process.
     """
     if not renew and (value := kept(key, cls)) is not None:
@@ -39,26 +39,38 @@ def cached(key: Mapping[str, str], cls: type[_T], measure: Callable[[], _T], *, 
 
 
 def kept(key: Mapping[str, str], cls: type[_T]) -> _T | None:
-    """Return the value of the dataclass `cls` that is kept under `key`, or None if there is none that can be used."""
+    """Return the value of the dataclass `cls` that is kept under `key`, or None if there is none that can be used.
+
+    It is as it was written, by its digest, and in the ranges of its fields, by `values`.
+    """
     full, path = _file(key)
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text())
         if not isinstance(found, dict) or found.get("key") != full:
             raise ValueError("it was measured for something else.")
-        return from_json(cls, json.dumps(found.get("value")))
+        value = from_raw(cls, found.get("value"))
+        if found.get("digest") != _digest(full, value):
+            raise ValueError("it is not as it was written.")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         log.info("measuring again, because %s cannot be used: %s", path, str(error))
         return None
+    return value
 
 
 def _keep(key: Mapping[str, str], value: "DataclassInstance") -> None:
     full, path = _file(key)
+    entry = {"key": full, "value": dataclasses.asdict(value), "digest": _digest(full, value)}
     try:
-        _replace_file(path, json.dumps({"key": full, "value": dataclasses.asdict(value)}, indent=1))
+        _replace_file(path, json.dumps(entry, indent=1))
     except OSError as error:
         log.info("measured rates cannot be kept in %s: %s", path, error.strerror)
+
+
+def _digest(key: Mapping[str, str], value: "DataclassInstance") -> str:
+    """Return what tells a value and its key from damaged ones."""
+    return hashlib.sha256(json.dumps([key, dataclasses.asdict(value)], sort_keys=True).encode()).hexdigest()
 
 
 def _file(key: Mapping[str, str]) -> tuple[dict[str, str], Path]:

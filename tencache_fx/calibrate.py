@@ -29,6 +29,7 @@ from tencache_fx.memory import allocated_ever_bytes, held_bytes
 from tencache_fx.tables import format_bytes
 from tencache_fx.tiers import device_space
 from tencache_fx.timing import run_ns
+from tencache_fx.values import Positive
 
 log = logging.getLogger("tencache_fx")
 
@@ -111,7 +112,7 @@ class Call:
 class OpCost:
     """How long an op ran on the device, and what it allocated beside its results; None where nobody counts that."""
 
-    duration_ns: int
+    duration_ns: Positive
     scratch_bytes: int | None
 
 

@@ -34,13 +34,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     run: Callable[[argparse.Namespace], str] = arguments.run
     try:
-        print(run(arguments), flush=True)
+        text = run(arguments)
     except TencacheError as error:
         print(f"tencache: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough; keep Python from flushing into it at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # keep Python from flushing into it at exit
+        if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has seen enough
+            return 1
+        print(f"tencache: the output cannot be written: {error.strerror}; write it elsewhere.", file=sys.stderr)
+        return 2
     return int(arguments.status)
 
 
@@ -174,6 +179,8 @@ def _with_tiers(problem: Problem, arguments: argparse.Namespace) -> Problem:
     disk_bytes = _budget("--spill-budget", arguments.spill_budget, problem.budgets.disk_bytes)
     if host_bytes is None or disk_bytes is None:
         raise OptionError("only --device-budget may be none; give --host-budget and --spill-budget a size.")
+    if disk_bytes and not problem.links.has_disk:
+        raise OptionError("--spill-budget is for a disk, and the problem has no rates of one; run it with spill_dir.")
     return problem.within(host_bytes=host_bytes, disk_bytes=disk_bytes)
 
 
@@ -199,7 +206,7 @@ def _compare(captured: Problem, policies: list[str], given: list[str], arguments
 
 
 def _budget(name: str, text: str | None, otherwise: int | None) -> int | None:
-    from tencache_fx.options import read_size
+    from tencache_fx.option_values import read_size
 
     if text is None:
         return otherwise

@@ -23,7 +23,7 @@ from torch._inductor.pattern_matcher import compute_mutation_region_ids
 from torch._inductor.utils import BoxedBool
 
 from tencache_fx.errors import OptionError
-from tencache_fx.options import nearest
+from tencache_fx.option_values import nearest
 
 log = logging.getLogger("tencache_fx")
 _aten = torch.ops.aten

@@ -17,6 +17,7 @@ from tencache_fx.errors import StoreError
 from tencache_fx.tables import format_rate
 from tencache_fx.tiers import disk_space
 from tencache_fx.timing import per_second
+from tencache_fx.values import Positive
 
 log = logging.getLogger("tencache_fx")
 
@@ -31,8 +32,8 @@ _LIMIT_NS = 1_000_000_000  # for each direction
 class Disk:
     """Sequential rates of one filesystem; without `direct` I/O they are those of the page cache."""
 
-    write_bytes_per_s: int
-    read_bytes_per_s: int
+    write_bytes_per_s: Positive
+    read_bytes_per_s: Positive
     direct: bool
 
 

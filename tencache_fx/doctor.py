@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from tencache_fx import machine
+from tencache_fx.arguments import find_device
 from tencache_fx.disk import Disk, filesystem_type
-from tencache_fx.errors import OptionError
 from tencache_fx.options import Options
 from tencache_fx.plan import Links
 from tencache_fx.runtime.streams import open_streams
@@ -199,20 +199,6 @@ def disk_findings(report: Report) -> Iterator[str]:
                 f"{disk.directory} has {format_bytes(disk.free_bytes)} free, so hardly anything can be spilled there; "
                 "free some space, or name another directory."
             )
-
-
-def find_device(name: str | None) -> torch.device:
-    """Return the device of that name, or the GPU if there is one; raises `OptionError` for one that is not there."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise OptionError(f"device {name!r} is not a device; give cuda, cuda:1 or cpu.") from error
-    count = torch.cuda.device_count()
-    if device.type not in ("cuda", "cpu") or (device.type == "cuda" and (device.index or 0) >= count):
-        raise OptionError(f"device {name!r} is not there: torch sees {count} CUDA devices; give one of them, or cpu.")
-    return device
 
 
 def _measure(device: torch.device, options: Options) -> Report:

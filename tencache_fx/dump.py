@@ -8,15 +8,17 @@ A directory belongs to one process; its records replace those of an earlier run.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tencache_fx.errors import OptionError
+from tencache_fx.option_values import shown_path
 from tencache_fx.plan import Plan, Problem
 from tencache_fx.tables import show_graph
-from tencache_fx.values import from_json, to_json
+from tencache_fx.values import from_json, from_raw, parse_json, to_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,15 @@ class RegionRecord:
     listings: tuple[Listing, ...]
     code_peak_bytes: int | None = None
 
+    def check(self) -> None:
+        """Raise `ValueError` for a plan that is for another problem."""
+        storages, count = {s.name: s for s in self.problem.storages}, len(self.problem.ops)
+        for spill in self.plan.spills:
+            if spill.name not in storages or max(spill.offload, spill.gone, spill.fetch, spill.back) > count:
+                raise ValueError(f"the plan has a trip of {spill.name} that its problem has no storage or no step for.")
+        if not set(self.plan.recomputed) <= {recipe.name for recipe in self.captured.recipes}:
+            raise ValueError("the plan recomputes what there is no recipe for.")
+
 
 def write_region(dump_dir: Path, record: RegionRecord) -> Path:
     """Write `record` into its folder below `dump_dir`, made if need be, and return the folder.
@@ -96,10 +107,15 @@ def read_regions(dump_dir: Path) -> tuple[RegionRecord, ...]:
 
     Raises `OptionError` when there are none, or one cannot be read.
     """
-    paths = sorted(dump_dir.glob("region-*/record.json"))
+    try:
+        paths = sorted(dump_dir.glob("region-*/record.json"))
+    except OSError as error:
+        raise OptionError(
+            f"{shown_path(dump_dir)} cannot be read: {error.strerror}; name another directory."
+        ) from error
     if not paths:
         raise OptionError(f"{dump_dir} holds no region; give the dump_dir of a run that compiled a model.")
-    return tuple(read_value(RegionRecord, path) for path in paths)
+    return tuple(_reading("RegionRecord", path, partial(from_json, RegionRecord)) for path in paths)
 
 
 def read_measured(dump_dir: Path, region: int) -> tuple[dict[str, Any], ...]:
@@ -110,10 +126,10 @@ def read_measured(dump_dir: Path, region: int) -> tuple[dict[str, Any], ...]:
     path = _folder(dump_dir, region) / "measured.jsonl"
     if not path.exists():
         return ()
-    try:
-        return tuple(json.loads(line) for line in path.read_text().splitlines())
-    except (OSError, ValueError) as error:
-        raise OptionError(f"{path} cannot be read: {error}") from error
+    rows = tuple(_reading("JSON lines", path, lambda text: [parse_json(line) for line in text.splitlines()]))
+    if not all(isinstance(row, dict) for row in rows):
+        raise OptionError(f"{path} cannot be read as JSON lines: a line is no JSON object; {_REMEDY}.")
+    return rows
 
 
 def read_problem(path: Path) -> Problem:
@@ -121,23 +137,27 @@ def read_problem(path: Path) -> Problem:
 
     Raises `OptionError` when it cannot be read.
     """
-    try:
-        raw = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise OptionError(f"{path} cannot be read: {error}") from error
-    is_record = isinstance(raw, dict) and "problem" in raw
-    return read_value(RegionRecord, path).captured if is_record else read_value(Problem, path)
+
+    def read(text: str) -> Problem:
+        raw = parse_json(text)
+        is_record = isinstance(raw, dict) and "problem" in raw
+        return from_raw(RegionRecord, raw).captured if is_record else from_raw(Problem, raw)
+
+    return _reading("Problem", path, read)
 
 
 _T = TypeVar("_T")
+_REMEDY = "give a file as a run wrote it, or run the model again with dump_dir"
 
 
-def read_value(cls: type[_T], path: Path) -> _T:
-    """Return the value of type `cls` in the JSON file `path`; raises `OptionError` when it cannot be read."""
+def _reading(kind: str, path: Path, read: Callable[[str], _T]) -> _T:
+    """Return what `read` makes of a file's text; raises `OptionError` where that cannot be had, or is damaged."""
     try:
-        return from_json(cls, path.read_text())
-    except (OSError, ValueError) as error:
-        raise OptionError(f"{path} cannot be read as {cls.__name__}: {error}") from error
+        return read(path.read_text())
+    except OSError as error:
+        raise OptionError(f"{shown_path(path)} cannot be read: {error.strerror}; name another file.") from error
+    except ValueError as error:
+        raise OptionError(f"{path} cannot be read as {kind}: {str(error).rstrip('.')}; {_REMEDY}.") from error
 
 
 def _folder(dump_dir: Path, region: int) -> Path:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tencache_fx import compat
 from tencache_fx.errors import OptionError
-from tencache_fx.options import nearest
+from tencache_fx.option_values import nearest
 
 
 @dataclass(frozen=True, kw_only=True)

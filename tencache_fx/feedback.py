@@ -17,6 +17,7 @@ from tencache_fx.plan import Op, Plan, PoolClass, Problem, Spill, Step
 from tencache_fx.simulate import simulate
 
 _LEAST, _MOST = 0.2, 5.0  # what one look corrects: a forecast further off takes several runs of a program to mend
+_MOST_EVER = 1e6  # what several runs have corrected
 _HALVINGS = 12
 
 
@@ -39,6 +40,12 @@ class Scales:
 
     forward: float = 1.0
     backward: float = 1.0
+
+    def check(self) -> None:
+        """Raise `ValueError` for scales that nothing was measured to be off by."""
+        for factor in (self.forward, self.backward):
+            if not 1 / _MOST_EVER <= factor <= _MOST_EVER:
+                raise ValueError(f"a factor is {factor}; none is below {1 / _MOST_EVER} or above {_MOST_EVER}.")
 
     def scale(self, ops: Sequence[Op], boundary: Step) -> tuple[Op, ...]:
         """Return `ops`, those from `boundary` on the backward's, with their durations scaled."""

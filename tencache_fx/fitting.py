@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from tencache_fx import compat
+from tencache_fx.arguments import find_device, need_model
 from tencache_fx.capture import main_device
 from tencache_fx.departures import is_adapted, wants_home
-from tencache_fx.doctor import find_device
 from tencache_fx.dump import write_region
 from tencache_fx.errors import BudgetError, OptionError, TencacheError, UsageError
 from tencache_fx.fakes import Made, call_factory, fake_model
@@ -50,17 +50,16 @@ def fit(
     """Return how `model` would train on `device` within the budgets: whether it fits, in which tiers, how fast.
 
     The model and its inputs may be on any device, "meta" among them: sizes and dtypes count, and nothing is read,
-    moved or allocated. It is called as `model(*inputs, **named_inputs)`, and compiled together with `loss_fn`, which
-    gets its output, if there is one. `device` is the GPU by default if there is one, and has to be there: tracing asks
-    its driver. `options` are those of `torch.compile(..., options=...)`; budgets may be more than this machine has, and
-    what is written to `dump_dir` is for `tencache dump` and `tencache plan`.
+    moved or allocated. It is called as `model(*inputs, **named_inputs)`, and compiled together with `loss_fn`, if there
+    is one, which gets its output and returns one real number. `device` is the GPU by default if there is one, and has
+    to be there: tracing asks its driver. `options` are those of `torch.compile(..., options=...)`; budgets may be more
+    than this machine has, and what is written to `dump_dir` is for `tencache dump` and `tencache plan`.
 
     Rates are those measured earlier (by a run, or `tencache doctor`), else fixed, low ones: `Fit.measured`. Takes
     seconds to minutes, about as long as compiling without code generation, and several times that where the budget does
     not suffice. Raises `OptionError` for what cannot be used, and `UsageError` for a model that cannot be captured.
     """
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"the model is a {type(model).__name__}; give a torch.nn.Module.")
+    need_model(model)
     given = (*inputs, *(named_inputs or {}).values(), *model.parameters())
     modes = (leaf.fake_mode for leaf in tree_leaves(given) if isinstance(leaf, FakeTensor))
     made = Made(model=model, inputs=inputs, named_inputs=named_inputs or {}, loss_fn=loss_fn)
@@ -74,7 +73,7 @@ def fit_factory(name: str, device: str | None, options: Mapping[str, object]) ->
 
 
 def _device(given: torch.device | str | None) -> torch.device:
-    return resolve_device(find_device(None if given is None else str(given)))
+    return resolve_device(find_device(given))
 
 
 def _fit(made: Made, device: torch.device, given: Mapping[str, object], mode: FakeTensorMode) -> Fit:
@@ -119,7 +118,7 @@ class _Trial:
         compiled: Any = torch.compile(target, backend=self._sketch, dynamic=False)
         try:
             with mode, torch.enable_grad(), compat.any_number_of_compilations():
-                compiled(*self._made.inputs, **self._made.named_inputs)
+                returned = compiled(*self._made.inputs, **self._made.named_inputs)
         except TencacheError:
             raise
         except compat.COMPILER_ERRORS as error:
@@ -132,6 +131,8 @@ class _Trial:
             ) from error
         if not self._sketches:
             raise UsageError(f"torch.compile found nothing to compile for {self._device}; see TORCH_LOGS=graph_breaks.")
+        if loss_fn:
+            _check_loss(returned, trains=any(p.requires_grad for _, p in self._parameters.values()))
 
     def _sketch(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Plan one region, and go on: the backend that `torch.compile` is given."""
@@ -249,6 +250,24 @@ class _Trial:
             if sketch.record is None:
                 return False
         return True
+
+
+def _check_loss(loss: object, *, trains: bool) -> None:
+    """Raise `OptionError` for what a loss function may not return: a training step begins its backward there."""
+    if not isinstance(loss, Tensor):
+        raise OptionError(
+            f"the loss function returned an object of type {type(loss).__name__}; return a tensor of one element."
+        )
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise OptionError(
+            f"the loss function returned a tensor of size {tuple(loss.shape)} and {loss.dtype}, and backward begins "
+            "with one real number; return a mean or a sum."
+        )
+    if trains and not loss.requires_grad:
+        raise OptionError(
+            "the loss function returned a tensor that depends on no parameter that is trained; return it without "
+            "detach() or no_grad(), or freeze the model with requires_grad_(False)."
+        )
 
 
 def _first_sentence(text: str) -> str:

@@ -25,6 +25,7 @@ from tencache_fx.disk import Disk, filesystem_id, measure_disk
 from tencache_fx.plan import Links
 from tencache_fx.tables import format_rate
 from tencache_fx.timing import cpu_seconds, cuda_seconds, per_second, timing_events
+from tencache_fx.values import Positive
 
 log = logging.getLogger("tencache_fx")
 
@@ -46,10 +47,15 @@ class Roofline:
     a device whose kernels are shorter than that waits for them. On a CPU both are one, and `issue_ns` is 0.
     """
 
-    flops_per_s: tuple[tuple[str, int], ...]
-    memory_bytes_per_s: int
+    flops_per_s: tuple[tuple[str, Positive], ...]
+    memory_bytes_per_s: Positive
     launch_ns: int
     issue_ns: int
+
+    def check(self) -> None:
+        """Raise `ValueError` for rates of no dtype at all."""
+        if not self.flops_per_s:
+            raise ValueError("flops_per_s has no rate.")
 
     def flops_rate(self, dtype: torch.dtype) -> int:
         """Return the FLOP/s of matmul-class work in `dtype`; one that was not measured counts as the slowest."""
@@ -356,7 +362,7 @@ def _issue_ns(device: torch.device, run: Callable[[], object], *, times: int = 1
 
 
 def _attainable(rate: int) -> int:
-    return rate * _ATTAINABLE[0] // _ATTAINABLE[1]
+    return min(rate, max(1, rate * _ATTAINABLE[0] // _ATTAINABLE[1]))  # 0 would mean no link
 
 
 def device_key(what: str, device: torch.device) -> dict[str, str]:

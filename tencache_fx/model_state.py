@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from tencache_fx import compat
+from tencache_fx.arguments import find_device, need_model
 from tencache_fx.departures import Departure, wants_home
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.guards import guard, keep_loadable
@@ -46,15 +47,16 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
     buffers.
     `model.state_dict()` then has the parameters as tensors of the CPU that share memory with their homes, and
     `load_state_dict` works as ever. Idempotent. What takes longer than a second shows a progress bar on stderr, unless
-    `progress` is False; by default if that is a terminal. Raises `OptionError` for a module on "meta" that cannot make
-    its parameters, or a parameter that is sharded or whose elements share memory; `BudgetError` when host_budget is
-    too low: raise it by `tencache_fx.configure`, and call this again. Whatever it raises, the model is as it was.
+    `progress` is False; by default if that is a terminal. Raises `OptionError` for a device that is not there, a module
+    on "meta" that cannot make its parameters, or a parameter that is sharded or whose elements share memory;
+    `BudgetError` when host_budget is too low: raise it by `tencache_fx.configure`, and call this again. Whatever it
+    raises, the model is as it was.
     """
-    first = next((p for p in model.parameters() if p.device.type != "meta"), None)
+    first = next((p for p in need_model(model).parameters() if p.device.type != "meta"), None)
     if device is None and first is None:
         raise OptionError("the model has no parameters on any device; say which device to train on: device='cuda'.")
     assert device is not None or first is not None
-    target = resolve_device(torch.device(device) if device is not None else first.device)  # type: ignore[union-attr]
+    target = resolve_device(find_device(device) if device is not None else first.device)  # type: ignore[union-attr]
     refuse_shards(model)
     departure = Departure(roomy_engine(target), model, target)
     with _open_bar(departure.nbytes, progress=progress) as bar, departure:
@@ -80,7 +82,7 @@ def summon(model: nn.Module, *, write: bool = True) -> Iterator[nn.Module]:
     a copy. Of parameters that are summoned already, whoever did so first decides what becomes of changes. Raises
     `UsageError` when none has a home.
     """
-    homes = [home for parameter in model.parameters() if (home := find_home(parameter)) is not None]
+    homes = [home for parameter in need_model(model).parameters() if (home := find_home(parameter)) is not None]
     if not homes:
         raise UsageError("no parameter of this model has a home; call tencache_fx.offload(model) first.")
     with contextlib.ExitStack() as undo:

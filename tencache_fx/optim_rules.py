@@ -7,6 +7,7 @@ themselves, so a run can be repeated to the last bit.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,6 +18,7 @@ from torch import Tensor, fx
 
 from tencache_fx.errors import OptionError
 from tencache_fx.optim_traced import TracedStep, trace_step
+from tencache_fx.option_values import listed, nearest
 from tencache_fx.thread_safe import compile_for_threads
 
 MASTER = "master"
@@ -147,15 +149,38 @@ def find_rule(
 ) -> tuple[Rule, dict[str, Any]]:
     """Return the rule of a class made with `options`, and the options of its groups, with those not given.
 
-    Raises `OptionError` for options that it refuses.
+    Raises `OptionError` for what is no such class, for one whose `step` needs a closure, and for options it refuses.
     """
+    _check_class(optimizer_class, options)
     try:
         weight = torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))
         defaults = dict(optimizer_class([weight], **options).defaults)
-    except ValueError as error:
-        raise OptionError(f"{optimizer_class.__name__} cannot be made with these options: {error}.") from error
+    except (TypeError, ValueError) as error:
+        said = str(error).rstrip(".")
+        raise OptionError(
+            f"{optimizer_class.__name__} cannot be made with these options: {said}; mend them."
+        ) from error
     given = Options({name: value for name, value in options.items() if name not in defaults})
     return rule_of(optimizer_class, state_dtype, given), defaults  # type: ignore[arg-type]
+
+
+def _check_class(given: object, options: Mapping[str, Any]) -> None:
+    """Raise `OptionError` for what is no optimizer class that can be had at home, or has no such options."""
+    if not isinstance(given, type) or not issubclass(given, torch.optim.Optimizer):
+        kind = given.__name__ if isinstance(given, type) else f"an object of type {type(given).__name__}"
+        raise OptionError(f"optimizer_class is {kind}; give a class of torch.optim.Optimizer, such as torch.optim.SGD.")
+    name, known = given.__name__, inspect.signature(given).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
+    if unknown := [] if takes_any else [option for option in options if option not in known]:
+        names = tuple(known)[1:]
+        hint = nearest(unknown[0], names)
+        raise OptionError(f"{name} has no option {unknown[0]};{hint} its options are: {listed(names)}.")
+    closure = inspect.signature(inspect.unwrap(given.step)).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise OptionError(
+            f"{name} cannot update a parameter at home: within a step it calls a closure several times, which runs the "
+            "model; use an optimizer whose step() needs none."
+        )
 
 
 class Kernel:

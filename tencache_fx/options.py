@@ -29,10 +29,7 @@ changes both, and spill_dir, at once; it refuses less than is lent. Values go to
 """
 
 import dataclasses
-import difflib
-import json
 import os
-import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,6 +39,21 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tencache_fx.errors import OptionError
+from tencache_fx.option_values import (
+    AUTO,
+    SIZE_EXAMPLES,
+    Size,
+    listed,
+    nearest,
+    read_choice,
+    read_flag,
+    read_inductor,
+    read_path,
+    read_paths,
+    read_size,
+    shown,
+    shown_path,
+)
 from tencache_fx.tables import format_bytes
 from tencache_fx.tiers import device_space, disk_space, host_space, ranks_here
 
@@ -53,12 +65,6 @@ RECOMPUTE = ("auto", "none")
 COMPILERS = ("inductor", "eager")
 
 _ENVIRONMENT_PREFIX = "TENCACHE_"
-_UNITS = {"B": 1} | {
-    f"{letter}{suffix}": base**power
-    for suffix, base in (("B", 1000), ("iB", 1024))
-    for power, letter in enumerate("kMGTP", start=1)
-}
-_SIZE_EXAMPLES = 'such as 536870912, "12GiB", "12GB", "512 MiB", "80%" or "auto"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,107 +159,19 @@ class Settings:
 SETTINGS = Settings()
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """A size as it was asked for: bytes, a share of the tier, or neither (auto)."""
-
-    text: str
-    nbytes: int | None = None
-    share: Decimal | None = None
-
-
-AUTO = Size("auto")
-
-
-def read_size(name: str, value: object) -> Size | None:
-    """Return the size that `value` asks for, None for no limit.
-
-    Raises `OptionError`, naming the option `name`, when `value` is no size or not above zero.
-
-    >>> read_size("device_budget", "512 MiB").nbytes
-    536870912
-    """
-    if value is None or value == "none":
-        return None
-    match = re.fullmatch(r"\s*([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*", str(value))
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        return AUTO
-    units = {unit.lower(): scale for unit, scale in _UNITS.items()} | {"": 1, "%": 1}
-    if isinstance(value, bool) or not isinstance(value, int | str) or not match or match[2].lower() not in units:
-        raise OptionError(f"{name}={value!r} is not a size; give a size {_SIZE_EXAMPLES}.")
-    number, unit = Decimal(match[1]), match[2].lower()
-    if number <= 0 or (unit != "%" and int(number * units[unit]) < 1):
-        raise OptionError(f"{name}={value!r} must be above zero; give a size {_SIZE_EXAMPLES}.")
-    if unit == "%":
-        if number > 100:
-            raise OptionError(f"{name}={value!r} is more than all there is; give at most 100%.")
-        return Size(str(value), share=number / 100)
-    return Size(str(value), nbytes=int(number * units[unit]))
-
-
-def _read_choice(choices: tuple[str, ...]) -> Callable[[str, object], str]:
-    def read(name: str, value: object) -> str:
-        if value in choices:
-            return str(value)
-        raise OptionError(
-            f"{name}={value!r} is unknown;{nearest(str(value), choices)} choose one of: {_listed(choices)}."
-        )
-
-    return read
-
-
-def _read_flag(name: str, value: object) -> bool:
-    flags: dict[object, bool] = {"1": True, "true": True, "yes": True, "on": True}
-    flags |= {"0": False, "false": False, "no": False, "off": False}
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in flags:
-        return flags[value.lower()]
-    raise OptionError(f"{name}={value!r} is neither true nor false; give True or False (in the environment 1 or 0).")
-
-
-def _read_path(name: str, value: object) -> Path | None:
-    if value is None or value == "none":
-        return None
-    if isinstance(value, str | Path) and str(value):
-        return Path(value).expanduser().absolute()
-    raise OptionError(f"{name}={value!r} is not a directory; give its path.")
-
-
-def _read_paths(name: str, value: object) -> tuple[Path, ...]:
-    if value is None or value == "none":
-        return ()
-    listed = value if isinstance(value, list | tuple) else (value,)
-    paths = [path for item in listed if (path := _read_path(name, item)) is not None]
-    return tuple(dict.fromkeys(paths))
-
-
-def _read_inductor(name: str, value: object) -> tuple[tuple[str, Any], ...]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise OptionError(f"{name}={value!r} is not JSON ({error}); give an object such as {{}}.") from error
-    if isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
-        value = dict(value)
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise OptionError(f'{name}={value!r} is not a mapping; give options by name, such as {{"max_autotune": True}}.')
-    return tuple(sorted(value.items()))
-
-
 _READERS: Mapping[str, Callable[[str, object], object]] = MappingProxyType(
     {
         "device_budget": read_size,
         "host_budget": read_size,
-        "spill_dir": _read_paths,
+        "spill_dir": read_paths,
         "spill_budget": read_size,
-        "policy": _read_choice(POLICIES),
-        "recompute": _read_choice(RECOMPUTE),
-        "compiler": _read_choice(COMPILERS),
-        "calibrate": _read_flag,
-        "dump_dir": _read_path,
-        "checksum": _read_flag,
-        "inductor": _read_inductor,
+        "policy": read_choice(POLICIES),
+        "recompute": read_choice(RECOMPUTE),
+        "compiler": read_choice(COMPILERS),
+        "calibrate": read_flag,
+        "dump_dir": read_path,
+        "checksum": read_flag,
+        "inductor": read_inductor,
     }
 )
 _DEFAULTS: Mapping[str, object] = MappingProxyType(
@@ -275,11 +193,13 @@ _DEFAULTS: Mapping[str, object] = MappingProxyType(
 
 def _read_layer(source: str, given: Mapping[str, object]) -> dict[str, object]:
     """Return the options of one source, each read; raises `OptionError` when one is unknown or unreadable."""
+    if not isinstance(given, Mapping):
+        raise OptionError(f"options={shown(given)} is not a mapping; give options by name: {listed(_READERS)}.")
     for name in given:
-        if name not in _READERS:
+        if not isinstance(name, str) or name not in _READERS:
             raise OptionError(
                 f"{_spelled(source, name)} is not an option;{nearest(name, _READERS)}"
-                f" the options are: {_listed(_READERS)}."
+                f" the options are: {listed(_READERS)}."
             )
     return {name: _READERS[name](_spelled(source, name), value) for name, value in given.items()}
 
@@ -289,7 +209,7 @@ def _read_layers(given: Mapping[str, object] | None) -> dict[str, Any]:
     layers = (
         _read_layer("environment", _environment()),
         _read_layer("configure", SETTINGS.given),
-        _read_layer("options", given or {}),
+        _read_layer("options", {} if given is None else given),
     )
     value: dict[str, Any] = dict(_DEFAULTS)
     for layer in layers:
@@ -311,18 +231,10 @@ def _environment() -> dict[str, object]:
     return given
 
 
-def _spelled(source: str, name: str) -> str:
+def _spelled(source: str, name: object) -> str:
+    if not isinstance(name, str):
+        return shown(name)
     return f"{_ENVIRONMENT_PREFIX}{name.upper()}" if source == "environment" else name
-
-
-def nearest(name: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
-    """Return, for an error message, " did you mean ...?" with the known name most like `name`; "" if none is."""
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" did you mean {found[0]}?" if found else ""
-
-
-def _listed(known: Mapping[str, object] | tuple[str, ...]) -> str:
-    return ", ".join(known)
 
 
 def _device_budget(size: Size | None, device: "torch.device") -> int | None:
@@ -337,7 +249,7 @@ def _device_budget(size: Size | None, device: "torch.device") -> int | None:
 def _host_budget(size: Size | None, own_bytes: int) -> int:
     if size is None:
         raise OptionError(
-            f"host_budget=None is not possible, pinned memory needs a limit; give a size {_SIZE_EXAMPLES}."
+            f"host_budget=None is not possible, pinned memory needs a limit; give a size {SIZE_EXAMPLES}."
         )
     space = host_space()
     if size is AUTO:
@@ -347,7 +259,7 @@ def _host_budget(size: Size | None, own_bytes: int) -> int:
 
 def _spill_budget(size: Size | None, directories: tuple[Path, ...], own_bytes: int) -> int:
     if size is None:
-        raise OptionError(f"spill_budget=None is not possible, a disk can fill up; give a size {_SIZE_EXAMPLES}.")
+        raise OptionError(f"spill_budget=None is not possible, a disk can fill up; give a size {SIZE_EXAMPLES}.")
     if not directories:
         if size is not AUTO:
             raise OptionError(f"spill_budget={size.text!r} is given without spill_dir; name a directory, or drop it.")
@@ -359,7 +271,7 @@ def _spill_budget(size: Size | None, directories: tuple[Path, ...], own_bytes: i
         "spill_budget",
         size,
         space.available_bytes + own_bytes,
-        f"the free space of {_listed(tuple(map(str, directories)))}",
+        f"the free space of {listed(tuple(map(str, directories)))}",
     )
 
 
@@ -379,18 +291,20 @@ def _make_directory(name: str, directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OptionError(f"{name} {directory} cannot be made: {error.strerror}; name another directory.") from error
+        raise OptionError(
+            f"{name} {shown_path(directory)} cannot be made: {error.strerror}; name another directory."
+        ) from error
 
 
 def _check_writable(name: str, directory: Path) -> None:
-    if not directory.is_dir():
-        raise OptionError(f"{name} {directory} is not a directory; make it, or name one that exists.")
+    if not os.path.isdir(directory):
+        raise OptionError(f"{name} {shown_path(directory)} is not a directory; make it, or name one that exists.")
     try:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
         raise OptionError(
-            f"{name} {directory} cannot be written to: {error.strerror};"
+            f"{name} {shown_path(directory)} cannot be written to: {error.strerror};"
             " mend its permissions, or name another directory."
         ) from error
 

@@ -13,9 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NewType
+from typing import Any, NewType
 
 import numpy as np
+
+from tencache_fx.values import MOST, Positive
 
 Step = NewType("Step", int)
 
@@ -92,6 +94,14 @@ class Storage:
     home: str = ""
     state_bytes: int = 0
 
+    def check(self) -> None:
+        """Raise `ValueError` for a life that cannot be."""
+        life = [self.birth, *self.uses, self.death]
+        if life != sorted(life) or len(set(self.uses)) < len(self.uses):
+            raise ValueError(f"{self.name} lives for [{self.birth}, {self.death}), and its uses are not in there.")
+        if self.kind in (Kind.FETCHED, Kind.SUNK) and not (self.home and self.uses):
+            raise ValueError(f"{self.name} is a {self.kind}, and has no home, or no uses.")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
@@ -100,15 +110,20 @@ class Links:
     `host_bytes_per_s` is what updates and copies together make the host's memory read and write; 0 if not known.
     """
 
-    d2h_bytes_per_s: int
-    h2d_bytes_per_s: int
-    d2h_duplex_bytes_per_s: int
-    h2d_duplex_bytes_per_s: int
+    d2h_bytes_per_s: Positive
+    h2d_bytes_per_s: Positive
+    d2h_duplex_bytes_per_s: Positive
+    h2d_duplex_bytes_per_s: Positive
     disk_write_bytes_per_s: int = 0
     disk_read_bytes_per_s: int = 0
     copy_latency_ns: int = 10_000
     disk_latency_ns: int = 200_000
     host_bytes_per_s: int = 0
+
+    @property
+    def has_disk(self) -> bool:
+        """Say whether anything can be written to a disk, and read from it."""
+        return min(self.disk_write_bytes_per_s, self.disk_read_bytes_per_s) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +175,30 @@ class Problem:
     fences: tuple[Step, ...] = ()
     recipes: tuple[Recipe, ...] = ()
     recompute_ns: int = 0
+
+    def check(self) -> None:
+        """Raise `ValueError` for a step that there is not, for two things of one name, and for sums out of range."""
+        count = len(self.ops)
+        lives = ((s.name, (s.death, s.ready, s.held_until, *(use + 1 for use in s.uses))) for s in self.storages)
+        again = ((f"the recipe of {r.name}", (*(step + 1 for step in r.steps),)) for r in self.recipes)
+        fences = "a fence", tuple(fence + 1 for fence in self.fences)
+        for name, ends in (("the boundary", (self.boundary,)), fences, *lives, *again):
+            if max(ends, default=0) > count:
+                raise ValueError(f"{name} ends with step {max(ends)}, of {count}.")
+        names = {s.name for s in self.storages}
+        if len(names) < len(self.storages) or not {r.name for r in self.recipes} <= names:
+            raise ValueError("two storages have one name, or a recipe is for none of them.")
+        if any(list(steps) != sorted(set(steps)) for steps in (self.fences, *(r.steps for r in self.recipes))):
+            raise ValueError("fences, or the steps of a recipe, are out of order.")
+        held = (*(s.nbytes + s.state_bytes for s in self.storages), *(op.scratch_bytes for op in self.ops))
+        for unit, amounts in (
+            ("bytes", (*held, self.outside_bytes, self.between_bytes)),
+            ("ns", (*(op.duration_ns for op in self.ops), self.recompute_ns)),
+        ):
+            if sum(amounts) > MOST:
+                raise ValueError(f"all its {unit} come to {sum(amounts)}, more than {MOST}.")
+        if self.budgets.disk_bytes and not self.links.has_disk:
+            raise ValueError("there is a budget for a disk, and no rate of one.")
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -344,32 +383,6 @@ def bare_spills(problem: Problem) -> tuple[Spill, ...]:
     return tuple(spills)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """One runtime op of a plan: what is done, for which trip, in the gap before `step`."""
-
-    step: Step
-    verb: Literal["offload", "release", "prefetch", "wait"]
-    spill: Spill
-
-
-def program(spills: Iterable[Spill]) -> tuple[Event, ...]:
-    """Return every runtime op in the order in which they run.
-
-    Inside one gap the most urgent goes first: offloads by `gone`, prefetches by `back`, ties by name.
-    """
-    events = []
-    for s in spills:
-        if s.way is not Way.IN:
-            out = Event(step=Step(s.offload + 1), verb="offload", spill=s)
-            events.append(((s.offload + 1, 0, s.gone, s.name), out))
-            events.append(((s.gone, 1, s.gone, s.name), Event(step=s.gone, verb="release", spill=s)))
-        if s.way is not Way.OUT:
-            events.append(((s.fetch, 2, s.back, s.name), Event(step=s.fetch, verb="prefetch", spill=s)))
-            events.append(((s.back, 3, s.back, s.name), Event(step=s.back, verb="wait", spill=s)))
-    return tuple(event for _, event in sorted(events, key=lambda pair: pair[0]))
-
-
 def held_at(problem: Problem, spills: Iterable[Spill], step: Step) -> tuple[Storage, ...]:
     """Return the storages with device bytes at `step`, largest first."""
     spills = tuple(spills)
@@ -382,8 +395,3 @@ def held_at(problem: Problem, spills: Iterable[Spill], step: Step) -> tuple[Stor
 def round_up(nbytes: int, unit: int) -> int:
     """Return the least multiple of `unit` that holds `nbytes`."""
     return -(-nbytes // unit) * unit
-
-
-def total_bytes(classes: Iterable[PoolClass]) -> int:
-    """Return the bytes of all buffers of `classes`."""
-    return sum(pool.nbytes * pool.count for pool in classes)

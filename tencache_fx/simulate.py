@@ -14,12 +14,39 @@ exactly: one replay is the steady state (`tests/test_simulate.py` replays two in
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
+from typing import Literal
 
-from tencache_fx.plan import PoolClass, Problem, Spill, Tier, Way, program
+from tencache_fx.plan import PoolClass, Problem, Spill, Step, Tier, Way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One runtime op of a plan: what is done, for which trip, in the gap before `step`."""
+
+    step: Step
+    verb: Literal["offload", "release", "prefetch", "wait"]
+    spill: Spill
+
+
+def program(spills: Iterable[Spill]) -> tuple[Event, ...]:
+    """Return every runtime op in the order in which they run.
+
+    Inside one gap the most urgent goes first: offloads by `gone`, prefetches by `back`, ties by name.
+    """
+    events = []
+    for s in spills:
+        if s.way is not Way.IN:
+            out = Event(step=Step(s.offload + 1), verb="offload", spill=s)
+            events.append(((s.offload + 1, 0, s.gone, s.name), out))
+            events.append(((s.gone, 1, s.gone, s.name), Event(step=s.gone, verb="release", spill=s)))
+        if s.way is not Way.OUT:
+            events.append(((s.fetch, 2, s.back, s.name), Event(step=s.fetch, verb="prefetch", spill=s)))
+            events.append(((s.back, 3, s.back, s.name), Event(step=s.back, verb="wait", spill=s)))
+    return tuple(event for _, event in sorted(events, key=lambda pair: pair[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,13 +18,13 @@ import sympy
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tencache_fx.buffers import pool_classes, staging_classes
+from tencache_fx.buffers import pool_classes, staging_classes, total_bytes
 from tencache_fx.capture import byte_hint, storage_of, tensors_of
 from tencache_fx.errors import TencacheError
 from tencache_fx.memory import is_input
 from tencache_fx.passes.lifetimes import StorageNodes, allocated_bytes, formula_of
 from tencache_fx.passes.symbols import evaluate, storage_places, symbol_places
-from tencache_fx.plan import Plan, Problem, Tier, live_bytes, total_bytes
+from tencache_fx.plan import Plan, Problem, Tier, live_bytes
 
 Reader = Callable[[Sequence[Any]], Any]  # returns one size from a region's inputs
 Sizes = tuple[int, ...]  # one for each symbol of a region, in the order of `SizeFormulas.symbols`

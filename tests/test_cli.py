@@ -196,6 +196,10 @@ def test_plan_takes_a_regions_record(capsys, dump):
             ["plan", "{dump}/region-000/record.json", "--policy", "none", "--host-budget", "none"],
             "only --device-budget",
         ),
+        (["plan", "{dump}/region-000/record.json", "--device-budget", "9" * 40], "is more than any machine has"),
+        (["plan", "{dump}/region-000/record.json", "--device-budget", "9" * 2_000_000], "is more than any machine has"),
+        (["plan", "{dump}/" + "x" * 5000], "File name too long"),
+        (["dump", "{dump}/" + "x" * 5000], "characters) cannot be read: File name too long; name another directory"),
         (["plan", "{dump}/region-000/record.json", "--policy", "teraio", "--device-budget", "1kB"], "1 kB"),
         (["plan", "{dump}/region-000/record.json", "--sweep", "--device-budget", "1GB"], "give it or --device-budget"),
         (["plan", "{dump}/region-000/record.json", "--sweep", "0"], "1 or more"),
@@ -250,3 +254,13 @@ def test_a_reader_that_leaves_early_is_no_error(dump):
         process.stdout.close()
         complaint, code = process.stderr.read(), process.wait(timeout=60)
     assert (complaint, code) == ("", 1)
+
+
+def test_output_that_cannot_be_written_is_one_clear_line(dump):
+    program = f"from tencache_fx.cli import main; raise SystemExit(main(['dump', {str(dump)!r}, '--what', 'all']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    said = "tencache: the output cannot be written: No space left on device; write it elsewhere.\n"
+    assert (done.returncode, done.stderr) == (2, said)

@@ -16,7 +16,7 @@ import torch
 from problems import transformer
 from programs import transformer_recipes
 
-from tencache_fx.options import read_size
+from tencache_fx.option_values import read_size
 from tencache_fx.passes.region import plan_region
 from tencache_fx.plan import live_bytes
 from tencache_fx.values import to_json

@@ -194,6 +194,9 @@ def loss():
     target = torch.randn(64, 256)
     return Tables(), (torch.randn(64, 256),), lambda y: (y - target).square().mean()
 
+def speaks():
+    return Tables(), torch.randn(64, 256), lambda y: "low"
+
 def huge():
     return nn.Sequential(*(nn.Linear(50_000, 50_000, dtype=torch.bfloat16) for _ in range(20))), torch.randn(
         64, 50_000, dtype=torch.bfloat16)
@@ -260,6 +263,7 @@ def test_what_is_dumped_can_be_planned_anew(command: Callable[..., tuple[int, st
         ("factories:modle", "factories has no modle; did you mean model?"),
         ("factories:number", "factories:number is a int; name a function"),
         ("factories:wrong", "factories:wrong returned (Tensor); return (model, inputs)"),
+        ("factories:speaks", "the loss function returned an object of type str; return a tensor of one element."),
         ("factories:reads", "factories:reads fails where tensors have no values"),
         (
             "factories:fails_in_forward",
@@ -300,6 +304,32 @@ def test_bad_arguments_are_refused() -> None:
         fitted(mlp(), torch.eye(WIDTH).to_sparse())
     with pytest.raises(UsageError, match="found nothing to compile"):
         fitted(nn.Identity(), torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "said"),
+    [
+        (lambda _: "0.5", "the loss function returned an object of type str; return a tensor of one element"),
+        (lambda _: None, "the loss function returned an object of type NoneType"),
+        (lambda out: (out.sum(), out), "the loss function returned an object of type tuple"),
+        (
+            lambda out: out.sum(1),
+            r"a tensor of size \(128,\) and torch.float32, and backward begins with",
+        ),
+        (lambda out: out.sum() > 0, r"a tensor of size \(\) and torch.bool, and backward"),
+        (lambda out: out.sum().detach(), "depends on no parameter that is trained"),
+    ],
+)
+def test_a_loss_that_no_backward_can_begin_with_is_refused(loss_fn: Callable[[Tensor], Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        tencache_fx.fit(mlp(layers=1), torch.randn(ROWS, WIDTH), loss_fn=loss_fn, device="cpu", **GIVEN)
+
+
+@pytest.mark.parametrize("loss_fn", [torch.mean, lambda out: out.sum().reshape(1)])
+def test_a_loss_of_one_number_is_none_to_refuse(loss_fn: Callable[[Tensor], Any]) -> None:
+    for trains in (True, False):
+        model = mlp(layers=1).requires_grad_(trains)
+        assert tencache_fx.fit(model, torch.randn(ROWS, WIDTH), loss_fn=loss_fn, device="cpu", **GIVEN).fits
 
 
 def test_nothing_is_allocated_for_fifty_billion_parameters(factories: Path) -> None:

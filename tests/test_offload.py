@@ -2,6 +2,7 @@
 
 import io
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,31 @@ def test_what_is_not_on_meta_is_kept() -> None:
     assert torch.equal(model[0].running_var, torch.ones(4))
     assert torch.equal(model[1].bias, torch.full((4,), 5.0))
     assert model[1].weight.abs().max() <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "said"),
+    [
+        (None, "cpu", r"the model is a NoneType; give a torch\.nn\.Module"),
+        (nn.Linear, "cpu", r"the model is a class; give a torch\.nn\.Module"),
+        (nn.Linear(4, 4), "xyz", "device 'xyz' is not a device; give cuda, cuda:1 or cpu"),
+        (nn.Linear(4, 4), 3.5, "device 3.5 is not a device"),
+        (nn.Linear(4, 4), "cuda:99", r"device 'cuda:99' is not there: torch sees \d CUDA devices; give .*cpu"),
+        (nn.Linear(4, 4), "meta", "device 'meta' is not there"),
+    ],
+)
+def test_what_is_no_model_and_what_is_no_device_is_refused(model: Any, device: Any, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        tencache_fx.offload(model, device)
+    if not isinstance(model, nn.Module):
+        with pytest.raises(OptionError, match=said), tencache_fx.summon(model):
+            pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
+def test_a_gpu_without_a_driver_is_refused() -> None:
+    with pytest.raises(OptionError, match="device 'cuda' is not there: torch sees 0 CUDA devices; give cpu"):
+        tencache_fx.offload(nn.Linear(HIDDEN, HIDDEN), "cuda")
 
 
 @pytest.mark.parametrize("start", ["cpu", "meta"])

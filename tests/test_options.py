@@ -13,7 +13,8 @@ from torch._inductor import config as inductor_config
 from tencache_fx import close, compat
 from tencache_fx import options as options_module
 from tencache_fx.errors import OptionError
-from tencache_fx.options import SETTINGS, Options, Settings, read_size
+from tencache_fx.option_values import read_size
+from tencache_fx.options import SETTINGS, Options, Settings
 from tencache_fx.tiers import device_space, disk_space, host_space
 
 CPU = torch.device("cpu")
@@ -163,13 +164,40 @@ def test_an_unknown_variable_is_an_error(monkeypatch):
         ("host_budget", None, "pinned memory needs a limit"),
         ("spill_budget", None, "a disk can fill up"),
         ("spill_budget", "1GB", "without spill_dir"),
+        pytest.param("spill_dir", "x" * 5000, r"xx\.\.\. \(\d+ characters\) is not a directory", id="spill_dir-long"),
+        pytest.param("dump_dir", "x" * 5000, "characters. cannot be made: File name too long", id="dump_dir-long"),
+        ("spill_dir", "~nosuchuser/x", "names the home of a user who is not known"),
+        ("dump_dir", "a\0b", "is not a directory"),
+        pytest.param("inductor", "[" * 100_000, "is not JSON .it nests too deep", id="inductor-deep"),
+        ("inductor", (([], 1),), "is not a mapping"),
+        ("device_budget", "9" * 40, "is more than any machine has"),
+        pytest.param("device_budget", 10**5000, "a number of 16610 bits is more than", id="device_budget-long"),
+        ("host_budget", [10**5000], "is not a size"),
+        ("host_budget", "8388608 TiB", "is more than any machine has"),
+        pytest.param("policy", 10**5000, "is unknown; choose one of", id="policy-long"),
+        pytest.param("checksum", "x" * 5000, "neither true nor false", id="checksum-long"),
     ],
 )
 def test_wrong_values_are_refused_in_one_line(name, value, message):
     with pytest.raises(OptionError, match=message) as error:
         resolve(**{name: value})
     assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 600
     assert str(error.value).startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({5: 1}, "^5 is not an option; the options are: device_budget, "),
+        ({None: 1}, "^None is not an option; the options are: device_budget, "),
+        ([5], r"^options=\[5\] is not a mapping; give options by name: device_budget, "),
+        (5, "^options=5 is not a mapping"),
+    ],
+)
+def test_options_without_names_are_refused(given, message):
+    with pytest.raises(OptionError, match=message):
+        Options.resolve(given, device=CPU)
 
 
 @pytest.mark.parametrize("name", ["device_budget", "host_budget"])

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import GIB, between_bytes, problems, problems_with_trips, transformer
 
-from tencache_fx.buffers import pool_classes, size_classes, staging_classes
+from tencache_fx.buffers import pool_classes, size_classes, staging_classes, total_bytes
 from tencache_fx.errors import BudgetError
 from tencache_fx.passes.planner import floor_bytes, make_plan
 from tencache_fx.plan import (
@@ -21,10 +21,9 @@ from tencache_fx.plan import (
     held_at,
     inactive_intervals,
     live_bytes,
-    program,
     round_up,
-    total_bytes,
 )
+from tencache_fx.simulate import program
 from tencache_fx.values import from_json, to_json
 
 Trips = tuple[Problem, tuple[Spill, ...]]

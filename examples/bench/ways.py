@@ -34,7 +34,7 @@ import torch._inductor.config
 from models import Stack
 from torch import Tensor, fx
 
-from tencache_fx.options import read_size
+from tencache_fx.option_values import read_size
 from tencache_fx.passes.planner import POLICIES
 
 GIB = 1 << 30
