@@ -3,8 +3,8 @@
 AOTAutograd merges equal nodes (torch: `_functorch/compile_utils.py: fx_graph_cse`): the readers of the one that goes
 are given the other, but views among them keep a fake that aliases the lost one's storage. Lives that are measured by
 fake storage would then end too early. Here such views get fakes anew, in order, in both graphs. What draws random
-numbers anew in the backward has no fakes at all (torch: `_functorch/partitioners.py: functionalize_rng_ops`), and gets
-some.
+numbers again in the backward has no fakes at all, nor has what draws them in the forward, and saves a state for that
+(torch: `_functorch/partitioners.py: functionalize_rng_ops`): they get some.
 """
 
 import operator
@@ -29,6 +29,8 @@ def mend_views(capture: Capture) -> None:
         for node in graph.nodes:
             if node.target is torch.ops.higher_order.run_with_rng_state and "val" not in node.meta:
                 _add(node)
+            if node.target is torch.ops.higher_order.run_and_save_rng_state and "val" not in node.meta:
+                node.meta["val"] = _parts(node)
             if makes_views(node) and not _aliases(node):
                 _refresh(node)
                 mended[node.name] = node.meta["val"]
@@ -37,10 +39,10 @@ def mend_views(capture: Capture) -> None:
 def makes_views(node: fx.Node) -> bool:
     """Say whether a node returns views, or parts, of what it is given, by its schema.
 
-    A `getitem` does, unless its argument has no fakes (torch leaves them out where it saves the state of a generator).
+    A `getitem` does.
     """
     if node.target is operator.getitem:
-        return all("val" in argument.meta for argument in node.all_input_nodes)
+        return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     infos = [returned.alias_info for returned in node.target._schema.returns]
@@ -64,6 +66,12 @@ def _add(drawing: fx.Node) -> None:
     fake: Any = next(tensor for given in placeholders(drawing.graph) for tensor in tensors_of(given))
     with fake.fake_mode:
         drawing.meta["val"] = draw(*args, **kwargs)
+
+
+def _parts(saving: fx.Node) -> tuple[Any, ...]:
+    """Return the state that is saved, and what is drawn: a tensor, or several."""
+    parts = {part.args[1]: part.meta["val"] for part in saving.users}
+    return parts[0], parts[1]
 
 
 def _refresh(node: fx.Node) -> None:

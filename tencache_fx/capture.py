@@ -1,7 +1,7 @@
 """One captured region: the forward and backward graphs that AOTAutograd's partitioner made, as one line of steps."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -91,9 +91,15 @@ def output_args(graph: fx.Graph) -> tuple[object, ...]:
 
 def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
     """Return the fake tensors a node makes or stands for; nothing for symbols, tokens and void ops."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else (value,)
-    return tuple(item for item in values if isinstance(item, torch.Tensor))
+    return tuple(_tensors_in(node.meta.get("val")))
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

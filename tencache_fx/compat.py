@@ -21,6 +21,7 @@ from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
 from torch._inductor.pattern_matcher import compute_mutation_region_ids
 from torch._inductor.utils import BoxedBool
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tencache_fx.errors import OptionError
 from tencache_fx.option_values import nearest
@@ -192,7 +193,8 @@ def compile_eager(
 ) -> Callable[..., Any]:
     """Compile without Inductor: AOTAutograd's graphs, decomposed as for Inductor, run node by node.
 
-    The same as torch's "aot_eager_decomp_partition" (`_dynamo/backends/debugging.py`), with `partition` and `lower`.
+    The same as torch's "aot_eager_decomp_partition" (`_dynamo/backends/debugging.py`), with `partition` and `lower`,
+    but for random numbers: these are drawn as torch draws them without a compiler, and so are the same for a seed.
     """
     from torch._dynamo.backends.common import aot_autograd
 
@@ -205,9 +207,15 @@ def compile_eager(
             bw_compiler=functools.partial(lower, compile_graph=run, phase="backward"),
             inference_compiler=functools.partial(lower, compile_graph=run, phase="inference"),
             partition_fn=partition,
-            decompositions=select_decomp_table,
+            decompositions=_drawing_whole,
             keep_inference_input_mutations=True,  # as under Inductor: the plan sees which inputs are written to
         )(gm, inputs)
+
+
+def _drawing_whole() -> dict[Any, Callable[..., Any]]:
+    """Return Inductor's decompositions without those of ops that draw random numbers: decomposed, they draw others."""
+    seeded = torch.Tag.nondeterministic_seeded
+    return {op: how for op, how in select_decomp_table().items() if seeded not in getattr(op, "tags", ())}
 
 
 def _run_boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -229,6 +237,11 @@ def any_number_of_compilations() -> contextlib.AbstractContextManager[None]:
     """Let Dynamo compile the same code as often as it is asked to: beyond some limits it runs it uncompiled."""
     most = 1 << 30
     return torch._dynamo.config.patch(recompile_limit=most, accumulated_recompile_limit=most)  # type: ignore[no-any-return]
+
+
+def are_faked(args: Sequence[object]) -> bool:
+    """Say whether a call of these arguments computes with fakes: some are, or a mode makes them of all."""
+    return torch._guards.active_fake_mode() is not None or any(isinstance(each, FakeTensor) for each in args)
 
 
 def in_backward() -> bool:

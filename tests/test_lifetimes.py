@@ -5,9 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import capture_of
+from harness import EAGER, capture_of, compiled
 from torch import Tensor, fx
+from torch.nn.functional import dropout
+from torch.utils.checkpoint import checkpoint
 
+import tencache_fx
 from tencache_fx.capture import Capture, tensors_of
 from tencache_fx.passes.fusion import find_registers
 from tencache_fx.passes.in_place import reuse_in_place
@@ -87,6 +90,18 @@ def test_an_op_with_several_outputs_is_ready_once_they_are_named() -> None:
     )
     assert sorted({first.ready, second.ready}) == getitems
     assert all(u >= s.ready for s in (first, second) for u, _ in inactive_intervals(s))
+
+
+def test_what_is_made_beside_a_random_state_is_there_at_once() -> None:
+    def block(x: Tensor) -> Tensor:
+        return dropout(x.sin(), 0.5).sin()
+
+    run = compiled(lambda x: checkpoint(block, x, use_reentrant=False).sum(), EAGER)
+    run(leaf(64, 64)).backward()
+    problem = tencache_fx.regions()[-1].problem
+    (drawn,) = (step for step, op in enumerate(problem.ops) if op.name.startswith("run_and_save_rng_state"))
+    born = {storage.nbytes for storage in problem.storages if storage.birth == drawn}
+    assert {64 * 64 * 4, 64 * 64} <= born, "the values and the mask"
 
 
 def test_parts_of_a_storage_cannot_leave_from_the_backward() -> None:

@@ -18,6 +18,7 @@ from harness import (
     train_and_look,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from zoo import CASES, Case, Gpt2, Llama, case, text
 
 import tencache_fx
@@ -262,3 +263,47 @@ def test_a_compiled_step_updates_the_parameters_themselves(
         run = wrap(step)
         results.append([run() for _ in range(4)] + [parameter.detach() for parameter in model.parameters()])
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
+
+
+class Drawing(nn.Module):
+    """Draws in several ways; but for these, what is decomposed gives the same bits as what is not."""
+
+    def __init__(self, *, checkpointed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.checkpointed = checkpointed
+
+    def block(self, layer: nn.Module, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(torch.relu(layer(x)), 0.2)
+        return x + torch.empty_like(x).exponential_() * torch.rand_like(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(self.block, layer, x, use_reentrant=False) if self.checkpointed else self.block(layer, x)
+        return x.square().mean()
+
+
+def draw(wrap: Callable[[nn.Module], Callable[[Tensor], Tensor]], *, checkpointed: bool) -> list[Tensor]:
+    """Return, for some seeds, the loss, the gradients, and what is drawn after them."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, seen = Drawing(checkpointed=checkpointed), []
+    run = wrap(model)
+    for seed in range(4):
+        model.zero_grad()
+        torch.manual_seed(seed)
+        loss = run(*rows(seed))
+        loss.backward()
+        seen += [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None), torch.rand(4)]
+    return seen
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+def test_without_inductor_random_numbers_are_those_of_torch(*, checkpointed: bool) -> None:
+    truth = draw(lambda model: torch.compile(model, backend="aot_eager"), checkpointed=checkpointed)
+    with faulty_engine() as engine:
+        for options, travels in ((EAGER, False), ({**EAGER, "device_budget": 600_000}, True)):
+            ours = draw(lambda model, options=options: compiled(model, options), checkpointed=checkpointed)
+            assert len(ours) == len(truth) == 40
+            assert all(torch.equal(a, b) for a, b in zip(ours, truth, strict=True))
+            assert (engine.stats.take()["offloads"] > 0) == travels

@@ -22,7 +22,7 @@ Wrap = Callable[[nn.Module], Callable[..., Any]]
 
 EAGER: Options = {"compiler": "eager", "calibrate": False, "host_budget": "256MiB"}
 INDUCTOR: Options = {"compiler": "inductor", "calibrate": False, "host_budget": "256MiB"}
-# The same graphs, partitioner and decompositions without us.
+# The same graphs, partitioner and decompositions without us; with `plain_draws`, also the same random numbers.
 REFERENCES = {"eager": "aot_eager_decomp_partition", "inductor": "inductor"}
 STEPS = 3
 CPU = torch.device("cpu")
@@ -93,6 +93,11 @@ def gather(subject: Subject, step: int, batches: int, device: torch.device) -> I
         name: torch.cat([part[name] for part in parts]).to(device) if isinstance(value, Tensor) else value
         for name, value in parts[0].items()
     }
+
+
+def plain_draws(*, wanted: bool) -> AbstractContextManager[None]:
+    """Have torch's own compilers draw random numbers as torch does without one, if that is `wanted`."""
+    return torch._inductor.config.patch(fallback_random=wanted)  # type: ignore[no-any-return]
 
 
 def _steady_kernels() -> AbstractContextManager[None]:
@@ -186,7 +191,8 @@ def make_row(
     What a region is given at another layer, and what lies between two, only the run shows; a CPU's are not counted.
     """
     backend = REFERENCES[str(options["compiler"])]
-    theirs = train(family, lambda model: torch.compile(model, backend=backend), steps=steps, device=device)
+    with plain_draws(wanted=backend != "inductor"):
+        theirs = train(family, lambda model: torch.compile(model, backend=backend), steps=steps, device=device)
     free = train(family, compiled(options), steps=1, device=device)
     budget_bytes, asked = tight_budget(free.regions, share=share), None
     for _ in range(TRIES):
@@ -228,7 +234,7 @@ def train_at_home(family: Family, device_budget: str | None, *, steps: int = 4) 
         optimizer = tencache_fx.optim.AdamW(model.parameters(), lr=1e-3)
         run = compiled({**EAGER, "device_budget": device_budget})(model)
     losses = []
-    with torch._dynamo.config.patch(allow_rnn=family.allow_rnn):
+    with torch._dynamo.config.patch(allow_rnn=family.allow_rnn), plain_draws(wanted=device_budget is None):
         for _ in range(steps):
             optimizer.zero_grad()
             losses.append(backward(family, subject, run, inputs))
