@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from tencache_fx.capture import Capture, placeholders, tensors_of
+from tencache_fx.passes.collectives import is_collective_wait
 
 
 def mend_views(capture: Capture) -> None:
@@ -38,7 +39,10 @@ def makes_views(node: fx.Node) -> bool:
     """Say whether a node returns views, or parts, of what it is given, by its schema.
 
     A `getitem` does, unless its argument has no fakes (torch leaves them out where it saves the state of a generator).
+    So does a wait for a collective, whatever its schema says.
     """
+    if is_collective_wait(node):
+        return True
     if node.target is operator.getitem:
         return all("val" in argument.meta for argument in node.all_input_nodes)
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -71,4 +75,6 @@ def _refresh(node: fx.Node) -> None:
     assert callable(node.target)
     fake: Any = tensors_of(node)[0]
     with fake.fake_mode:
-        node.meta["val"] = node.target(*args, **kwargs)
+        # The fake kernel of a wait makes another tensor than the one it is given (torch: `_functional_collectives.py`).
+        view = torch.ops.aten.alias.default if is_collective_wait(node) else node.target
+        node.meta["val"] = view(*args, **kwargs)
