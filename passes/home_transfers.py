@@ -13,6 +13,7 @@ from torch import fx
 from tencache_fx.capture import Capture
 from tencache_fx.errors import InvariantError
 from tencache_fx.ops import ARRIVE, DEPART, FETCH, HOMED, RELEASE, RENEW, SETTLE, SINK, WAIT, key_tensor
+from tencache_fx.passes.collectives import waits_behind
 from tencache_fx.passes.fusion import is_view
 from tencache_fx.passes.gaps import Gaps
 from tencache_fx.passes.views import mend_views
@@ -129,11 +130,15 @@ def write_renewals(capture: Capture, registers: Collection[fx.Node], engine: int
 
 
 def _readers(value: fx.Node, registers: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that read a value's bytes, or compute from them without writing them to memory first."""
+    """Return the nodes that read a value's bytes, or compute from them without writing them to memory first.
+
+    A collective reads them until it has been waited for.
+    """
     found: set[fx.Node] = set()
     for user in value.users:
         if user.op != "output":
-            found |= {user} | (_readers(user, registers) if is_view(user) or user in registers else set())
+            found |= {user, *waits_behind(user)}
+            found |= _readers(user, registers) if is_view(user) or user in registers else set()
     return found
 
 

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from tencache_fx.capture import Capture, byte_hint, is_lazy, output_args, placeholders, tensors_of
 from tencache_fx.ops import ARRIVE, DEPART
+from tencache_fx.passes.collectives import begins_collective, is_collective_wait
 from tencache_fx.passes.fusion import Registers
 from tencache_fx.passes.model_state import is_away
 from tencache_fx.passes.products import fused_product
@@ -43,7 +44,8 @@ class _Trace:
     """What is seen of one storage while walking the graphs; `members` with the steps at which they appear.
 
     `shared` says that it may lie inside another, or another inside it, while both are read (torch: `_inductor/ir.py:
-    ConcatKernel`): neither can then leave by itself.
+    ConcatKernel`): neither can then leave by itself. `under_way` are the collectives that write it and have not been
+    waited for so far, each with the step that began it and what it reads; `whole` is the step of the last such wait.
     """
 
     name: str
@@ -58,6 +60,8 @@ class _Trace:
     state_bytes: int = 0
     written: bool = False
     shared: bool = False
+    under_way: list[tuple[int, "list[_Trace]"]] = field(default_factory=list)
+    whole: int = 0
     uses: list[int] = field(default_factory=list)
     members: dict[fx.Node, int] = field(default_factory=dict)
     saved: list[int] = field(default_factory=list)
@@ -154,10 +158,14 @@ class _Walk:
         self._meet_constants(backward)
 
     def finish_backward(self) -> None:
-        """Meet the backward's outputs: gradients outlive the region."""
+        """Meet the backward's outputs: gradients outlive the region, and so does what nobody has waited for."""
         for value in () if self.capture.backward is None else output_args(self.capture.backward):
             for key, _ in self._storages(value):
                 self._hand_over(key, Kind.GRADIENT)
+        for trace in self.traces:
+            if trace.under_way:
+                self._land(trace, len(self.capture.nodes) - 1)
+                trace.written = True  # yet to be, behind the region
 
     def visit(self, step: int, node: fx.Node) -> None:
         """Meet one step: what it reads, makes, aliases and writes."""
@@ -185,6 +193,12 @@ class _Walk:
             trace.written |= twice_made
             if node.target is ARRIVE:
                 trace.kind, trace.home = Kind.FETCHED, node.meta["tencache_home"]
+        if begins_collective(node):
+            for key, _ in self._storages(node):
+                self._known[key].under_way.append((step, [self._known[each] for each in read]))
+        elif is_collective_wait(node):
+            for key in read:
+                self._land(self._known[key], step)
         for argument in _written_arguments(node):
             for key, _ in self._storages(argument):
                 self._known[key].written = True
@@ -192,6 +206,13 @@ class _Walk:
             ((joined, _),) = self._storages(node)
             for key in read:
                 self._wholes.setdefault(key, []).append(self._known[joined])
+
+    def _land(self, trace: _Trace, step: int) -> None:
+        """End the collectives that write a storage: until this step they read what they were given."""
+        for began, sources in trace.under_way:
+            for source in sources:
+                source.uses += range(began, step + 1)
+        trace.under_way, trace.whole = [], step
 
     def _read_through(self, argument: fx.Node) -> set[int]:
         """Return the storages that reading `argument` reads."""
@@ -278,7 +299,7 @@ def _finish(trace: _Trace, capture: Capture, sources: Sequence[SymbolSource]) ->
             and carrier is not None
             and all(source.covers(_geometry(member)) for source in sources for member in trace.members)
         ),
-        ready=Step(trace.birth if carrier is None else trace.members[carrier]),
+        ready=Step(max(trace.whole, trace.birth if carrier is None else trace.members[carrier])),
         held_until=capture.boundary if given_up else Step(0),
         formula=trace.formula,
         home=trace.home,
@@ -297,13 +318,16 @@ def find_carrier(members: Iterable[fx.Node], graph: fx.Graph | None = None) -> f
     """Return the first member (of `graph`) that spans its whole storage densely: its copy carries every member.
 
     None if there is none (the storage then stays), or if a member reads the bytes as another dtype, which cannot be
-    rebuilt from the carrier. One whose bytes do not say it all carries nothing (`is_lazy`). A node that returns several
-    tensors is represented by its `getitem`s.
+    rebuilt from the carrier. One whose bytes do not say it all carries nothing (`is_lazy`), nor does what a collective
+    still writes: the last wait for one, or what follows it. A node that returns several tensors is represented by its
+    `getitem`s.
     """
     single = [node for node in members if isinstance(node.meta["val"], torch.Tensor)]
     if len({node.meta["val"].dtype for node in single}) != 1 or any(node.target is _NO_BYTES for node in single):
         return None
-    return next((n for n in single if (graph is None or n.graph is graph) and _spans_storage(n.meta["val"])), None)
+    here = [node for node in single if graph is None or node.graph is graph]
+    whole = max((place for place, node in enumerate(here) if is_collective_wait(node)), default=0)
+    return next((node for node in here[whole:] if _spans_storage(node.meta["val"])), None)
 
 
 def allocated_bytes(nbytes: int, device: torch.device) -> int:
@@ -337,8 +361,11 @@ def _written_arguments(node: fx.Node) -> Iterator[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return
-    for argument, value in zip(schema.arguments, node.args, strict=False):
+    positional = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False))
+    given = positional | node.kwargs  # `out=` is among these
+    for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
+            value = given.get(argument.name)
             yield from (
                 item for item in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(item, fx.Node)
             )

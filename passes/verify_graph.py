@@ -4,8 +4,7 @@ Shares no code with the passes it checks: aliasing is followed here from node to
 storage. Every rule raises `InvariantError` under its own name, so that a test can break each one.
 """
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -15,7 +14,9 @@ from torch import fx
 from tencache_fx.capture import Capture, byte_hint
 from tencache_fx.errors import InvariantError
 from tencache_fx.ops import FETCH, HOMED, OFFLOAD, PREFETCH, RELEASE, RENEW, RUNTIME_OPS, SETTLE, SINK, WAIT
+from tencache_fx.passes.verify_collectives import check_collectives, late_reads
 from tencache_fx.passes.verify_homes import away_names, check_homes
+from tencache_fx.passes.verify_owners import Key, handed, is_tensor, owners_of, strided, under_new_fake
 from tencache_fx.plan import Plan, Problem, Tier, Way
 
 
@@ -65,6 +66,7 @@ def verify_graphs(
             _check_owner(name, ops, forward)
         _check_geometry(name, ops)
     check_homes(problem, graphs)
+    check_collectives(graphs, capture.num_outputs)
     _check_places(problem, plan, trips, graphs)
     _check_memory(problem, plan, capture, registers, in_place)
     _check_buffers(plan, graphs)
@@ -106,11 +108,12 @@ class _Reads:
     """Which storages the nodes of a graph live in, and which node is the last to read each."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.owner = _owners(graph, {}, frozenset())
+        self.owner = owners_of(graph, {}, frozenset())
+        late = late_reads(graph, self.owner)
         self.place = {node: place for place, node in enumerate(graph.nodes)}
-        self.last: dict[_Key, fx.Node] = {}
+        self.last: dict[Key, fx.Node] = {}
         for node in graph.nodes:
-            for argument in node.all_input_nodes:
+            for argument in (*node.all_input_nodes, *late.get(node, ())):
                 self.last |= dict.fromkeys(self.owner[argument].values(), node)
 
 
@@ -169,7 +172,7 @@ def _check_hand_over(forward: fx.Graph, backward: fx.Graph | None, num_outputs: 
     """
     if backward is None:
         return
-    pairs = _handed(forward, backward, num_outputs)
+    pairs = handed(forward, backward, num_outputs)
     saved_names, taken_names = {s.name for s, _ in pairs}, {p.name for p in backward.find_nodes(op="placeholder")}
     for index, (value, other) in enumerate(pairs):
         renamed = value.name not in taken_names and other is not None and other.name not in saved_names
@@ -177,21 +180,9 @@ def _check_hand_over(forward: fx.Graph, backward: fx.Graph | None, num_outputs: 
             raise InvariantError(f"hand-over: the forward saves {value} at {index}, where the backward takes {other}.")
     paired = {other for _, other in pairs}
     made_names = {node.name for node in forward.nodes}
-    late = [p for p in backward.find_nodes(op="placeholder") if _is_tensor(p) and p.name in made_names]
+    late = [p for p in backward.find_nodes(op="placeholder") if is_tensor(p) and p.name in made_names]
     if unpaired := [p.name for p in late if p not in paired]:
         raise InvariantError(f"hand-over: the backward takes {unpaired}, which the forward does not save there.")
-
-
-def _handed(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> list[tuple[fx.Node, fx.Node | None]]:
-    """Return the tensors that the forward saves, each with the placeholder at its position in the backward."""
-    (output,) = forward.find_nodes(op="output")
-    saved = [v for v in output.args[0][num_outputs:] if isinstance(v, fx.Node) and _is_tensor(v)]
-    taken = [p for p in backward.find_nodes(op="placeholder") if _is_tensor(p)]
-    return list(itertools.zip_longest(saved, taken[: len(saved)]))
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _look_alike(left: fx.Node, right: fx.Node) -> bool:
@@ -248,14 +239,14 @@ def _replay(capture: Capture, registers: frozenset[fx.Node], in_place: Mapping[f
     What is released and was lent is the caller's to the end of the forward, who has given it up by the backward.
     """
     lent = {node.args[1] for node in capture.forward.nodes if _is_lent(node)}
-    carried: dict[str, dict[int, _Key]] = {}
-    held: dict[_Key, int] = {}
-    everywhere: dict[fx.Node, dict[int, _Key]] = {}
-    forever: set[_Key] = set()
+    carried: dict[str, dict[int, Key]] = {}
+    held: dict[Key, int] = {}
+    everywhere: dict[fx.Node, dict[int, Key]] = {}
+    forever: set[Key] = set()
     peak, where = 0, ""
     away = away_names(capture.graphs)
     for graph in capture.graphs:
-        owner = _owners(graph, carried, registers)
+        owner = owners_of(graph, carried, registers)
         everywhere |= owner
         (output,) = graph.find_nodes(op="output")
         returned = [v for v in output.args[0] if isinstance(v, fx.Node)]
@@ -286,81 +277,33 @@ def _replay(capture: Capture, registers: frozenset[fx.Node], in_place: Mapping[f
         for key in given_up:
             held.pop(key, None)
         if graph is capture.forward and capture.backward is not None:
-            pairs = _handed(graph, capture.backward, capture.num_outputs)
-            carried = {taken.name: _under_new_fake(owner[value], taken) for value, taken in pairs if taken is not None}
+            pairs = handed(graph, capture.backward, capture.num_outputs)
+            carried = {taken.name: under_new_fake(owner[value], taken) for value, taken in pairs if taken is not None}
     return peak, where
 
 
-_Key = tuple[int, int]  # one storage: the node that made it, and which of its tensors
-
-
-def _owners(
-    graph: fx.Graph, carried: dict[str, dict[int, _Key]], registers: frozenset[fx.Node]
-) -> dict[fx.Node, dict[int, _Key]]:
-    """Return, for every node, the storages its tensors live in: an argument's where the fakes alias, else new ones.
-
-    A `wait` always begins anew: it lives in the bytes that its prefetch took. A value in `registers` has no memory;
-    it stands for all that it is computed from. `carried` has the storages of values from another graph, by name.
-    """
-    owner: dict[fx.Node, dict[int, _Key]] = {}
-    entered: dict[int, _Key] = {}  # inputs may alias one another
+def _last_readers(graph: fx.Graph, owner: dict[fx.Node, dict[int, Key]]) -> dict[fx.Node, list[Key]]:
+    last: dict[Key, fx.Node] = {}
+    late = late_reads(graph, owner)
     for node in graph.nodes:
-        keys = [tensor.untyped_storage()._cdata for tensor in _strided(node)]
-        if node.op == "placeholder" and node.name in carried:
-            owner[node] = carried[node.name]
-        elif node.op == "placeholder":
-            owner[node] = {key: entered.setdefault(key, (id(node), i)) for i, key in enumerate(keys)}
-        elif node.target is WAIT:
-            owner[node] = {keys[0]: (id(node.args[0]), 0)}
-        else:
-            inherited = {key: name for argument in node.all_input_nodes for key, name in owner[argument].items()}
-            if node in registers:
-                owner[node] = inherited
-                continue
-            if inherited and _is_view_by_schema(node) and not set(keys) <= set(inherited):  # of a number: a new one
-                raise InvariantError(f"aliasing: {node.name} is a view by its schema, but its fake stands alone.")
-            owner[node] = {key: inherited.get(key, (id(node), i)) for i, key in enumerate(keys)}
-    return owner
-
-
-def _under_new_fake(owned: dict[int, _Key], taken: fx.Node) -> dict[int, _Key]:
-    """Return the storage of a saved tensor under the fake that the backward's placeholder has for it."""
-    return dict(zip((tensor.untyped_storage()._cdata for tensor in _strided(taken)), owned.values(), strict=True))
-
-
-def _is_view_by_schema(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-
-
-def _strided(node: fx.Node) -> Iterator[torch.Tensor]:
-    value = node.meta.get("val")
-    for item in value if isinstance(value, (list, tuple)) else (value,):
-        if isinstance(item, torch.Tensor) and item.layout is torch.strided:
-            yield item
-
-
-def _last_readers(graph: fx.Graph, owner: dict[fx.Node, dict[int, _Key]]) -> dict[fx.Node, list[_Key]]:
-    last: dict[_Key, fx.Node] = {}
-    for node in graph.nodes:
-        for reads in (node, *node.all_input_nodes):
+        for reads in (node, *node.all_input_nodes, *late.get(node, ())):
             last.update(dict.fromkeys(owner[reads].values(), node))
-    readers: dict[fx.Node, list[_Key]] = {}
+    readers: dict[fx.Node, list[Key]] = {}
     for key, node in last.items():
         readers.setdefault(node, []).append(key)
     return readers
 
 
-def _bytes_made(node: fx.Node, owner: dict[fx.Node, dict[int, _Key]], device: torch.device) -> dict[_Key, int]:
+def _bytes_made(node: fx.Node, owner: dict[fx.Node, dict[int, Key]], device: torch.device) -> dict[Key, int]:
     """Return the device bytes that appear with a node, by storage: those of a `wait` appear with its prefetch."""
     if node.target in (PREFETCH, FETCH):
         (wait,) = (user for user in node.users if user.target is WAIT)
-        (tensor,) = _strided(wait)
+        (tensor,) = strided(wait)
         return {(id(node), 0): _storage_bytes(tensor)}
     if node.target in RUNTIME_OPS:  # handles and tokens are bookkeeping of the host
         return {}
-    made: dict[_Key, int] = {}
-    for tensor in _strided(node):
+    made: dict[Key, int] = {}
+    for tensor in strided(node):
         key = owner[node].get(tensor.untyped_storage()._cdata)
         if key is not None and key[0] == id(node) and tensor.device == device:
             made[key] = _storage_bytes(tensor)

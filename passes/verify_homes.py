@@ -6,6 +6,8 @@ from torch import fx
 from tencache_fx.capture import storage_of
 from tencache_fx.errors import InvariantError
 from tencache_fx.ops import FETCH, RENEW, SETTLE, SINK, WAIT
+from tencache_fx.passes.verify_collectives import late_reads
+from tencache_fx.passes.verify_owners import owners_of
 from tencache_fx.plan import Problem
 
 
@@ -51,6 +53,7 @@ def _check_sinks(problem: Problem, graphs: tuple[fx.Graph, ...]) -> None:
 def _check_renewals(graphs: tuple[fx.Graph, ...]) -> None:
     """Behind its renewal, which stands behind the sink that begins its update, nothing reads a parameter."""
     for graph in graphs:
+        late = late_reads(graph, owners_of(graph, {}, frozenset()))
         renewed: set[int] = set()
         begun: set[object] = set()
         for node in graph.nodes:
@@ -58,7 +61,7 @@ def _check_renewals(graphs: tuple[fx.Graph, ...]) -> None:
                 break
             if node.target is SINK:
                 begun.add(node.args[3])
-            for argument in node.all_input_nodes:
+            for argument in (*node.all_input_nodes, *late.get(node, ())):
                 if renewed & _storages(argument):
                     raise InvariantError(f"renewals: {node.name} reads {argument.name}, which is renewed before it.")
             if node.target is RENEW:

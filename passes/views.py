@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from tencache_fx.capture import Capture, placeholders, tensors_of
+from tencache_fx.passes.collectives import is_collective_wait
 
 
 def mend_views(capture: Capture) -> None:
@@ -39,8 +40,10 @@ def mend_views(capture: Capture) -> None:
 def makes_views(node: fx.Node) -> bool:
     """Say whether a node returns views, or parts, of what it is given, by its schema.
 
-    A `getitem` does.
+    A `getitem` does. So does a wait for a collective, whatever its schema says.
     """
+    if is_collective_wait(node):
+        return True
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -79,4 +82,6 @@ def _refresh(node: fx.Node) -> None:
     assert callable(node.target)
     fake: Any = tensors_of(node)[0]
     with fake.fake_mode:
-        node.meta["val"] = node.target(*args, **kwargs)
+        # The fake kernel of a wait makes another tensor than the one it is given (torch: `_functional_collectives.py`).
+        view = torch.ops.aten.alias.default if is_collective_wait(node) else node.target
+        node.meta["val"] = view(*args, **kwargs)
