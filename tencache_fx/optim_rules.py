@@ -155,11 +155,9 @@ def find_rule(
     try:
         weight = torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))
         defaults = dict(optimizer_class([weight], **options).defaults)
-    except (TypeError, ValueError) as error:
-        said = str(error).rstrip(".")
-        raise OptionError(
-            f"{optimizer_class.__name__} cannot be made with these options: {said}; mend them."
-        ) from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        name, said = optimizer_class.__name__, str(error).rstrip(".")
+        raise OptionError(f"{name} cannot be made with these options: {said}; mend them.") from error
     given = Options({name: value for name, value in options.items() if name not in defaults})
     return rule_of(optimizer_class, state_dtype, given), defaults  # type: ignore[arg-type]
 
