@@ -29,7 +29,8 @@ Found = dict[str, dict[str, object]]
 
 def run_ranks(group: str, folder: Path) -> list[Found]:
     """Return what came of a group of cases on each of two ranks; both have ended by then, however that went."""
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])}
+    settings = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    settings |= {"PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])}
     with contextlib.ExitStack() as ends:
         ranks = []
         for rank in range(2):
