@@ -78,6 +78,23 @@ class LateInBackward(torch.autograd.Function):
         return gradient @ COLLECTIVES.wait_tensor(whole).t(), None, None
 
 
+class Large(torch.autograd.Function):
+    """Begin a collective, hold something as large as what it reads for a while, wait for it."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, shard: Tensor, weight: Tensor) -> Tensor:
+        whole = begin(shard * 2)
+        x = x + (x.t() @ x).sum()
+        whole = COLLECTIVES.wait_tensor(whole)
+        ctx.save_for_backward(whole)
+        return x @ whole
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (whole,) = ctx.saved_tensors
+        return gradient @ whole.t(), None, None
+
+
 def captured(late: type[torch.autograd.Function], *, rows: int = 512, layers: int = 5) -> Capture:
     def program(x: Tensor, shard: Tensor, *weights: Tensor) -> Tensor:
         return chain(late.apply(x, shard, weights[0]), *weights)
@@ -186,14 +203,13 @@ def test_a_wait_whose_fake_stands_alone_is_found(written: Written) -> None:
 
 
 def test_what_a_collective_reads_counts_until_the_wait_in_the_checker() -> None:
-    """Little else is there: what it reads, what it writes, and a bit more behind."""
-    capture = captured(LateInBackward, rows=1, layers=1)
+    capture = captured(Large, rows=1, layers=1)
     steps, found = measured(capture)
     given, begun = found["mul"].storage, Step(steps["all_reduce"])
     freed = replace(found["mul"], storage=replace(given, death=Step(begun + 1), uses=(given.birth, begun)))
     with breaks("peak"):
         carry_out(capture, [freed if item is found["mul"] else item for item in found.values()])
-    carry_out(captured(LateInBackward, rows=1, layers=1))
+    carry_out(captured(Large, rows=1, layers=1))
 
 
 def with_gather(*, wait_last: bool) -> fx.Graph:
