@@ -66,13 +66,13 @@ def test_a_refused_offload_changes_nothing_and_with_more_room_it_works() -> None
     before, values = state_of(model), values_of(model)
     storages = [each.untyped_storage().data_ptr() for each in model.parameters()]
     tencache_fx.configure(host_budget="200kB")  # for one of two matrices
-    with pytest.raises(BudgetError, match=r"295 ?kB|294912") as refusal:
+    with pytest.raises(BudgetError, match="parameters at home") as refusal:
         tencache_fx.offload(model)
-    assert "200000" in str(refusal.value)
     assert state_of(model) == before
     assert all(map(torch.equal, values_of(model), values))
     assert [each.untyped_storage().data_ptr() for each in model.parameters()] == storages
     assert lent_bytes() == 0
+    assert "need 294912 bytes of pinned memory; the host budget of 200000 bytes has 200000 left" in str(refusal.value)
     expected = model.eval()(torch.ones(4, HIDDEN))
     tencache_fx.configure(host_budget="64MB")
     tencache_fx.offload(model)

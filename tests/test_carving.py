@@ -219,8 +219,9 @@ def test_a_buffer_that_copies_still_touch_is_opened_behind_them_where_no_other_i
 
 def trained_within(host_budget: str, parts: int) -> tuple[list[float], dict[str, torch.Tensor], list[dict[str, Any]]]:
     """Return losses, weights and every step's counts of a training whose trips are larger than its gradients."""
+    tencache_fx.configure(host_budget=host_budget)
     model = tencache_fx.offload(network())
-    run = compiled(model, "3MB", host_budget=host_budget)
+    run = compiled(model, "3MB")
     optimizer = AdamW(model.parameters(), weight_decay=0.1)
     losses, counts = [], []
     for step in range(6):

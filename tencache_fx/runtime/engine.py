@@ -43,8 +43,8 @@ class Engine:
 
     id: int = -1
     """Index in the registry, a literal in graphs; -1 outside it."""
-    serves_all = False
-    """Whether its budgets are, at least, those set for the process, beside those of regions that use it."""
+    serves_all = True
+    """Whether its budgets are meant for the whole process; else they are those that regions have asked for so far."""
 
     def __init__(
         self,

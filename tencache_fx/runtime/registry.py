@@ -107,6 +107,7 @@ def open_engine(
             spill_budget_bytes=spill_budget_bytes,
             checksum=checksum,
         )
+        engine.serves_all = False
         install_engine(engine)
         return engine
     engine.pool.raise_budget(host_budget_bytes)
