@@ -90,7 +90,8 @@ class Region(LiveRegion):
         settings: Mapping[str, Any],
         homes: Mapping[int, Home],
     ) -> None:
-        super().__init__(gm, inputs, options, device, REGIONS.next_index(), homes)
+        takes_fakes = options.compiler == "eager" or compat.runs_on_fakes(settings)
+        super().__init__(gm, inputs, options, device, REGIONS.next_index(), homes, takes_fakes=takes_fakes)
         self._settings = settings
         self._name = str(torch._guards.CompileContext.current_compile_id() or "")
         self._draft: Draft | None = None  # while it is compiled

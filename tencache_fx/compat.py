@@ -21,7 +21,6 @@ from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
 from torch._inductor.pattern_matcher import compute_mutation_region_ids
 from torch._inductor.utils import BoxedBool
-from torch._subclasses.fake_tensor import FakeTensor
 
 from tencache_fx.errors import OptionError
 from tencache_fx.option_values import nearest
@@ -239,9 +238,10 @@ def any_number_of_compilations() -> contextlib.AbstractContextManager[None]:
     return torch._dynamo.config.patch(recompile_limit=most, accumulated_recompile_limit=most)  # type: ignore[no-any-return]
 
 
-def are_faked(args: Sequence[object]) -> bool:
-    """Say whether a call of these arguments computes with fakes: some are, or a mode makes them of all."""
-    return torch._guards.active_fake_mode() is not None or any(isinstance(each, FakeTensor) for each in args)
+def runs_on_fakes(settings: Mapping[str, Any]) -> bool:
+    """Say whether Inductor's code, generated with `settings`, sees to tensors without bytes; else it reads them."""
+    name = "wrap_inductor_compiled_regions"
+    return bool(settings.get(name, getattr(config, name, False)))
 
 
 def in_backward() -> bool:

@@ -61,6 +61,11 @@ def _elsewhere(device: Any) -> Any:
     return device if is_cpu else torch.device("meta")
 
 
+def are_faked(values: Sequence[object]) -> bool:
+    """Say whether to compute with these values is to compute with fakes: some are, or a mode makes them of all."""
+    return torch._guards.active_fake_mode() is not None or any(isinstance(value, FakeTensor) for value in values)
+
+
 def call_factory(name: str) -> Made:
     """Return what the factory `name`, "package.module:function" or "file.py:function", makes on "meta".
 

@@ -16,7 +16,8 @@ from tencache_fx.between import Between, compilations
 from tencache_fx.cache import cached
 from tencache_fx.copies import keep_numbers
 from tencache_fx.dump import RegionRecord, write_measured
-from tencache_fx.errors import BudgetError, StoreError, TencacheError
+from tencache_fx.errors import BudgetError, StoreError, TencacheError, UsageError
+from tencache_fx.fakes import are_faked
 from tencache_fx.feedback import Learned, PhaseTimes, Rival, Scales, correct, reconsider
 from tencache_fx.given_up import GivenUp
 from tencache_fx.memory import held_bytes, most_bytes, peak_held_bytes
@@ -60,6 +61,8 @@ class LiveRegion(ABC):
         device: torch.device,
         index: int,
         homes: Mapping[int, Home],
+        *,
+        takes_fakes: bool,
     ) -> None:
         self.index = index
         self.options = options
@@ -68,6 +71,7 @@ class LiveRegion(ABC):
         self.given_up = GivenUp(inputs)
         self.record: RegionRecord | None = None
         self._source = gm
+        self._takes_fakes = takes_fakes
         self._context = torch._guards.TracingContext.try_get()
         self._compiled: Compiled | None = None
         self._calls = CallTimes()
@@ -92,13 +96,11 @@ class LiveRegion(ABC):
         """Run the region; first plan it anew if its inputs, or what others hold, are larger than its plan allows.
 
         Once it has been timed at the sizes it is planned for, it is planned anew if that pays.
-        On fakes nothing moves, takes memory or takes time, and sizes may be symbols: they just run through the graphs.
-        Raises `BudgetError`, before anything runs, if there is no plan for these inputs.
+        Raises `BudgetError`, before anything runs, if there is no plan for these inputs, and `UsageError` for fake
+        tensors where Inductor's code would read them.
         """
-        if compat.are_faked(args):
-            self._clock = self._rival = None  # it would take these for a wrong forecast
-            assert self._compiled is not None
-            return self._compiled(*args)
+        if are_faked(args):
+            return self._run_fakes(args)
         self._calls.note()
         homes = find_homes(args, self.device)
         if homes and torch.is_grad_enabled():
@@ -136,6 +138,17 @@ class LiveRegion(ABC):
         if homes and torch.is_grad_enabled():
             follow(self.device, results, {self._home_names[index]: home for index, home in homes.items()})
         return results
+
+    def _run_fakes(self, args: Sequence[Any]) -> Any:
+        """Run the graphs on fakes: nothing moves, nothing takes memory or time, and sizes may be symbols."""
+        if not self._takes_fakes:
+            raise UsageError(
+                f"region {self.index} is called on fake tensors, and the code that Inductor has generated for it would "
+                'read memory that they do not have; compile it with options={"compiler": "eager"} for that.'
+            )
+        self._clock = self._rival = None  # it would take this for a wrong forecast
+        assert self._compiled is not None
+        return self._compiled(*args)
 
     def _fits(self, footprint: Footprint, sizes: Sizes) -> bool:
         """Say whether the plan holds at these sizes and beside what others hold now; see that its buffers are there."""

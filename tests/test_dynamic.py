@@ -15,11 +15,11 @@ import torch
 from harness import EAGER, INDUCTOR, Options, budget_for, compiled, faulty_engine
 from torch import Tensor, fx, nn
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import tencache_fx
-from tencache_fx.errors import BudgetError, OptionError
+from tencache_fx.errors import BudgetError, OptionError, UsageError
 from tencache_fx.passes.lifetimes import StorageNodes, formula_of
 from tencache_fx.plan import Kind, Step, Storage, live_bytes
 from tencache_fx.register import REGIONS
@@ -456,3 +456,70 @@ def test_a_size_that_turns_out_to_equal_another_keeps_its_formula() -> None:
     formulas = SizeFormulas(inputs, storages, torch.device("cpu"))
     assert set(formulas.columns) == {"", *named}
     assert formulas.values(formulas.read([torch.ones(7, 4), torch.ones(7, 4)])).tolist() == [1, 112, 112]
+
+
+def fake_batch() -> tuple[FakeTensorMode, Tensor]:
+    """Return a mode, and a fake tensor of it: a batch of a symbolic number of rows."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    sizes = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    return mode, mode.from_tensor(torch.randn(80, 64), symbolic_context=sizes)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_fakes_of_symbolic_sizes_run_through_a_region(*, warm: bool) -> None:
+    """As with torch's own `aot_eager`; what is computed for real, before and after, is none the worse for it."""
+    model = tower()
+    with faulty_engine() as engine:
+        run = compiled(model, {**EAGER, "policy": "teraio", "device_budget": 1_000_000}, dynamic=True)
+        if warm:
+            backward(run, torch.randn(200, 64))
+            assert engine.stats.take()["offloads"] > 0
+        mode, x = fake_batch()
+        with mode:
+            y = run(x)
+            loss = y.square().sum()
+            loss.backward()
+        assert isinstance(y, FakeTensor)
+        assert isinstance(y.shape[0], torch.SymInt)
+        assert y.shape[1:] == (64,)
+        assert engine.stats.take()["offloads"] == 0
+        for parameter in model.parameters():
+            parameter.grad = None
+        for batch in (256, 190):
+            real = torch.randn(batch, 64)
+            truth = gradients(model, model, real)
+            for got, want in zip(gradients(model, run, real), truth, strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        assert engine.stats.take()["offloads"] > 0
+        del run
+
+
+def test_generated_code_is_not_run_on_fakes() -> None:
+    """It would read memory that they do not have."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    run = compiled(model, {**INDUCTOR, "device_budget": "4MB"}, dynamic=True)
+    for mode, x in (fake_batch(), (FakeTensorMode(allow_non_fake_inputs=True), torch.randn(80, 64))):
+        with mode, pytest.raises(UsageError, match=r"is called on fake tensors.*eager"):
+            run(x)
+    x = torch.randn(80, 64)
+    torch.testing.assert_close(run(x), model(x))
+
+
+@pytest.mark.slow
+def test_code_that_sees_to_fakes_gets_them() -> None:
+    """With a setting of Inductor's, which from torch 2.14 on runs the graph on fakes instead, and before refuses."""
+    setting = {"wrap_inductor_compiled_regions": True}
+    found = []
+    for backend, options in (
+        ("inductor", setting),
+        ("tencache", {**INDUCTOR, "device_budget": "1MB", "inductor": setting}),
+    ):
+        run = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), backend=backend, options=options, dynamic=True)
+        mode, x = fake_batch()
+        try:
+            with mode:
+                y = run(x)
+            found.append((type(y), y.shape[1]))
+        except RuntimeError as error:
+            found.append((type(error), str(error)))
+    assert found[0] == found[1]
