@@ -4,24 +4,30 @@ tests itself on, with samples of its arguments.
 Importing this freezes `torch.backends` for the process, as torch's suites do: run it in one of its own.
 """
 
+import contextlib
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import ModuleInfo, module_db
 from torch.testing._internal.custom_op_db import custom_op_db
 from torch.testing._internal.hop_db import hop_db
+from torch.testing._internal.opinfo import core
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+from torch.testing._internal.opinfo.definitions import _masked, linalg, special
 from torch.utils import _pytree as pytree
 
 POLICIES = ("joint", "teraio", "10cache")
-MOST_SAMPLES, MOST_SAMPLE_BYTES = 200, 4 << 20
+MOST_SAMPLES, WORTH_SPILLING = 64, 4096
+LENGTHS: Mapping[str, int] = MappingProxyType({"S": 36, "M": 44, "L": 52})
 INDUCTOR_SHARE = 8  # compiling C++ takes seconds: one in so many
 
 
@@ -44,7 +50,12 @@ class Case:
 
     @property
     def policy(self) -> str:
-        """Return the policy it is run with: the same in every version of torch."""
+        """Return the policy it is run with: the same in every version of torch.
+
+        What is written to in place is a matter of what may be computed again, which only `joint` does.
+        """
+        if self.variant == "mutated":
+            return "joint"
         return POLICIES[zlib.crc32(self.name.encode()) % len(POLICIES)]
 
     @property
@@ -120,6 +131,32 @@ def subjects(case: Case, steps: int) -> list[Subject]:
     """Return the case's call for each step: equal ones, of other values where the suite makes such."""
     if case.suite == "module_db":
         return _module_subjects(case, steps)
+    if case.suite == "op_db" and (larger := _larger_subjects(case, steps)):
+        return larger
+    return _op_subjects(case, steps)
+
+
+def _larger_subjects(case: Case, steps: int) -> list[Subject]:
+    """Return calls with samples that are worth spilling, or none if the operation has none of other sizes.
+
+    Torch's samples are of five to twenty elements a side; these lengths are patched where their makers look them up.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in (core, common_methods_invocations, _masked, linalg, special):
+            lengths = {name: length for name, length in LENGTHS.items() if hasattr(module, name)}
+            stack.enter_context(mock.patch.multiple(module, **lengths))
+        try:
+            found = _op_subjects(case, steps)
+            for subject in found:
+                values = pytree.tree_map_only(Tensor, lambda each: each.detach().clone(), subject.args)
+                with torch.no_grad():
+                    subject.call(*values, **subject.kwargs)
+        except (RuntimeError, ValueError, IndexError, TypeError):  # other numbers are written out, and do not match
+            return []
+    return found
+
+
+def _op_subjects(case: Case, steps: int) -> list[Subject]:
     index = None
     found: list[Subject] = []
     for step in range(steps):
@@ -135,20 +172,36 @@ def subjects(case: Case, steps: int) -> list[Subject]:
 
 
 def _samples(case: Case) -> list[SampleInput]:
+    """Return samples of which the largest is worth spilling, if there are any such."""
     info, inplace = case.info, case.variant in ("inplace", "mutated")
     wants_grad = info.supports_autograd and (case.dtype.is_floating_point or case.dtype.is_complex)
-    found = list(itertools.islice(info.sample_inputs("cpu", case.dtype, requires_grad=wants_grad), MOST_SAMPLES))
-    if info.reference_inputs_func is not None and case.suite == "op_db":
-        more = info.reference_inputs("cpu", case.dtype, requires_grad=wants_grad)
-        found += itertools.islice(more, MOST_SAMPLES)
-    return [sample for sample in found if not (inplace and sample.broadcasts_input)]
+
+    def taken(samples: Iterable[SampleInput]) -> list[SampleInput]:
+        found: list[SampleInput] = []
+        with contextlib.suppress(ValueError):  # some of integers come late, and want a gradient all the same
+            for sample in itertools.islice(samples, MOST_SAMPLES):
+                found += [] if inplace and sample.broadcasts_input else [sample]
+        return found
+
+    found = taken(info.sample_inputs("cpu", case.dtype, requires_grad=wants_grad))
+    small = max(map(_nbytes, found), default=0) < WORTH_SPILLING
+    if small and case.suite == "op_db" and info.reference_inputs_func is not None:
+        found += taken(info.reference_inputs("cpu", case.dtype, requires_grad=wants_grad))
+    return found
+
+
+def _nbytes(sample: SampleInput) -> int:
+    return sum(each.nbytes for each in tensors_in((sample.input, sample.args, sample.kwargs)))
 
 
 def _choose(samples: Sequence[SampleInput]) -> int:
-    """Return the position of the largest sample that is not too large: there is most to spill."""
-    sizes = [sum(each.nbytes for each in tensors_in((s.input, s.args, s.kwargs))) for s in samples]
-    fitting = [index for index, size in enumerate(sizes) if size <= MOST_SAMPLE_BYTES]
-    return max(fitting or range(len(samples)), key=lambda index: sizes[index])
+    """Return the position of the smallest sample that is well worth spilling, or of the largest there is.
+
+    What the layers around it save should count beside it.
+    """
+    sizes = [_nbytes(sample) for sample in samples]
+    worth = [index for index, size in enumerate(sizes) if size >= 4 * WORTH_SPILLING]
+    return min(worth, key=sizes.__getitem__) if worth else max(range(len(samples)), key=sizes.__getitem__)
 
 
 def tensors_in(tree: object) -> list[Tensor]:

@@ -7,6 +7,7 @@ The last line counts by suite; the exit status is 1 if anything is wrong with us
 """
 
 import argparse
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ from verdict import OURS, Verdict
 
 CASE_LIMIT_S = 600.0
 START_LIMIT_S = 600.0
+STOP_LIMIT_S = 20.0
 MOST_BY_ONE_PROCESS = 150
 SUITES = ("op_db", "module_db", "hop_db", "custom_op_db")
 
@@ -83,12 +85,16 @@ class Server:
         except EOFError:
             self._process.join()
             detail = f"the process died: exit status {self._process.exitcode}"
-        self.stop()
+        self.stop(politely=False)
         return Verdict(name, "error", detail=detail)
 
-    def stop(self) -> None:
+    def stop(self, *, politely: bool = True) -> None:
         """End the process, whatever it does."""
         if self._process is not None and self._ours is not None:
+            if politely:
+                with contextlib.suppress(BrokenPipeError):
+                    self._ours.send(None)
+                self._process.join(STOP_LIMIT_S)
             self._process.kill()
             self._process.join()
             self._ours.close()

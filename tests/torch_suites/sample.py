@@ -32,7 +32,7 @@ HALVES: tuple[tuple[str, ...], ...] = (
         "custom_op_db:NumpySortCustomOp:plain",
         "custom_op_db:NumpyViewCopyCustomOp:plain",
         "module_db:nn.BatchNorm2d:eval",
-        "op_db:add:dynamic",
+        "custom_op_db:NumpyTakeCustomOp:plain",
         "op_db:nn.functional.gelu:bf16",
     ),
 )

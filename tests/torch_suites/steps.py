@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 if TYPE_CHECKING:  # importing torch's suites changes the process
     from cases import Case, Subject
 
-ROWS, WIDTH, LAYERS = 256, 64, 2  # layers before the call, and as many behind it
+ROWS, WIDTH = 256, 64
+BEFORE, BEHIND = 3, 1  # layers: behind a graph break, the first of three may leave while the last is worked on
 
 Work = Callable[[Tensor, Sequence[Tensor], Tensor, Sequence[Tensor]], tuple[Tensor, Any]]
 
@@ -60,7 +61,7 @@ def make_work(case: "Case", subject: "Subject") -> Work:
 
     def work(x: Tensor, weights: Sequence[Tensor], never: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
         h = x
-        for weight in weights[:LAYERS]:
+        for weight in weights[:BEFORE]:
             h = torch.tanh(h @ weight)
         given = list(leaves)
         for place, tensor in zip(places, tensors, strict=True):
@@ -68,7 +69,7 @@ def make_work(case: "Case", subject: "Subject") -> Work:
         args, kwargs = pytree.tree_unflatten(given, spec)
         out = finish(call(*args, **kwargs))
         results = [each for each in pytree.tree_leaves(out) if isinstance(each, Tensor)]
-        for weight in weights[LAYERS:]:
+        for weight in weights[BEFORE:]:
             h = torch.tanh(h @ weight)
         loss = h.square().mean()
         for result in results:
@@ -104,7 +105,7 @@ def train(case: "Case", work: Work, given: Sequence["Subject"]) -> list[Result]:
         x = torch.randn(ROWS, WIDTH, generator=generator).to(carried).requires_grad_()
         weights = [
             (torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5).to(carried).requires_grad_()
-            for _ in range(2 * LAYERS)
+            for _ in range(BEFORE + BEHIND)
         ]
         leaves = pytree.tree_leaves((subject.args, dict(subject.kwargs)))
         tensors = [_fresh(leaf) for leaf in leaves if isinstance(leaf, Tensor)]

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 from cases import Case, Subject, subjects
+from conftest import without_kernels
 from harness import EAGER, INDUCTOR, faulty_engine
 from known import EXPECTED, SKIPPED
 from steps import Result, Work, make_work, train
@@ -76,7 +77,7 @@ def _compiled(case: Case, work: Work, how: Mapping[str, object]) -> Iterator[Wor
 def _problems(case: Case, work: Work, given: Sequence[Subject], options: Mapping[str, object]) -> list[Problem]:
     """Return what there is to plan, region by region."""
     before = {record.region for record in tencache_fx.regions()}
-    with _compiled(case, work, {"backend": "tencache", "options": options}) as run:
+    with without_kernels(), _compiled(case, work, {"backend": "tencache", "options": options}) as run:
         train(case, run, given[:1])
         records = [record for record in tencache_fx.regions() if record.region not in before]
     return [replace(record.captured, min_spill_bytes=4096) for record in records]
