@@ -65,7 +65,10 @@ class Server:
         self._served = 0
         if not self._ours.poll(START_LIMIT_S):
             raise TimeoutError(f"torch's suites were not imported within {START_LIMIT_S:.0f} s")
-        names: list[str] = self._ours.recv()
+        try:
+            names: list[str] = self._ours.recv()
+        except EOFError:
+            raise SystemExit("Torch's suites cannot be imported, as above: pip install -e '.[test]'.") from None
         return names
 
     def judge(self, name: str, limit_s: float) -> Verdict:

@@ -12,17 +12,19 @@ import torch
 from nightly import choose, run, seconds, summary
 from sample import HALVES
 from steps import Result
-from verdict import Verdict
+from verdict import OURS, Verdict
 
 HERE = Path(__file__).resolve().parent
 
 
+@pytest.mark.timeout(900)  # a quiet core takes a minute
 @pytest.mark.parametrize("names", HALVES, ids=["first", "second"])
 def test_a_sample_of_torchs_suites_is_the_same_in_the_least_memory(names: tuple[str, ...]) -> None:
     """In a process of its own: torch's suites freeze `torch.backends` for the process that imports them."""
-    environment = {**os.environ, "PYTHONPATH": f"{HERE.parents[1]}{os.pathsep}{HERE.parent}"}
+    folders = [str(HERE.parents[1]), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     command = [sys.executable, str(HERE / "nightly.py"), "--names", *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=880)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.split()[3:5] for line in lines[:-1]] == [["same", name] for name in names], done.stdout
@@ -62,6 +64,17 @@ def test_the_last_line_counts_by_suite() -> None:
         "module_db 3 run, 0 mismatches, 3 errors of ours, 0 without trips, 0 above the floor, 1 skipped,"
         " 1 where torch's own runs differ"
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "settled"),
+    [("same", "mended"), ("mismatch", "expected"), ("error", "expected"), ("no trips", "expected"), ("torch", "torch")],
+)
+def test_what_is_known_to_fail_has_to(kind: str, settled: str) -> None:
+    found = Verdict("op_db:a:plain", kind)
+    assert found.expecting(None) == found
+    assert found.expecting("item 9").kind == settled
+    assert (settled in OURS) == (settled == "mended")
 
 
 def test_shards_are_all_of_the_names_and_each_once() -> None:

@@ -1,6 +1,6 @@
 """What became of a case. No torch here: who asks for cases to be run need not import it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 OURS = ("mismatch", "error", "no trips", "mended")
 
@@ -30,3 +30,11 @@ class Verdict:
         notes = [self.detail] * bool(self.detail) + ["nothing could move"] * (self.kind == "same" and not self.moved)
         notes += ["above the floor"] * self.raised
         return " ".join([f"{self.kind:8} {self.name}", *(f"({note})" for note in notes)])
+
+    def expecting(self, known: str | None) -> "Verdict":
+        """Return this verdict on a case that is to fail as `known` says, or on one of which nothing is known."""
+        if known is None or not self.ran:
+            return self
+        if self.kind in OURS:
+            return replace(self, kind="expected", detail=f"{known}: {self.detail}")
+        return replace(self, kind="mended", detail=f"{known} does not fail: take it out of the table")
