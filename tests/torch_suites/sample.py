@@ -1,0 +1,38 @@
+"""The cases that every run of our tests takes from torch's suites: of each kind a few, quick ones, in two halves."""
+
+HALVES: tuple[tuple[str, ...], ...] = (
+    (
+        "op_db:transpose:plain",  # views
+        "op_db:unbind:plain",
+        "op_db:mul:inplace",
+        "op_db:index_add:mutated",
+        "op_db:mul:complex",
+        "op_db:sort:plain",  # several results
+        "op_db:var_mean:plain",
+        "op_db:nn.functional.dropout:plain",  # random
+        "hop_db:cond.simple:plain",
+        "hop_db:auto_functionalize.simple:plain",
+        "custom_op_db:NumpyCubeCustomOp:plain",
+        "module_db:nn.BatchNorm1d:plain",  # buffers
+        "module_db:nn.LayerNorm:dynamic",
+        "op_db:softmax:bf16",
+        "op_db:sqrt:inductor",
+    ),
+    (
+        "op_db:select:plain",
+        "op_db:diagonal:plain",
+        "op_db:sin:inplace",
+        "op_db:clamp:mutated",
+        "op_db:linalg.inv:complex",
+        "op_db:fft.rfft:plain",
+        "op_db:topk:plain",
+        "op_db:bernoulli:plain",
+        "hop_db:scan.simple:plain",
+        "hop_db:while_loop.simple:plain",
+        "custom_op_db:NumpySortCustomOp:plain",
+        "custom_op_db:NumpyViewCopyCustomOp:plain",
+        "module_db:nn.BatchNorm2d:eval",
+        "custom_op_db:NumpyTakeCustomOp:plain",
+        "op_db:nn.functional.gelu:bf16",
+    ),
+)

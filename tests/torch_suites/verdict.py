@@ -1,0 +1,40 @@
+"""What became of a case. No torch here: who asks for cases to be run need not import it."""
+
+from dataclasses import dataclass, replace
+
+OURS = ("mismatch", "error", "no trips", "mended")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a case.
+
+    `kind` is "same", "mismatch", "error" (ours), "no trips" (though there was something to spill), "expected" (known to
+    fail), "mended" (known to fail, and does not), "skipped", "unstable" (torch's own two runs differ) or "torch" (its
+    own backend raises). `moved` says whether something travelled or was computed again; `raised` whether the budget had
+    to be raised above the floor's 0.2 %.
+    """
+
+    name: str
+    kind: str
+    moved: bool = False
+    raised: bool = False
+    detail: str = ""
+
+    @property
+    def ran(self) -> bool:
+        """Say whether tencache ran it."""
+        return self.kind not in ("skipped", "unstable", "torch")
+
+    def __str__(self) -> str:
+        notes = [self.detail] * bool(self.detail) + ["nothing could move"] * (self.kind == "same" and not self.moved)
+        notes += ["above the floor"] * self.raised
+        return " ".join([f"{self.kind:8} {self.name}", *(f"({note})" for note in notes)])
+
+    def expecting(self, known: str | None) -> "Verdict":
+        """Return this verdict on a case that is to fail as `known` says, or on one of which nothing is known."""
+        if known is None or not self.ran:
+            return self
+        if self.kind in OURS:
+            return replace(self, kind="expected", detail=f"{known}: {self.detail}")
+        return replace(self, kind="mended", detail=f"{known} does not fail: take it out of the table")
