@@ -31,7 +31,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import tencache_fx
-from tencache_fx.tables import format_bytes, format_ns
+from tencache_fx.units import format_bytes, format_ns
 
 
 def choose_shape(args: argparse.Namespace) -> Shape:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import tencache_fx
-from tencache_fx.dump import Listing
-from tencache_fx.tables import show_graph, show_pool, show_summary, show_tensors
+from tencache_fx.records import Listing
+from tencache_fx.reporting.tables import show_graph, show_pool, show_summary, show_tensors
 
 
 def main() -> None:

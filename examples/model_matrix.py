@@ -24,7 +24,7 @@ from families import FAMILIES, family
 from matrix import CPU, EAGER, INDUCTOR, Row, make_row
 
 from tencache_fx.errors import TencacheError
-from tencache_fx.tables import format_bytes
+from tencache_fx.units import format_bytes
 
 HEADERS = ("model", "equal", "plain", "budget", "ours", "regions", "spills", "recomputed", "breaks", "seconds")
 

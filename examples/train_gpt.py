@@ -28,7 +28,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 from tqdm import tqdm
 
 import tencache_fx
-from tencache_fx.tables import format_bytes, format_ns
+from tencache_fx.units import format_bytes, format_ns
 
 # ---------------------------------------------------------------- the model: a decoder-only transformer over bytes
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from tencache_fx.capture import byte_hint, output_args, placeholders, storage_of, tensors_of
-from tencache_fx.passes.model_state import is_away
+from tencache_fx.passes.graphs import output_args, placeholders
+from tencache_fx.passes.parameter_markers import is_away
 from tencache_fx.passes.symbols import evaluate
-from tencache_fx.plan import round_up
+from tencache_fx.tensors import byte_hint, storage_of, tensors_of
+from tencache_fx.units import round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

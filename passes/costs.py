@@ -11,15 +11,16 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from tencache_fx.calibrate import Call, OpCost, describe_call
-from tencache_fx.capture import Capture, byte_hint, tensors_of
-from tencache_fx.machine import Roofline
+from tencache_fx.hardware.op_timing import Call, OpCost, describe_call
+from tencache_fx.hardware.rates import Roofline
 from tencache_fx.passes.fusion import Registers, is_pointwise, readers_of
+from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.traffic import Traffic, measure_traffic
-from tencache_fx.plan import Op
+from tencache_fx.planning.problem import Op
+from tencache_fx.tensors import byte_hint, tensors_of
 
 
-def find_calls(capture: Capture, roofline: Roofline, registers: Registers | None) -> dict[Call, int]:
+def find_calls(capture: RegionGraphs, roofline: Roofline, registers: Registers | None) -> dict[Call, int]:
     """Return the distinct heavy ops of `capture`, each with the ns that all its steps take by the roofline."""
     totals: Counter[Call] = Counter()
     for node, traffic in zip(capture.nodes, measure_traffic(capture, registers), strict=True):
@@ -29,7 +30,7 @@ def find_calls(capture: Capture, roofline: Roofline, registers: Registers | None
 
 
 def estimate_ops(
-    capture: Capture, roofline: Roofline, registers: Registers | None, measured: Mapping[Call, OpCost]
+    capture: RegionGraphs, roofline: Roofline, registers: Registers | None, measured: Mapping[Call, OpCost]
 ) -> tuple[Op, ...]:
     """Return one `Op` per step of `capture`: as `measured` where it was, else by the roofline.
 
@@ -55,7 +56,9 @@ def estimate_ops(
     )
 
 
-def measured_scratch(capture: Capture, registers: Registers | None, measured: Mapping[Call, OpCost]) -> dict[str, int]:
+def measured_scratch(
+    capture: RegionGraphs, registers: Registers | None, measured: Mapping[Call, OpCost]
+) -> dict[str, int]:
     """Return what the kernels of `capture` allocate for themselves, in bytes, by the names of nodes it is known of."""
     calls = [(node, describe_call(node, fuses=registers is not None)) for node in capture.nodes]
     costs = {node.name: measured[call] for node, call in calls if call is not None and call in measured}

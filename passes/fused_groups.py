@@ -11,15 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
-from tencache_fx.capture import Capture, byte_hint, tensors_of
 from tencache_fx.passes.costs import count_flops
 from tencache_fx.passes.fusion import Registers, is_constant, is_loop_body, is_reduction, is_view, readers_of
+from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.lifetimes import StorageNodes
-from tencache_fx.plan import Step, Storage
+from tencache_fx.planning.problem import Step, Storage
+from tencache_fx.tensors import byte_hint, tensors_of
 
 
 def hold_fused_operands(
-    capture: Capture, registers: Registers, storages: Sequence[StorageNodes]
+    capture: RegionGraphs, registers: Registers, storages: Sequence[StorageNodes]
 ) -> tuple[StorageNodes, ...]:
     """Return `storages`, those that die inside a fused kernel held until its last op is done.
 
@@ -36,7 +37,7 @@ def _hold(item: StorageNodes, last_of: Sequence[int]) -> Storage:
     return dataclasses.replace(storage, death=Step(last_of[storage.uses[-1]] + 1))
 
 
-def last_steps(capture: Capture, registers: Registers) -> Sequence[int]:
+def last_steps(capture: RegionGraphs, registers: Registers) -> Sequence[int]:
     """Return for every step the last step of the kernel that it is part of. O(nodes + arguments)."""
     parent = list(range(len(capture.nodes)))
 
@@ -63,7 +64,7 @@ def last_steps(capture: Capture, registers: Registers) -> Sequence[int]:
     return [root(step) for step in range(len(parent))]
 
 
-def find_early(capture: Capture, registers: Registers) -> Mapping[fx.Node, Step]:
+def find_early(capture: RegionGraphs, registers: Registers) -> Mapping[fx.Node, Step]:
     """Return the results that Inductor may compute before a heavy op that stands before them, with the earliest step.
 
     They go into the kernel of an earlier op that reads what they read, in a loop of the same shape, if all that they

@@ -12,14 +12,15 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from tencache_fx.capture import Capture, tensors_of
+from tencache_fx.passes.graphs import RegionGraphs
+from tencache_fx.tensors import tensors_of
 
 REALIZE_READS = 4
 
 Registers = Mapping[fx.Node, frozenset[fx.Node]]
 
 
-def find_registers(capture: Capture) -> Registers:
+def find_registers(capture: RegionGraphs) -> Registers:
     """Return the values of a region that stay in registers."""
     return registers_among(capture.nodes)
 

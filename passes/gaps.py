@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 from torch import fx
 
-from tencache_fx.capture import Capture
-from tencache_fx.plan import Step
+from tencache_fx.passes.graphs import RegionGraphs
+from tencache_fx.planning.problem import Step
 
 
 class Gaps:
     """Where to write: the ops of one gap stand before the step that follows it, or before the graph's output."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: RegionGraphs) -> None:
         self._steps = capture.nodes
         self._outputs = {graph: graph.find_nodes(op="output")[0] for graph in capture.graphs}
 

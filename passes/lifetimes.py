@@ -14,14 +14,16 @@ from torch import fx
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from tencache_fx.capture import Capture, byte_hint, is_lazy, output_args, placeholders, tensors_of
 from tencache_fx.ops import ARRIVE, DEPART
+from tencache_fx.passes.addmm_fusion import fused_product
 from tencache_fx.passes.collectives import begins_collective, is_collective_wait
 from tencache_fx.passes.fusion import Registers
-from tencache_fx.passes.model_state import is_away
-from tencache_fx.passes.products import fused_product
+from tencache_fx.passes.graphs import RegionGraphs, output_args, placeholders
+from tencache_fx.passes.parameter_markers import is_away
 from tencache_fx.passes.symbols import SymbolSource, symbol_source
-from tencache_fx.plan import Kind, Step, Storage, round_up
+from tencache_fx.planning.problem import Kind, Step, Storage
+from tencache_fx.tensors import byte_hint, is_lazy, tensors_of
+from tencache_fx.units import round_up
 
 _NO_BYTES = torch.ops.aten._efficientzerotensor.default  # of forward-mode derivatives; its fake is an ordinary tensor
 
@@ -68,7 +70,7 @@ class _Trace:
 
 
 def measure_lifetimes(
-    capture: Capture, registers: Registers, mutations: Mapping[fx.Node, fx.Node] | None = None
+    capture: RegionGraphs, registers: Registers, mutations: Mapping[fx.Node, fx.Node] | None = None
 ) -> tuple[StorageNodes, ...]:
     """Return every storage on the region's device with its life, in order of birth.
 
@@ -92,7 +94,7 @@ def measure_lifetimes(
 class _Walk:
     """One pass over both graphs in step order, collecting a trace per storage."""
 
-    def __init__(self, capture: Capture, registers: Registers, mutations: Mapping[fx.Node, fx.Node]) -> None:
+    def __init__(self, capture: RegionGraphs, registers: Registers, mutations: Mapping[fx.Node, fx.Node]) -> None:
         self.capture = capture
         self._mutations = mutations
         self.traces: list[_Trace] = []
@@ -263,7 +265,7 @@ def _is_constant(trace: _Trace) -> bool:
     return any(node.op == "get_attr" for node in trace.members)
 
 
-def _hold(trace: _Trace, capture: Capture, uses: tuple[Step, ...]) -> tuple[Step, ...]:
+def _hold(trace: _Trace, capture: RegionGraphs, uses: tuple[Step, ...]) -> tuple[Step, ...]:
     """Return `uses`, with every step between those of the backward if that is handed no carrier.
 
     It is in use there in the sense that it cannot leave: no tensor in that graph spans all of it.
@@ -275,7 +277,7 @@ def _hold(trace: _Trace, capture: Capture, uses: tuple[Step, ...]) -> tuple[Step
     return (*(use for use in uses if use < late[0]), *map(Step, range(late[0], late[-1] + 1)))
 
 
-def _finish(trace: _Trace, capture: Capture, sources: Sequence[SymbolSource]) -> StorageNodes:
+def _finish(trace: _Trace, capture: RegionGraphs, sources: Sequence[SymbolSource]) -> StorageNodes:
     uses = tuple(Step(step) for step in sorted(set(trace.uses)))
     steps = len(capture.nodes)
     uses = _hold(trace, capture, uses)

@@ -7,12 +7,12 @@ Without it the first backward step would have to count for that time, and what i
 
 from torch import fx
 
-from tencache_fx.capture import Capture, step_nodes
 from tencache_fx.ops import PAUSE
-from tencache_fx.passes.products import runs_heavy
+from tencache_fx.passes.addmm_fusion import runs_heavy
+from tencache_fx.passes.graphs import RegionGraphs, step_nodes
 
 
-def write_pause(capture: Capture) -> None:
+def write_pause(capture: RegionGraphs) -> None:
     """Write the step at the begin of the backward."""
     assert capture.backward is not None
     steps = step_nodes(capture.backward)
@@ -21,7 +21,7 @@ def write_pause(capture: Capture) -> None:
             capture.backward.call_function(PAUSE, (), name="between_graphs")
 
 
-def drop_pause(capture: Capture) -> None:
+def drop_pause(capture: RegionGraphs) -> None:
     """Take the step away again, if it was written: nothing runs there."""
     if capture.backward is not None:
         for node in capture.backward.find_nodes(op="call_function", target=PAUSE):

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from tencache_fx.capture import Capture, output_args
+from tencache_fx.passes.graphs import RegionGraphs, output_args
 from tencache_fx.passes.lifetimes import StorageNodes
-from tencache_fx.plan import Kind, Recipe, Step
+from tencache_fx.planning.problem import Kind, Recipe, Step
 
 
-def find_recipes(capture: Capture, storages: Sequence[StorageNodes]) -> tuple[Recipe, ...]:
+def find_recipes(capture: RegionGraphs, storages: Sequence[StorageNodes]) -> tuple[Recipe, ...]:
     """Return a recipe for every saved activation that the backward reads and could make again.
 
     O(saved values x nodes of their recipe).
@@ -41,13 +41,13 @@ def find_recipes(capture: Capture, storages: Sequence[StorageNodes]) -> tuple[Re
     return tuple(recipes)
 
 
-def recomputed_nodes(capture: Capture, recipes: Sequence[Recipe], names: Sequence[str]) -> frozenset[str]:
+def recomputed_nodes(capture: RegionGraphs, recipes: Sequence[Recipe], names: Sequence[str]) -> frozenset[str]:
     """Return the names of the forward's nodes that have to run again for the storages `names`."""
     chosen = set(names)
     return frozenset(capture.nodes[step].name for recipe in recipes if recipe.name in chosen for step in recipe.steps)
 
 
-def _is_asked_for(item: StorageNodes, capture: Capture) -> bool:
+def _is_asked_for(item: StorageNodes, capture: RegionGraphs) -> bool:
     storage = item.storage
     read_late = any(use >= capture.boundary for use in storage.uses)
     return bool(item.saved) and read_late and storage.kind is Kind.ACTIVATION and storage.spillable

@@ -9,7 +9,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from tencache_fx.capture import Capture, output_args, placeholders, storage_of, tensors_of
+from tencache_fx.passes.graphs import RegionGraphs, output_args, placeholders
+from tencache_fx.tensors import storage_of, tensors_of
 
 Place = tuple[int, int | None]
 
@@ -49,7 +50,7 @@ def evaluate(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, int]) -> int:
     return int(sympy_interp(PythonReferenceAnalysis, dict(sizes), expression))
 
 
-def unbacked_sizes(capture: Capture) -> tuple[torch.SymInt, ...]:
+def unbacked_sizes(capture: RegionGraphs) -> tuple[torch.SymInt, ...]:
     """Return the sizes of the region's tensors and of their storages that are known only when it runs."""
     tensors = (tensor for graph in capture.graphs for node in graph.nodes for tensor in tensors_of(node))
     sizes = (size for tensor in tensors for size in (*tensor.shape, *_storage_size(tensor)))
@@ -100,7 +101,7 @@ class SymbolSource:
         return made
 
 
-def symbol_source(capture: Capture, graph: fx.Graph) -> SymbolSource:
+def symbol_source(capture: RegionGraphs, graph: fx.Graph) -> SymbolSource:
     """Return the symbols `graph` defines through inputs that no plan takes away: not through saved activations."""
     made = {v.name for v in output_args(capture.forward) if isinstance(v, fx.Node) and v.op != "placeholder"}
     symbols = {v.name for v in placeholders(graph) if not isinstance(v.meta.get("val"), torch.Tensor)}

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from tencache_fx.capture import Capture, byte_hint, output_args, tensors_of
 from tencache_fx.ops import UNPLANNED
 from tencache_fx.passes.fusion import Registers, base_of, is_constant, is_loop_body, is_reduction, is_view
+from tencache_fx.passes.graphs import RegionGraphs, output_args
+from tencache_fx.tensors import byte_hint, tensors_of
 
 _FEW_ROWS = 64  # a reduction to fewer results is split over the device: who reads them starts a new kernel
 _INDEXED = frozenset((torch.ops.aten.embedding, torch.ops.aten.gather, torch.ops.aten.index))
@@ -48,7 +49,7 @@ class _Kernel:
         return elements in (self.elements, self.rows)
 
 
-def measure_traffic(capture: Capture, registers: Registers | None) -> tuple[Traffic, ...]:
+def measure_traffic(capture: RegionGraphs, registers: Registers | None) -> tuple[Traffic, ...]:
     """Return what each step of `capture` moves; `registers` is None where no compiler fuses. O(nodes + arguments)."""
     reads = _Reads(registers or {})
     if registers is None:
@@ -81,7 +82,7 @@ def measure_traffic(capture: Capture, registers: Registers | None) -> tuple[Traf
     return tuple(traffic)
 
 
-def _find_kernels(capture: Capture, registers: Registers, reads: "_Reads") -> dict[fx.Node, _Kernel]:
+def _find_kernels(capture: RegionGraphs, registers: Registers, reads: "_Reads") -> dict[fx.Node, _Kernel]:
     """Return the kernel of every generated op that writes memory, or would if its readers were elsewhere.
 
     An op joins the newest kernel that it may: none older than the one that makes what it reads.

@@ -23,22 +23,30 @@ from typing import Any
 import torch
 from torch import fx
 
-from tencache_fx.capture import Capture, output_args, placeholders
 from tencache_fx.errors import InvariantError
 from tencache_fx.ops import OFFLOAD, PREFETCH, RELEASE, WAIT, key_tensor
 from tencache_fx.passes.fusion import is_view
 from tencache_fx.passes.gaps import Gaps
-from tencache_fx.passes.home_transfers import Move, find_moves, write_fetch, write_renewals, write_settled, write_sink
+from tencache_fx.passes.graphs import RegionGraphs, output_args, placeholders
 from tencache_fx.passes.lifetimes import StorageNodes, find_carrier
+from tencache_fx.passes.parameter_transfers import (
+    Move,
+    find_moves,
+    write_fetch,
+    write_renewals,
+    write_settled,
+    write_sink,
+)
 from tencache_fx.passes.symbols import SymbolSource, symbol_source
-from tencache_fx.plan import Plan, Spill, Step, Way
+from tencache_fx.planning.plan import Plan, Transfer, TransferKind
+from tencache_fx.planning.problem import Step
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Trip:
     """One spill with the nodes it concerns, found before any of them is touched."""
 
-    spill: Spill
+    spill: Transfer
     nodes: StorageNodes
     source: fx.Graph
     target: fx.Graph
@@ -54,7 +62,7 @@ class _Return:
 
 
 def insert_transfers(
-    capture: Capture,
+    capture: RegionGraphs,
     storages: Iterable[StorageNodes],
     plan: Plan,
     registers: frozenset[fx.Node] = frozenset(),
@@ -63,35 +71,36 @@ def insert_transfers(
 ) -> frozenset[fx.Node]:
     """Edit the graphs of `capture` in place to carry out `plan`; decide nothing.
 
-    Ops of one gap are written in the order that `tencache_fx.plan` gives. A value in `registers` that was computed from
-    a storage before its trip, and is read after it, is computed again from what came back: the compiler would have
-    computed it twice anyway, and held across the trip it would cost memory. Returns `registers` with those copies.
+    Ops of one gap are written in the order that `tencache_fx.planning.plan.program` gives. A value in `registers` that
+    was computed from a storage before its trip, and is read after it, is computed again from what came back: the
+    compiler would have computed it twice anyway, and held across the trip it would cost memory. Returns `registers`
+    with those copies.
     O(nodes + trips x nodes).
     """
     by_name = {item.storage.name: item for item in storages}
     steps = capture.nodes
-    trips = [_find_trip(capture, by_name[s.name], s, steps) for s in plan.spills if s.way is Way.ROUND]
+    trips = [_find_trip(capture, by_name[s.name], s, steps) for s in plan.spills if s.kind is TransferKind.ROUND]
     moves = find_moves(plan, steps)
     symbols = {graph: symbol_source(capture, graph) for graph in capture.graphs}  # before values are handles
     gaps = Gaps(capture)
     handles: dict[str, fx.Node] = {}
-    for trip in sorted(trips, key=lambda t: (t.spill.offload, t.spill.gone, t.spill.name)):
+    for trip in sorted(trips, key=lambda t: (t.spill.copy_out_after, t.spill.freed_at, t.spill.name)):
         handles[trip.spill.name] = _write_offload(gaps, trip, engine)
-    for leaving in sorted(_leaving(trips, moves), key=lambda t: (t.spill.gone, t.spill.name)):
+    for leaving in sorted(_leaving(trips, moves), key=lambda t: (t.spill.freed_at, t.spill.name)):
         if isinstance(leaving, Move):
             write_sink(gaps, leaving, engine)
         else:
             _write_release(gaps, leaving, handles[leaving.spill.name], engine)
     handles |= _hand_over(capture, [trip for trip in trips if trip.source is not trip.target], handles)
     tickets: dict[str, fx.Node] = {}
-    for coming in sorted(_coming(trips, moves), key=lambda t: (t.spill.fetch, t.spill.back, t.spill.name)):
+    for coming in sorted(_coming(trips, moves), key=lambda t: (t.spill.prefetch_at, t.spill.needed_at, t.spill.name)):
         if isinstance(coming, Move):
             write_fetch(gaps, coming, engine)
         else:
             tickets[coming.spill.name] = _write_prefetch(gaps, coming, handles[coming.spill.name], engine)
     write_settled(capture, steps, engine)
     returns: dict[fx.Node, _Return] = {}
-    for trip in sorted(trips, key=lambda t: (t.spill.back, t.spill.name)):
+    for trip in sorted(trips, key=lambda t: (t.spill.needed_at, t.spill.name)):
         wait, returned = _write_wait(gaps, trip, tickets[trip.spill.name], symbols[trip.target], engine)
         if trip.source is trip.target:
             returns[wait] = _Return(members=trip.nodes.members, read_instead=returned)
@@ -106,21 +115,21 @@ def insert_transfers(
 
 
 def _leaving(trips: Sequence[_Trip], moves: Sequence[Move]) -> list[_Trip | Move]:
-    return [*trips, *(move for move in moves if move.spill.way is Way.OUT)]
+    return [*trips, *(move for move in moves if move.spill.kind is TransferKind.OUT)]
 
 
 def _coming(trips: Sequence[_Trip], moves: Sequence[Move]) -> list[_Trip | Move]:
-    return [*trips, *(move for move in moves if move.spill.way is Way.IN)]
+    return [*trips, *(move for move in moves if move.spill.kind is TransferKind.IN)]
 
 
-def _find_trip(capture: Capture, nodes: StorageNodes, spill: Spill, steps: Sequence[fx.Node]) -> _Trip:
-    source = steps[spill.offload].graph
-    target = steps[spill.back].graph
+def _find_trip(capture: RegionGraphs, nodes: StorageNodes, spill: Transfer, steps: Sequence[fx.Node]) -> _Trip:
+    source = steps[spill.copy_out_after].graph
+    target = steps[spill.needed_at].graph
     if source is not target:
         carrier = find_carrier(nodes.members, source)
     else:
         position = {node: step for step, node in enumerate(steps)}
-        carrier = find_carrier((m for m in nodes.members if position.get(m, -1) <= spill.offload), source)
+        carrier = find_carrier((m for m in nodes.members if position.get(m, -1) <= spill.copy_out_after), source)
     if carrier is None:
         raise InvariantError(f"{spill.name}: no node spans the storage where its copy out is issued.")
     return _Trip(
@@ -140,7 +149,7 @@ def _write_offload(gaps: Gaps, trip: _Trip, engine: int) -> fx.Node:
             OFFLOAD, (trip.carrier, engine, spill.tier.value, spill.name), name=_name("offload", trip)
         )
 
-    return _key(gaps.write(graph, Step(spill.offload + 1), make), trip)
+    return _key(gaps.write(graph, Step(spill.copy_out_after + 1), make), trip)
 
 
 def _write_release(gaps: Gaps, trip: _Trip, handle: fx.Node, engine: int) -> None:
@@ -150,7 +159,7 @@ def _write_release(gaps: Gaps, trip: _Trip, handle: fx.Node, engine: int) -> Non
         lent = (True,) if trip.nodes.storage.held_until else ()
         return graph.call_function(RELEASE, (handle, trip.carrier, engine, *lent), name=_name("release", trip))
 
-    _key(gaps.write(graph, trip.spill.gone, make), trip)
+    _key(gaps.write(graph, trip.spill.freed_at, make), trip)
 
 
 def _write_prefetch(gaps: Gaps, trip: _Trip, handle: fx.Node, engine: int) -> fx.Node:
@@ -159,7 +168,7 @@ def _write_prefetch(gaps: Gaps, trip: _Trip, handle: fx.Node, engine: int) -> fx
     def make() -> fx.Node:
         return graph.call_function(PREFETCH, (handle, engine), name=_name("prefetch", trip))
 
-    return _key(gaps.write(graph, trip.spill.fetch, make), trip)
+    return _key(gaps.write(graph, trip.spill.prefetch_at, make), trip)
 
 
 def _write_wait(
@@ -169,7 +178,7 @@ def _write_wait(
 
     Returns the wait, and what to read instead of each member.
     """
-    graph, back = trip.target, trip.spill.back
+    graph, back = trip.target, trip.spill.needed_at
     whole = trip.carrier.meta["val"]
 
     def make() -> fx.Node:
@@ -205,7 +214,7 @@ def _write_wait(
 def _late_readers(gaps: Gaps, trip: _Trip) -> tuple[fx.Node, ...]:
     """Return what reads the storage after its wait, in order: copies of register values made so far among it."""
     nodes = list(trip.target.nodes)
-    first_late = nodes.index(gaps.anchor(trip.target, trip.spill.back))
+    first_late = nodes.index(gaps.anchor(trip.target, trip.spill.needed_at))
     return tuple(node for node in nodes[first_late:] if any(a in trip.nodes.members for a in node.all_input_nodes))
 
 
@@ -262,7 +271,7 @@ def _rebuild(gaps: Gaps, trip: _Trip, member: fx.Node, whole: fx.Node, symbols: 
     value, base, view = member.meta["val"], whole.meta["val"], whole
 
     def write(target: torch._ops.OpOverload, *args: Any) -> fx.Node:
-        return gaps.write(trip.target, trip.spill.back, lambda: trip.target.call_function(target, args))
+        return gaps.write(trip.target, trip.spill.needed_at, lambda: trip.target.call_function(target, args))
 
     geometry = (tuple(value.shape), tuple(value.stride()), value.storage_offset())
     if geometry != (tuple(base.shape), tuple(base.stride()), base.storage_offset()):
@@ -285,7 +294,7 @@ def _refresh(view: fx.Node, trip: _Trip) -> None:
         view.meta["val"] = view.target(*args, **kwargs)
 
 
-def _hand_over(capture: Capture, trips: Sequence[_Trip], handles: dict[str, fx.Node]) -> dict[str, fx.Node]:
+def _hand_over(capture: RegionGraphs, trips: Sequence[_Trip], handles: dict[str, fx.Node]) -> dict[str, fx.Node]:
     """Put each handle in the place of its storage's first saved value; the others are not handed over at all.
 
     Returns the backward's placeholders for the handles, by storage.

@@ -14,7 +14,7 @@ from torch import fx
 
 from tencache_fx.errors import InvariantError
 from tencache_fx.ops import RUNTIME_OPS, label_of
-from tencache_fx.passes.products import runs_heavy
+from tencache_fx.passes.addmm_fusion import runs_heavy
 
 _OURS = "torch.ops.tencache."
 _LABELLED = {

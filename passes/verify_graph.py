@@ -11,13 +11,15 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from tencache_fx.capture import Capture, byte_hint
 from tencache_fx.errors import InvariantError
 from tencache_fx.ops import FETCH, HOMED, OFFLOAD, PREFETCH, RELEASE, RENEW, RUNTIME_OPS, SETTLE, SINK, WAIT
+from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.verify_collectives import check_collectives, late_reads
-from tencache_fx.passes.verify_homes import away_names, check_homes
 from tencache_fx.passes.verify_owners import Key, handed, is_tensor, owners_of, strided, under_new_fake
-from tencache_fx.plan import Plan, Problem, Tier, Way
+from tencache_fx.passes.verify_parameters import away_names, check_homes
+from tencache_fx.planning.plan import Plan, TransferKind
+from tencache_fx.planning.problem import Problem, Tier
+from tencache_fx.tensors import byte_hint
 
 
 @dataclass(kw_only=True)
@@ -32,16 +34,16 @@ class _Ops:
 
 
 _ROLES = {
-    Way.ROUND: ("offload", "release", "prefetch", "wait"),
-    Way.IN: ("prefetch", "wait"),
-    Way.OUT: ("offload", "release", "homed"),
+    TransferKind.ROUND: ("offload", "release", "prefetch", "wait"),
+    TransferKind.IN: ("prefetch", "wait"),
+    TransferKind.OUT: ("offload", "release", "homed"),
 }
 
 
 def verify_graphs(
     problem: Problem,
     plan: Plan,
-    capture: Capture,
+    capture: RegionGraphs,
     registers: frozenset[fx.Node] = frozenset(),
     in_place: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
 ) -> None:
@@ -60,8 +62,8 @@ def verify_graphs(
     reads = {graph: _Reads(graph) for graph in {node.graph for ops in trips.values() for node in ops.release}}
     for spill in plan.spills:
         name, ops = spill.name, trips[spill.name]
-        _check_pairs(name, ops, spill.way)
-        if spill.way is not Way.IN:
+        _check_pairs(name, ops, spill.kind)
+        if spill.kind is not TransferKind.IN:
             _check_release(name, ops, reads[ops.release[0].graph])
             _check_owner(name, ops, forward)
         _check_geometry(name, ops)
@@ -94,7 +96,7 @@ def _find_trips(graphs: tuple[fx.Graph, ...]) -> dict[str, _Ops]:
     return trips
 
 
-def _check_pairs(name: str, ops: _Ops, way: Way) -> None:
+def _check_pairs(name: str, ops: _Ops, way: TransferKind) -> None:
     for role in ("offload", "release", "prefetch", "wait", "homed"):
         found, wanted = getattr(ops, role), int(role in _ROLES[way])
         if len(found) != wanted:
@@ -207,12 +209,12 @@ def _check_places(problem: Problem, plan: Plan, trips: dict[str, _Ops], graphs: 
     for spill in plan.spills:
         ops = trips[spill.name]
         planned_at = {
-            "offload": spill.offload + 1,
-            "release": spill.gone,
-            "prefetch": spill.fetch,
-            "wait": spill.back + (spill.way is Way.IN),  # it is that step
+            "offload": spill.copy_out_after + 1,
+            "release": spill.freed_at,
+            "prefetch": spill.prefetch_at,
+            "wait": spill.needed_at + (spill.kind is TransferKind.IN),  # it is that step
         }
-        for role in planned_at.keys() & set(_ROLES[spill.way]):
+        for role in planned_at.keys() & set(_ROLES[spill.kind]):
             planned = planned_at[role]
             found = gap[getattr(ops, role)[0]]
             if found != planned:
@@ -222,7 +224,7 @@ def _check_places(problem: Problem, plan: Plan, trips: dict[str, _Ops], graphs: 
 def _check_memory(
     problem: Problem,
     plan: Plan,
-    capture: Capture,
+    capture: RegionGraphs,
     registers: frozenset[fx.Node],
     in_place: Mapping[fx.Node, fx.Node],
 ) -> None:
@@ -233,7 +235,9 @@ def _check_memory(
         raise InvariantError(f"peak: the graphs hold {peak} bytes at {where}, the plan promised {promised}.")
 
 
-def _replay(capture: Capture, registers: frozenset[fx.Node], in_place: Mapping[fx.Node, fx.Node]) -> tuple[int, str]:
+def _replay(
+    capture: RegionGraphs, registers: frozenset[fx.Node], in_place: Mapping[fx.Node, fx.Node]
+) -> tuple[int, str]:
     """Run through the graphs as the allocator would; return the most bytes held and the node that held them.
 
     What is released and was lent is the caller's to the end of the forward, who has given it up by the backward.

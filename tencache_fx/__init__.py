@@ -6,34 +6,34 @@ The names below are loaded on first use, so that `tencache dump` and the planner
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+from tencache_fx.version import __version__
 
-_HOMES = {
+_EXPORTS = {
     "tencache": "tencache_fx.backend",
-    "configure": "tencache_fx.session",
-    "engines": "tencache_fx.runtime.registry",
-    "peak_bytes": "tencache_fx.measure",
-    "regions": "tencache_fx.session",
-    "report": "tencache_fx.session",
-    "explain": "tencache_fx.session",
-    "stats": "tencache_fx.session",
-    "close": "tencache_fx.session",
-    "offload": "tencache_fx.model_state",
-    "summon": "tencache_fx.model_state",
-    "fit": "tencache_fx.fitting",
+    "configure": "tencache_fx.api",
+    "engines": "tencache_fx.runtime.engine_registry",
+    "peak_bytes": "tencache_fx.hardware.peak",
+    "regions": "tencache_fx.api",
+    "report": "tencache_fx.api",
+    "explain": "tencache_fx.api",
+    "stats": "tencache_fx.api",
+    "close": "tencache_fx.api",
+    "offload": "tencache_fx.model_state.modules",
+    "summon": "tencache_fx.model_state.modules",
+    "fit": "tencache_fx.fitting.estimate",
 }
-_HOMES |= dict.fromkeys(
+_EXPORTS |= dict.fromkeys(
     ("TencacheError", "OptionError", "BudgetError", "StoreError", "UsageError", "InvariantError"), "tencache_fx.errors"
 )
-__all__ = ["__version__", "optim", *_HOMES]
+__all__ = ["__version__", "optim", *_EXPORTS]
 
 
 def __getattr__(name: str) -> Any:
     if name == "optim":
         return importlib.import_module("tencache_fx.optim")
-    if name not in _HOMES:
+    if name not in _EXPORTS:
         raise AttributeError(f"module 'tencache_fx' has no attribute {name!r}; it has {', '.join(sorted(__all__))}.")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
 
 
 def __dir__() -> list[str]:

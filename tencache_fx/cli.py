@@ -10,10 +10,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from tencache_fx.dump import RegionRecord, read_measured, read_problem, read_regions
 from tencache_fx.errors import OptionError, TencacheError
-from tencache_fx.plan import Problem
-from tencache_fx.tables import (
+from tencache_fx.planning.problem import Problem
+from tencache_fx.records import RegionRecord
+from tencache_fx.reporting.dump import read_measured, read_problem, read_regions
+from tencache_fx.reporting.tables import (
     graph_dot,
     show_fit,
     show_frontier,
@@ -24,7 +25,7 @@ from tencache_fx.tables import (
     show_summary,
     show_tensors,
 )
-from tencache_fx.values import to_json
+from tencache_fx.serialization import to_json
 
 _VIEWS = ("summary", "tensors", "pool", "graphs", "all", "why")
 
@@ -151,14 +152,14 @@ def _record_text(dump_dir: Path, record: RegionRecord, what: str) -> str:
     if what in ("graphs", "all"):
         parts.extend(show_graph(listing) for listing in record.listings)
     if what == "why":
-        from tencache_fx.passes.alternatives import find_reasons  # here: the planner is for this view only
+        from tencache_fx.planning.explain import find_reasons  # here: the planner is for this view only
 
         parts.append(show_reasons(find_reasons(record.captured, record.plan)))
     return "\n\n".join(parts)
 
 
 def _plan(arguments: argparse.Namespace) -> str:
-    from tencache_fx.passes.region import plan_region  # here: only this command needs the planner and what it imports
+    from tencache_fx.planning.search import plan_region  # here: only this command needs the planner and what it imports
 
     captured = _with_tiers(read_problem(arguments.problem), arguments)
     given: list[str] = arguments.device_budget or []
@@ -185,9 +186,9 @@ def _with_tiers(problem: Problem, arguments: argparse.Namespace) -> Problem:
 
 
 def _compare(captured: Problem, policies: list[str], given: list[str], arguments: argparse.Namespace) -> str:
-    from tencache_fx.passes.planner import POLICIES
-    from tencache_fx.passes.sweep import find_frontier, spread_budgets
-    from tencache_fx.plot import draw_frontier, write_chart
+    from tencache_fx.planning.pareto import find_frontier, spread_budgets
+    from tencache_fx.planning.planner import POLICIES
+    from tencache_fx.reporting.plot import draw_frontier, write_chart
 
     if arguments.sweep is not None and given:
         raise OptionError("--sweep chooses the device budgets itself; give it or --device-budget, not both.")
@@ -221,7 +222,7 @@ def _budget(name: str, text: str | None, otherwise: int | None) -> int | None:
 def _fit(arguments: argparse.Namespace) -> str:
     if arguments.device == "cpu" and "torch" not in sys.modules:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nobody asks for a GPU, and some of torch's tracing would start one
-    from tencache_fx.fitting import fit_factory  # here: it needs torch
+    from tencache_fx.fitting.estimate import fit_factory  # here: it needs torch
 
     names = ("device_budget", "host_budget", "spill_budget", "spill_dir", "policy", "dump_dir")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}

@@ -12,14 +12,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tencache_fx import machine
-from tencache_fx.arguments import find_device
-from tencache_fx.disk import Disk, filesystem_type
+from tencache_fx.hardware import rates as rates_module
+from tencache_fx.hardware.capacity import Space, device_space, disk_space, host_space
+from tencache_fx.hardware.disk import Disk, filesystem_type
+from tencache_fx.model_state.arguments import find_device
 from tencache_fx.options import Options
-from tencache_fx.plan import Links
+from tencache_fx.planning.problem import Links
+from tencache_fx.reporting.tables import show_measured
 from tencache_fx.runtime.streams import open_streams
-from tencache_fx.tables import format_bytes, format_rate, show_measured
-from tencache_fx.tiers import Space, device_space, disk_space, host_space
+from tencache_fx.units import format_bytes, format_rate
 
 _GiB = 1 << 30
 _PIN_BYTES = 256 << 20
@@ -50,7 +51,7 @@ class Report:
     device_name: str
     device_space: Space
     matmul_per_s: tuple[tuple[str, int], ...]
-    roofline: machine.Roofline
+    roofline: rates_module.Roofline
     links: Links
     pageable: tuple[int, int] | None
     pin_ns: int | None
@@ -204,13 +205,13 @@ def disk_findings(report: Report) -> Iterator[str]:
 def _measure(device: torch.device, options: Options) -> Report:
     cuda = device.type == "cuda"
     free = device_space(device)  # before this process holds any
-    roofline = machine.roofline(device, calibrate=True, renew=True)
-    links = machine.links(device, (), calibrate=True, renew=True)
+    roofline = rates_module.roofline(device, calibrate=True, renew=True)
+    links = rates_module.links(device, (), calibrate=True, renew=True)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     host = host_space()
     return Report(
         device=device,
-        device_name=machine.device_key("", device)["device"],
+        device_name=rates_module.device_key("", device)["device"],
         device_space=free,
         matmul_per_s=_matmul_rates(device, roofline),
         roofline=roofline,
@@ -225,11 +226,11 @@ def _measure(device: torch.device, options: Options) -> Report:
     )
 
 
-def _matmul_rates(device: torch.device, roofline: machine.Roofline) -> tuple[tuple[str, int], ...]:
+def _matmul_rates(device: torch.device, roofline: rates_module.Roofline) -> tuple[tuple[str, int], ...]:
     rates = dict(roofline.flops_per_s)
     if device.type == "cuda":
         with _float32_as("tf32"):
-            rates["tf32"] = machine.roofline(device, calibrate=True, renew=True).flops_rate(torch.float32)
+            rates["tf32"] = rates_module.roofline(device, calibrate=True, renew=True).flops_rate(torch.float32)
     return tuple(rates.items())
 
 
@@ -245,7 +246,7 @@ def _float32_as(precision: str) -> Iterator[None]:
 
 
 def _pageable_rates(device: torch.device) -> tuple[int, int]:
-    out, into = (machine.copy_rates(device, (way,), pinned=False)[0] for way in ("out", "in"))
+    out, into = (rates_module.copy_rates(device, (way,), pinned=False)[0] for way in ("out", "in"))
     return out, into
 
 
@@ -268,7 +269,7 @@ def _disk_report(directory: Path) -> DiskReport:
     return DiskReport(
         directory=directory,
         filesystem=filesystem_type(directory),
-        rates=machine.disk(directory, renew=True),
+        rates=rates_module.disk(directory, renew=True),
         free_bytes=disk_space([directory]).available_bytes,
     )
 

@@ -2,7 +2,7 @@
 
     optimizer = tencache_fx.optim.AdamW(model.parameters(), lr=3e-4)
 
-in place of `torch.optim.AdamW`, in any loop, and `HomeOptimizer` for any other class that updates each element by
+in place of `torch.optim.AdamW`, in any loop, and `OffloadedOptimizer` for any other class that updates each element by
 itself. Master weights and moments are in host memory, beside each weight as it was last written: 14 bytes for a bf16
 parameter. Gradients stay where autograd puts them, so clipping, accumulation, `GradScaler`, schedulers and closures are
 torch's.
@@ -15,13 +15,13 @@ during backward, as gradients land.
 import torch
 from torch.optim.optimizer import ParamsT
 
-from tencache_fx.optim_home import HomeOptimizer
+from tencache_fx.model_state.optimizer import OffloadedOptimizer
 
-__all__ = ["AdamW", "HomeOptimizer"]
+__all__ = ["AdamW", "OffloadedOptimizer"]
 
 
-class AdamW(HomeOptimizer):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) as `torch.optim.AdamW` has it; see `HomeOptimizer`."""
+class AdamW(OffloadedOptimizer):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) as `torch.optim.AdamW` has it; see `OffloadedOptimizer`."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tencache_fx.errors import OptionError
-from tencache_fx.values import MOST, parse_json
+from tencache_fx.serialization import MOST, parse_json
 
 _UNITS = {"B": 1} | {
     f"{letter}{suffix}": base**power

@@ -39,6 +39,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tencache_fx.errors import OptionError
+from tencache_fx.hardware.capacity import device_space, disk_space, host_space, ranks_here
 from tencache_fx.option_values import (
     AUTO,
     SIZE_EXAMPLES,
@@ -54,8 +55,7 @@ from tencache_fx.option_values import (
     shown,
     shown_path,
 )
-from tencache_fx.tables import format_bytes
-from tencache_fx.tiers import device_space, disk_space, host_space, ranks_here
+from tencache_fx.units import format_bytes
 
 if TYPE_CHECKING:
     import torch

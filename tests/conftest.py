@@ -24,9 +24,9 @@ from torch._inductor.codecache import PyCodeCache
 from tqdm import TMonitor
 
 import tencache_fx
-from tencache_fx import machine
+from tencache_fx.hardware import rates
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.registry import engines
+from tencache_fx.runtime.engine_registry import engines
 from tencache_fx.runtime.store import FileIO, Store
 from tencache_fx.runtime.streams import Streams
 
@@ -115,8 +115,8 @@ def measured_rates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-            machine.links(torch.device(device), (), calibrate=True)
-            machine.roofline(torch.device(device), calibrate=True)
+            rates.links(torch.device(device), (), calibrate=True)
+            rates.roofline(torch.device(device), calibrate=True)
     return folder
 
 

@@ -16,14 +16,15 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from tencache_fx.bounds import joint_lower_bound_ns
-from tencache_fx.dump import read_problem
-from tencache_fx.passes.planner import POLICIES, Policy, _ask, _over_tiers, _settle_tiers, floor_bytes
-from tencache_fx.passes.policy_10cache import choose_10cache
-from tencache_fx.passes.policy_joint import _Search
-from tencache_fx.passes.policy_teraio import choose_teraio
-from tencache_fx.plan import Problem, live_bytes
-from tencache_fx.recompute import recompute
+from tencache_fx.planning.bounds import joint_lower_bound_ns
+from tencache_fx.planning.liveness import live_bytes
+from tencache_fx.planning.planner import POLICIES, Policy, _ask, _over_tiers, _settle_tiers, floor_bytes
+from tencache_fx.planning.policies.ten_cache import choose_10cache
+from tencache_fx.planning.policies.teraio import choose_teraio
+from tencache_fx.planning.problem import Problem
+from tencache_fx.planning.recompute import recompute
+from tencache_fx.planning.search import _Search
+from tencache_fx.reporting.dump import read_problem
 
 
 class _NoSegments(_Search):

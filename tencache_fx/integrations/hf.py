@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from tencache_fx.api import stats
 from tencache_fx.integrations.dynamo_backend import register
-from tencache_fx.session import stats
 
 __all__ = ["TencacheCallback", "register"]
 

@@ -17,20 +17,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tencache_fx.buffers import size_classes
 from tencache_fx.errors import InvariantError, OptionError, TencacheError, UsageError
-from tencache_fx.plan import PoolClass, Step, Tier
-from tencache_fx.runtime.custody import Custody
-from tencache_fx.runtime.disk_states import DiskLine
-from tencache_fx.runtime.flights import Flights
-from tencache_fx.runtime.gradients import HomeGradient, Lease, norm_of
-from tencache_fx.runtime.homes import Homes
-from tencache_fx.runtime.pinned import Buffer, Use
+from tencache_fx.hardware.devices import resolve_device
+from tencache_fx.model_state.disk_state import DiskLine
+from tencache_fx.model_state.host_gradient import HostGradient, HostGradientBuffer, norm_of
+from tencache_fx.model_state.parameter_store import ParameterStore
+from tencache_fx.model_state.pending_backwards import PendingBackwards
+from tencache_fx.planning.plan import PoolClass
+from tencache_fx.planning.pool_sizing import size_classes
+from tencache_fx.planning.problem import Step, Tier
+from tencache_fx.runtime.buffers import Buffer, Use
 from tencache_fx.runtime.pool import Pool
-from tencache_fx.runtime.slots import Layout, Slot, Stage, new_token, raw_bytes
 from tencache_fx.runtime.stats import Stats
 from tencache_fx.runtime.store import Store
 from tencache_fx.runtime.streams import Lane, Streams, open_streams
+from tencache_fx.runtime.transfers import ActiveTransfer, Layout, Stage, new_token, raw_bytes
+from tencache_fx.runtime.trips import TripLifecycle
 
 
 class Engine:
@@ -60,10 +62,10 @@ class Engine:
         self.streams = open_streams(self.device) if streams is None else streams
         self.pool = Pool(self.streams, host_budget_bytes)
         self.stats = Stats(self._gauges)
-        self.homes = Homes(self.pool, self.streams)
-        self.flights = Flights()
+        self.homes = ParameterStore(self.pool, self.streams)
+        self.flights = PendingBackwards()
         self._disk_line: DiskLine | None = None
-        self._custody = Custody(self.pool, self.streams, self.stats)
+        self._custody = TripLifecycle(self.pool, self.streams, self.stats)
         self._lock = self._custody.lock
         self._slots = self._custody.slots
         self._closed = False
@@ -229,7 +231,7 @@ class Engine:
             layout = Layout.of(parameter, label)
             dst = layout.empty()
             allocated = self.streams.record_compute()
-            slot = Slot(self._slots.next_key(), label, Tier.HOST, layout, allocated, None, None, Stage.COMING)
+            slot = ActiveTransfer(self._slots.next_key(), label, Tier.HOST, layout, allocated, None, None, Stage.COMING)
             if home is not None and not home.on_device:
                 self._custody.bring_home(slot, home, dst, allocated)
             else:
@@ -276,7 +278,10 @@ class Engine:
             with self._lock:
                 slot = self._leave(src, layout, label, Tier.HOST, buffer)
                 undo.pop_all()
-                slot.buffer, slot.lease = None, Lease(self.homes, buffer, layout, slot.copied_out, norm, shard)
+                slot.buffer, slot.lease = (
+                    None,
+                    HostGradientBuffer(self.homes, buffer, layout, slot.copied_out, norm, shard),
+                )
                 handle = self._slots.add(slot)
         self.stats.add(offloads=1, d2h_bytes=layout.nbytes)
         whole = self.flights.whole(home) if home else None
@@ -292,7 +297,7 @@ class Engine:
             if slot.lease is None:
                 raise UsageError(slot.refusal())
             lease, slot.lease, slot.stage = slot.lease, None, Stage.BACK
-        return HomeGradient(lease)
+        return HostGradient(lease)
 
     def close(self, *, at_exit: bool = False) -> None:
         """Finish the copies under way, join all threads, give all memory, files and disk back. Idempotent.
@@ -342,13 +347,13 @@ class Engine:
         self._custody.drain()
         self.homes.drain()
 
-    def _leave(self, src: Tensor, layout: Layout, label: str, tier: Tier, buffer: Buffer) -> Slot:
+    def _leave(self, src: Tensor, layout: Layout, label: str, tier: Tier, buffer: Buffer) -> ActiveTransfer:
         """Issue the copy of `src` to its buffer; return the trip that begins so. Lock held."""
         self._check_open()
         source, after = raw_bytes(src), (self.streams.record_compute(), *buffer.after)
         copied_out = self.streams.copy(Lane.OUT, buffer.memory[: layout.nbytes], source, after)
         buffer.after = (copied_out,)
-        return Slot(self._slots.next_key(), label, tier, layout, copied_out, source, buffer)
+        return ActiveTransfer(self._slots.next_key(), label, tier, layout, copied_out, source, buffer)
 
     def _lend(self, nbytes: int, tier: Tier, label: str) -> Buffer:
         if tier is Tier.HOST:
@@ -382,15 +387,6 @@ class Engine:
             "disk_lent_bytes": 0 if store is None else store.lent_bytes,
             "trips": len(self._slots),
         }
-
-
-def resolve_device(device: torch.device) -> torch.device:
-    """Return `device` with its index, as tensors have it; raises `OptionError` for a kind that has no runtime."""
-    if device.type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    if device.type == "cpu":
-        return torch.device("cpu")
-    raise OptionError(f"device {device} is not supported; use a cuda or cpu device.")
 
 
 def _named(deed: str, label: str) -> contextlib.AbstractContextManager[object]:

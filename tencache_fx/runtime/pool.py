@@ -30,11 +30,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from tencache_fx.errors import BudgetError, OptionError, TencacheError
-from tencache_fx.plan import PoolClass, round_up
-from tencache_fx.runtime.carving import Carving
-from tencache_fx.runtime.pinned import PAGE_BYTES, Buffer, Use, map_buffer
-from tencache_fx.runtime.shelves import Shelves
+from tencache_fx.planning.plan import PoolClass
+from tencache_fx.runtime.buffers import PAGE_BYTES, Buffer, Use, map_buffer
+from tencache_fx.runtime.free_buffers import FreeBuffers
 from tencache_fx.runtime.streams import STUCK_S, Event, Streams
+from tencache_fx.runtime.suballocator import Suballocator
+from tencache_fx.units import round_up
 
 _ROOMY = 2  # a buffer this many times too large serves only when the budget leaves no better one
 _POLL_S = 0.02  # CUDA events do not notify; a waiter looks again this often
@@ -48,12 +49,12 @@ class Pool:
         self._patience_s = patience_s
         self._budget_bytes = budget_bytes
         self._cond = threading.Condition()
-        self._free = Shelves()
+        self._free = FreeBuffers()
         self._buffers: dict[Buffer, None] = {}
         self._counts: Counter[tuple[Use, int]] = Counter()
         self._planned: Counter[tuple[Use, int]] = Counter()
         self._most: Counter[tuple[Use, int]] = Counter()  # lent at once so far
-        self._carving = Carving()
+        self._carving = Suballocator()
         self._to_come: Callable[[], int] = int
         self._returns = 0
         self._warned = False
@@ -228,7 +229,7 @@ class Pool:
             for buffer in list(self._buffers):
                 self._unmap(buffer)
             self._free.clear()
-            self._carving = Carving()
+            self._carving = Suballocator()
 
     def _set_aside(self, classes: Iterable[PoolClass], use: Use) -> "Counter[tuple[Use, int]]":
         """Make room for the buffers of `classes` that are missing, and remember them all; return the missing ones."""

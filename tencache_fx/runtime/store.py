@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tencache_fx.errors import BudgetError, OptionError, StoreError
-from tencache_fx.plan import round_up
 from tencache_fx.runtime.spill_files import PAGE_BYTES, SpillFile, open_unnamed
+from tencache_fx.units import round_up
 
 BLOCK_BYTES = 8 << 20
 WORKERS = 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tencache_fx
-from tencache_fx.runtime.home import is_on_device
+from tencache_fx.model_state.offloaded_parameter import is_on_device
 
 pytest.importorskip("transformers")
 

@@ -12,10 +12,11 @@ from families import Family, Inputs, Subject
 from torch import Tensor, nn
 
 import tencache_fx
-from tencache_fx.dump import RegionRecord
 from tencache_fx.errors import BudgetError
-from tencache_fx.passes.planner import floor_bytes
-from tencache_fx.plan import Problem, live_bytes
+from tencache_fx.planning.liveness import live_bytes
+from tencache_fx.planning.planner import floor_bytes
+from tencache_fx.planning.problem import Problem
+from tencache_fx.records import RegionRecord
 
 Options = Mapping[str, object]
 Wrap = Callable[[nn.Module], Callable[..., Any]]

@@ -11,7 +11,7 @@ from matrix import EAGER, tight_budget
 from torch import Tensor, nn
 
 import tencache_fx
-from tencache_fx.dump import RegionRecord
+from tencache_fx.records import RegionRecord
 
 LENGTHS = (64, 48, 16, 64, 24, 40)
 

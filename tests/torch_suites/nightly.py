@@ -1,6 +1,6 @@
 """Run torch's own suites through tencache: see README.md beside this file.
 
-    PYTHONPATH=.:tests python tests/torch_suites/nightly.py --shard 3/8 --limit 2h
+    PYTHONPATH=.:tests:tests/support python tests/torch_suites/nightly.py --shard 3/8 --limit 2h
 
 Each case runs in a process that is replaced when it dies, hangs, or has run many: what torch's compiler keeps adds up.
 The last line counts by suite; the exit status is 1 if anything is wrong with us, 2 if the time was up before the end.

@@ -21,8 +21,8 @@ HERE = Path(__file__).resolve().parent
 @pytest.mark.parametrize("names", HALVES, ids=["first", "second"])
 def test_a_sample_of_torchs_suites_is_the_same_in_the_least_memory(names: tuple[str, ...]) -> None:
     """In a process of its own: torch's suites freeze `torch.backends` for the process that imports them."""
-    folders = [str(HERE.parents[1]), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    folders = [HERE.parents[1], HERE.parent, HERE.parent / "support", *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
     command = [sys.executable, str(HERE / "nightly.py"), "--names", *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=880)
     lines = done.stdout.splitlines()

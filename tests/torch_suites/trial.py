@@ -20,8 +20,9 @@ from verdict import Verdict
 
 import tencache_fx
 from tencache_fx.errors import BudgetError
-from tencache_fx.passes.region import policy_floor_bytes
-from tencache_fx.plan import Problem, live_bytes
+from tencache_fx.planning.liveness import live_bytes
+from tencache_fx.planning.problem import Problem
+from tencache_fx.planning.search import policy_floor_bytes
 
 STEPS = 2
 # The floor, and this much beside it. The first two steps are tried where generated code holds more than graphs show.

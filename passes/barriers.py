@@ -1,0 +1,155 @@
+"""Pin runtime ops where the plan put them: between the heavy kernels around them.
+
+Inductor may move an op that no data edge holds, and a prefetch, whose output is eight bytes, looks free to hoist.
+Nor does it keep heavy ops in order, or write down a value before a later op reads it; what these read would be held
+longer than planned. So each runtime op and each heavy op is made to follow all that the graph has before it, with
+Inductor's own `control_deps` (torch: `_inductor/fx_passes/control_dependencies.py`). That orders without extending any
+lifetime, and kernels between two heavy ops are fused as ever, since only extern kernels and our ops are wrapped.
+
+    mm_1 | y = sin(mm_1) | offload(x) | mm_2      becomes      offload after y, mm_2 after offload
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch.utils._ordered_set import OrderedSet
+
+from tencache_fx import compat
+from tencache_fx.ops import OFFLOAD, RELEASE, RUNTIME_OPS, SINK, WAIT
+from tencache_fx.passes.costs import count_flops
+from tencache_fx.passes.fusion import is_loop_body, is_reduction, is_view, registers_among
+from tencache_fx.passes.graphs import step_nodes
+from tencache_fx.tensors import storage_of, tensors_of
+
+
+class PinOrder(CustomGraphPass):
+    """Inductor's `post_grad_custom_post_pass`: the last place where the order of FX nodes counts."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Add the ordering edges, and have written at once what a release waits for. O(nodes)."""
+        graph.eliminate_dead_code()  # what nobody reads is never written: nothing could be held behind it
+        follows: dict[fx.Node, OrderedSet[fx.Node]] = {}
+        readers = _Readers(graph)
+        latest: list[fx.Node] = []  # what comes behind these comes behind all before them
+        for node in graph.nodes:
+            if node.target in RUNTIME_OPS or is_heavy(node):
+                written = readers.written_before(node)
+                if before := [*latest, *written]:
+                    follows[node] = OrderedSet(before)
+                for value in written if node.target is RELEASE else ():
+                    if count_flops(value) == 0:  # heavy kernels write at once anyway, and choose their layout
+                        compat.write_at_once(value)
+                if node.target is not WAIT:  # a wait is held by its reader
+                    latest = [_trace_of(node)]
+            elif readers.is_written(node):
+                # Inductor writes no result over a value that an op is still to follow: so none follows what was read.
+                read = readers.sources_of(node)
+                latest = [*(each for each in latest if each not in read), node]
+        preserve_node_ordering(graph, follows)
+        _renew_sparse(graph)
+        graph.lint()
+
+    def uuid(self) -> Any | None:
+        """Return this pass's part in the key of Inductor's graph cache: a hash of the sources behind it."""
+        folders = {Path(__file__).parent, Path(compat.__file__).parent}
+        return get_hash_for_files(tuple(sorted(str(path) for folder in folders for path in folder.rglob("*.py"))))
+
+
+class _Readers:
+    """Who must have read a storage before it is released.
+
+    Inductor writes down what it computes element by element as late as it can, and until then, what reads that value
+    computes it anew from what it was computed from; small reductions and pools are among this. What reads the source
+    of a release, and comes before it in the graph, has to be written down first; else its kernel, or one that computes
+    it anew, would run behind the release.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._registers = registers_among(step_nodes(graph))
+        self._order = {node: index for index, node in enumerate(graph.nodes)}
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Say whether Inductor generates a kernel, or a part of one, that writes this value to memory."""
+        return (is_loop_body(node) or is_reduction(node)) and not is_view(node) and node not in self._registers
+
+    def sources_of(self, node: fx.Node) -> set[fx.Node]:
+        """Return the values in memory that a node reads, by the nodes that wrote them."""
+        return {
+            _base(source)
+            for argument in node.all_input_nodes
+            for source in self._registers.get(argument, frozenset((argument,)))
+        }
+
+    def written_before(self, op: fx.Node) -> list[fx.Node]:
+        """Return the values that have to be in memory before a runtime op runs.
+
+        What leaves: so that the copy is made of it, and not of a second one that is computed for the copy alone.
+        """
+        if op.target in (OFFLOAD, SINK):
+            assert isinstance(op.args[0], fx.Node)
+            return [op.args[0]]
+        return self._of(op) if op.target is RELEASE else []
+
+    def _of(self, release: fx.Node) -> list[fx.Node]:
+        """Return the materialised values, made before `release`, that are computed from what it releases."""
+        source = release.args[1]
+        assert isinstance(source, fx.Node)
+        found: set[fx.Node] = set()
+        waiting, seen = [_base(source)], set[fx.Node]()
+        while waiting:
+            for user in waiting.pop().users:
+                if user in seen or self._order[user] > self._order[release] or user.target in RUNTIME_OPS:
+                    continue
+                seen.add(user)
+                if is_view(user) or user in self._registers:
+                    waiting.append(user)
+                else:
+                    found.add(user)
+        return sorted(found, key=lambda node: self._order[node])
+
+
+def _renew_sparse(graph: fx.Graph) -> None:
+    """Put new nodes in place of those that make sparse tensors: Inductor then works out what they stand for.
+
+    What an old node stands for it would compare with that, by their storages, and a sparse tensor has none (2.13:
+    `_inductor/fx_utils.py: _is_fake_tensor_same`).
+    """
+    for node in step_nodes(graph):
+        if any(storage_of(tensor) is None for tensor in tensors_of(node)):
+            with graph.inserting_after(node):
+                fresh = graph.node_copy(node)
+            del fresh.meta["val"]
+            node.replace_all_uses_with(fresh)
+            graph.erase_node(node)
+
+
+def _trace_of(node: fx.Node) -> fx.Node:
+    """Return the value by which Inductor knows that a node has run.
+
+    A release counts as writing its source; nobody reads the token that it returns, and dependencies on what nobody
+    reads are dropped (torch: `_inductor/scheduler.py: prune_weak_deps`).
+    """
+    if node.target is not RELEASE:
+        return node
+    assert isinstance(node.args[1], fx.Node)
+    return node.args[1]
+
+
+def _base(node: fx.Node) -> fx.Node:
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Say whether a node becomes an extern kernel of its own: matmul class or convolution, one tensor out."""
+    return (
+        node.op == "call_function"
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and isinstance(node.target, torch._ops.OpOverload)
+        and count_flops(node) > 0
+    )

@@ -1,0 +1,139 @@
+"""Results that Inductor writes over an operand: one storage takes the other's bytes.
+
+Inductor lets a generated kernel write its result in place of an operand that dies in it, if both have the same layout,
+each element is read where it is written, and no reduction in that kernel reads the operand too, in an order of its own
+(torch: `_inductor/scheduler.py: decide_inplace_update`). That matters where the largest tensors meet: the gradient of
+the logits is written over the logits. A scatter writes into what it begins with, where nobody else reads that: the
+gradient of an embedding is never there twice.
+
+A value that comes back from a trip is never written over. So this is counted only where no trip could pay: where no
+heavy kernel runs between the operand's uses, behind which a copy could hide. Such a storage is then kept.
+
+A result that Inductor computes before a heavy op that stands before it (`fused_groups.find_early`) is born early, if it
+takes nobody's place. It takes only that of a value that was read before: of another, the heavy op is still to follow
+the writing (`order.PinOrder`), and Inductor writes over nothing that is waited for.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import fx
+from torch._prims_common import is_contiguous_or_false
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from tencache_fx.passes.costs import count_flops
+from tencache_fx.passes.fused_groups import find_early, last_steps
+from tencache_fx.passes.fusion import Registers, is_loop_body, is_pointwise, is_reduction, is_view, scatter_base
+from tencache_fx.passes.graphs import RegionGraphs
+from tencache_fx.passes.lifetimes import StorageNodes
+from tencache_fx.planning.problem import Kind, Step, Storage
+
+InPlace = Mapping[fx.Node, fx.Node]
+
+
+def reuse_in_place(
+    capture: RegionGraphs, registers: Registers, storages: Sequence[StorageNodes]
+) -> tuple[tuple[StorageNodes, ...], InPlace]:
+    """Return `storages` with the lives of overwritten ones cut short, and for each such result the operand it takes.
+
+    Results that are computed early and take no place are born early.
+
+    O(nodes + storages x steps).
+    """
+    found = list(storages)
+    index_of = {member: i for i, item in enumerate(found) for member in item.members}
+    kernel_of = last_steps(capture, registers)
+    early = find_early(capture, registers)
+    reductions = frozenset(step for step, node in enumerate(capture.nodes) if is_reduction(node))
+    heavy = [step for step, node in enumerate(capture.nodes) if count_flops(node) > 0]
+    taken: dict[fx.Node, fx.Node] = {}
+    for step, node in enumerate(capture.nodes):
+        if node in registers or node not in index_of or is_view(node) or not (is_loop_body(node) or scatter_base(node)):
+            continue
+        operand = next(
+            (
+                i
+                for i in _operands(node, registers, index_of)
+                if _dies_here(found[i], found[index_of[node]], step, heavy, kernel_of, reductions)
+                and (node not in early or any(use <= early[node] for use in found[i].storage.uses[1:]))
+            ),
+            None,
+        )
+        if operand is not None:
+            item = found[operand]
+            storage = dataclasses.replace(item.storage, death=Step(step), spillable=False)
+            found[operand] = dataclasses.replace(item, storage=storage)
+            taken[node] = item.members[0]
+    for node, born in early.items():
+        own = index_of.get(node)
+        if own is None or node in taken:
+            continue
+        operands = (found[i].storage for i in _operands(node, registers, index_of))
+        if not any(_is_written_early(operand, found[own].storage, born, capture.boundary) for operand in operands):
+            storage = dataclasses.replace(found[own].storage, birth=min(born, found[own].storage.birth))
+            found[own] = dataclasses.replace(found[own], storage=storage)
+    return tuple(found), taken
+
+
+def _is_written_early(operand: Storage, result: Storage, born: Step, boundary: Step) -> bool:
+    """Say whether a result that is computed early takes the place of `operand`, whose bytes are counted until then."""
+    return (
+        operand.kind is Kind.ACTIVATION
+        and operand.nbytes == result.nbytes
+        and operand.uses[-1] == result.birth
+        and (operand.birth >= boundary) == (born >= boundary)
+        and any(use <= born for use in operand.uses[1:])
+    )
+
+
+def _operands(node: fx.Node, registers: Registers, index_of: Mapping[fx.Node, int]) -> list[int]:
+    """Return the storages that `node` reads element by element, each where it writes, and in no other way."""
+    if (base := scatter_base(node)) is not None:
+        return [index_of[base]] if base in index_of else []
+    value = node.meta["val"]
+    aligned: list[fx.Node] = []
+    astray: set[int] = set()
+    pending = [(argument, is_pointwise(node)) for argument in node.all_input_nodes]
+    while pending:
+        source, straight = pending.pop()
+        straight = straight and _matches(source.meta.get("val"), value)
+        if source in registers:
+            through = straight and (is_pointwise(source) or is_view(source))
+            pending += [(argument, through) for argument in source.all_input_nodes]
+        elif source in index_of and straight and source.meta["val"].dtype == value.dtype:
+            aligned.append(source)
+        elif source in index_of:
+            astray.add(index_of[source])
+    return [index_of[source] for source in aligned if index_of[source] not in astray]
+
+
+def _matches(tensor: object, value: torch.Tensor) -> bool:
+    """Say whether element i of both, in memory order, is the same element."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and statically_known_true(tensor.numel() == value.numel())
+        and is_contiguous_or_false(tensor)
+        and is_contiguous_or_false(value)
+    )
+
+
+def _dies_here(
+    operand: StorageNodes,
+    result: StorageNodes,
+    step: int,
+    heavy: Sequence[int],
+    kernel_of: Sequence[int],
+    reductions: frozenset[int],
+) -> bool:
+    old, new = operand.storage, result.storage
+    return (
+        old.kind is Kind.ACTIVATION
+        and old.uses[-1] == step
+        and old.death == step + 1
+        and new.birth == step
+        and old.nbytes == new.nbytes
+        and not any(kernel_of[use] == kernel_of[step] and use in reductions for use in old.uses[:-1])
+        and not any(u < k < v for u, v in pairwise(old.uses) for k in heavy)
+    )

@@ -1,0 +1,88 @@
+"""Make fakes tell the truth about aliasing: a view's fake must share the fake storage of what it views.
+
+AOTAutograd merges equal nodes (torch: `_functorch/compile_utils.py: fx_graph_cse`): the readers of the one that goes
+are given the other, but views among them keep a fake that aliases the lost one's storage. Lives that are measured by
+fake storage would then end too early. Here such views get fakes anew, in order, in both graphs. What draws random
+numbers again in the backward has no fakes at all, nor has what draws them in the forward, and saves a state for that
+(torch: `_functorch/partitioners.py: functionalize_rng_ops`): they get some.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from tencache_fx.passes.collectives import is_collective_wait
+from tencache_fx.passes.graphs import RegionGraphs, placeholders
+from tencache_fx.tensors import tensors_of
+
+
+def repair_view_fakes(capture: RegionGraphs) -> None:
+    """Replace, in place, the fakes of views that do not alias what they view, and add those that are missing.
+
+    O(nodes + arguments).
+    """
+    mended: dict[str, object] = {}
+    for graph in capture.graphs:
+        for node in placeholders(graph):
+            if graph is not capture.forward and node.name in mended:
+                node.meta["val"] = mended[node.name]
+        for node in graph.nodes:
+            if node.target is torch.ops.higher_order.run_with_rng_state and "val" not in node.meta:
+                _add(node)
+            if node.target is torch.ops.higher_order.run_and_save_rng_state and "val" not in node.meta:
+                node.meta["val"] = _parts(node)
+            if makes_views(node) and not _aliases(node):
+                _refresh(node)
+                mended[node.name] = node.meta["val"]
+
+
+def makes_views(node: fx.Node) -> bool:
+    """Say whether a node returns views, or parts, of what it is given, by its schema.
+
+    A `getitem` does. So does a wait for a collective, whatever its schema says.
+    """
+    if is_collective_wait(node):
+        return True
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    infos = [returned.alias_info for returned in node.target._schema.returns]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+def _aliases(node: fx.Node) -> bool:
+    made = {tensor.untyped_storage()._cdata for tensor in tensors_of(node) if tensor.layout is torch.strided}
+    given = {
+        tensor.untyped_storage()._cdata
+        for argument in node.all_input_nodes
+        for tensor in tensors_of(argument)
+        if tensor.layout is torch.strided
+    }
+    return made <= given
+
+
+def _add(drawing: fx.Node) -> None:
+    draw: Any = drawing.args[1]  # behind the state to draw by
+    args, kwargs = fx.map_arg((drawing.args[2:], drawing.kwargs), lambda argument: argument.meta["val"])
+    fake: Any = next(tensor for given in placeholders(drawing.graph) for tensor in tensors_of(given))
+    with fake.fake_mode:
+        drawing.meta["val"] = draw(*args, **kwargs)
+
+
+def _parts(saving: fx.Node) -> tuple[Any, ...]:
+    """Return the state that is saved, and what is drawn: a tensor, or several."""
+    parts = {part.args[1]: part.meta["val"] for part in saving.users}
+    return parts[0], parts[1]
+
+
+def _refresh(node: fx.Node) -> None:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    assert callable(node.target)
+    fake: Any = tensors_of(node)[0]
+    with fake.fake_mode:
+        # The fake kernel of a wait makes another tensor than the one it is given (torch: `_functional_collectives.py`).
+        view = torch.ops.aten.alias.default if is_collective_wait(node) else node.target
+        node.meta["val"] = view(*args, **kwargs)

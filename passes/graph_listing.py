@@ -1,0 +1,56 @@
+"""Graphs as plain values, for reports and dumps."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from tencache_fx.ops import FETCH, OFFLOAD, RENEW, RUNTIME_OPS, SETTLE, SINK, label_of
+from tencache_fx.records import Listing, NodeRow
+
+_SHORT = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+}
+
+
+def list_graph(graph: fx.Graph, phase: str) -> Listing:
+    """Return every node of `graph` as a row; runtime ops are marked and say which storage they move, and where to."""
+    return Listing(phase=phase, nodes=tuple(_row(node) for node in graph.nodes))
+
+
+def _row(node: fx.Node) -> NodeRow:
+    ours = node.target in RUNTIME_OPS
+    return NodeRow(
+        name=node.name,
+        op=node.op,
+        target=str(node.target),
+        inputs=tuple(argument.name for argument in node.all_input_nodes),
+        type=_describe(node.meta.get("val")),
+        runtime=ours,
+        note=_note(node) if ours else "",
+    )
+
+
+def _note(node: fx.Node) -> str:
+    """Say what a runtime op moves, and where to."""
+    label = label_of(node)
+    if label is None:
+        return ""
+    where = {OFFLOAD: f" to {node.args[2]}", FETCH: " from home", SINK: " home", SETTLE: " stays", RENEW: " renewed"}
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return label + where.get(node.target, "")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(_describe(item) for item in value)})"
+    if isinstance(value, torch.Tensor):
+        return f"{_SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{', '.join(map(str, value.shape))}]"
+    return "" if value is None else str(value)

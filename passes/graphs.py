@@ -1,0 +1,84 @@
+"""One captured region: the forward and backward graphs that AOTAutograd's partitioner made, as one line of steps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from tencache_fx.planning.problem import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionGraphs:
+    """The graphs of one region, before anything is rewritten.
+
+    `num_outputs` counts the forward's own outputs (mutated inputs and user outputs); what follows them in its output
+    node is saved for the backward. `static_inputs` are the positions of parameters and buffers among the forward's
+    placeholders, `homes` those of parameters with a home elsewhere, by name, `given_up` those of tensors that the
+    caller is expected to hold no longer once the forward is over. Inference regions have no backward.
+    """
+
+    forward: fx.Graph
+    backward: fx.Graph | None
+    num_outputs: int
+    static_inputs: frozenset[int]
+    device: torch.device
+    homes: Mapping[int, str] = field(default_factory=dict)
+    given_up: frozenset[int] = frozenset()
+
+    @cached_property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The nodes of every step, forward first, in captured order."""
+        return (*step_nodes(self.forward), *(step_nodes(self.backward) if self.backward is not None else ()))
+
+    @cached_property
+    def boundary(self) -> Step:
+        """The first backward step; the number of steps if there is none."""
+        return Step(len(step_nodes(self.forward)))
+
+    @cached_property
+    def scatters(self) -> bool:
+        """Whether gradients are reduced here so that each of several ranks has a part: parameters are such parts then.
+
+        torch: `distributed/_functional_collectives.py`, as functions or behind DTensors.
+        """
+        return any(_is_scatter(node) for graph in self.graphs for node in graph.nodes)
+
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        """Forward, then backward if there is one."""
+        return (self.forward,) if self.backward is None else (self.forward, self.backward)
+
+    @property
+    def phases(self) -> tuple[tuple[fx.Graph, str], ...]:
+        """The graphs with their names: forward and backward, or inference."""
+        if self.backward is None:
+            return ((self.forward, "inference"),)
+        return ((self.forward, "forward"), (self.backward, "backward"))
+
+
+def _is_scatter(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload) or "reduce_scatter" not in node.target.name():
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return bool(given.get("group_size") != 1)
+
+
+def step_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """Return the nodes that run, in order: each is one step."""
+    return tuple(node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output"))
+
+
+def placeholders(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """Return the graph's inputs in order."""
+    return tuple(graph.find_nodes(op="placeholder"))
+
+
+def output_args(graph: fx.Graph) -> tuple[object, ...]:
+    """Return what the graph returns, in order."""
+    (output,) = graph.find_nodes(op="output")
+    returned = output.args[0]
+    return tuple(returned) if isinstance(returned, (list, tuple)) else (returned,)

@@ -1,0 +1,82 @@
+"""Independent checks of what rewritten graphs do with parameters whose home is elsewhere."""
+
+import torch
+from torch import fx
+
+from tencache_fx.errors import InvariantError
+from tencache_fx.ops import FETCH, RENEW, SETTLE, SINK, WAIT
+from tencache_fx.passes.verify_collectives import late_reads
+from tencache_fx.passes.verify_owners import owners_of
+from tencache_fx.planning.problem import Problem
+from tencache_fx.tensors import storage_of
+
+
+def check_homes(problem: Problem, graphs: tuple[fx.Graph, ...]) -> None:
+    """Raise `InvariantError` if a graph reads what is not on the device, or asks for what its sink has handed on."""
+    _check_readers(graphs)
+    _check_sinks(problem, graphs)
+    _check_renewals(graphs)
+
+
+def _check_readers(graphs: tuple[fx.Graph, ...]) -> None:
+    """Of a parameter that is fetched, the graph reads nothing else: there is nothing on the device."""
+    away = away_names(graphs)
+    for graph in graphs:
+        for node in graph.find_nodes(op="placeholder"):
+            for user in node.users if node.name in away else ():
+                if user.target is not FETCH and user.op != "output":
+                    raise InvariantError(f"homes: {user.name} reads {node.name}, which is not on the device.")
+
+
+def _check_sinks(problem: Problem, graphs: tuple[fx.Graph, ...]) -> None:
+    """Behind a sink that lets its parameter's update begin, the parameter is not asked for, nor waited for."""
+    home_of = {storage.name: storage.home for storage in problem.storages}
+    for graph in graphs:
+        updating: set[str] = set()
+        fetched: dict[fx.Node, str] = {}
+        for node in graph.nodes:
+            asked = ""
+            if node.target is SINK and node.args[3]:
+                if node.args[3] != home_of.get(node.args[2]):
+                    raise InvariantError(f"sinks: {node.name} is a gradient of {home_of.get(node.args[2])}, not of it.")
+                updating.add(node.args[3])
+            elif node.target is FETCH:
+                asked = fetched[node] = home_of.get(node.args[2], "")
+            elif node.target is WAIT:
+                asked = fetched.get(node.args[0], "")
+            elif node.target is SETTLE:
+                asked = node.args[2]
+            if asked in updating:
+                raise InvariantError(f"sinks: {node.name} asks for {asked} behind the beginning of its update.")
+
+
+def _check_renewals(graphs: tuple[fx.Graph, ...]) -> None:
+    """Behind its renewal, which stands behind the sink that begins its update, nothing reads a parameter."""
+    for graph in graphs:
+        late = late_reads(graph, owners_of(graph, {}, frozenset()))
+        renewed: set[int] = set()
+        begun: set[object] = set()
+        for node in graph.nodes:
+            if node.op == "output":
+                break
+            if node.target is SINK:
+                begun.add(node.args[3])
+            for argument in (*node.all_input_nodes, *late.get(node, ())):
+                if renewed & _storages(argument):
+                    raise InvariantError(f"renewals: {node.name} reads {argument.name}, which is renewed before it.")
+            if node.target is RENEW:
+                if node.args[2] not in begun:
+                    raise InvariantError(f"renewals: {node.name} stands before the beginning of an update.")
+                renewed |= _storages(node.all_input_nodes[0])
+
+
+def _storages(node: fx.Node) -> set[int]:
+    value = node.meta.get("val")
+    storage = storage_of(value) if isinstance(value, torch.Tensor) else None
+    return set() if storage is None else {storage._cdata}
+
+
+def away_names(graphs: tuple[fx.Graph, ...]) -> frozenset[str]:
+    """Return the names of the inputs that are fetched, in whichever graph."""
+    fetches = [node for graph in graphs for node in graph.nodes if node.target is FETCH]
+    return frozenset(node.all_input_nodes[0].name for node in fetches)

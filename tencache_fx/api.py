@@ -1,0 +1,115 @@
+"""What is going on in this process: its options, its regions, their reports, the runtime's counters."""
+
+import contextlib
+from collections.abc import Mapping
+
+from tencache_fx.errors import OptionError
+from tencache_fx.model_state.modules import options_of_process
+from tencache_fx.options import SETTINGS
+from tencache_fx.planning.explain import find_reasons
+from tencache_fx.records import RegionRecord
+from tencache_fx.region.registry import REGIONS
+from tencache_fx.reporting.tables import show_measured, show_pool, show_reasons, show_summary
+from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.engine_registry import engines, open_engine
+
+
+def configure(*, reset: bool = False, **options: object) -> Mapping[str, object]:
+    """Set process-wide defaults for later compilations and return all that are set; `reset` forgets earlier ones.
+
+    `host_budget`, `spill_dir` and `spill_budget` count at once for what is open already, up or down: after a
+    `BudgetError`, raise the budget and try again. Values that are in other directories are read there.
+
+    Raises `OptionError`, and changes nothing, when a name or a value is wrong, or a budget is below what is lent now.
+    Whether other sizes fit the machine is checked when a model is compiled, because only then the device is known.
+    """
+    before = SETTINGS.given
+    given = SETTINGS.configure(reset=reset, **options)
+    with contextlib.ExitStack() as undo:
+        undo.callback(SETTINGS.configure, reset=True, **before)
+        for engine in engines():
+            _carry_over(engine, options, undo)
+        undo.pop_all()
+    return given
+
+
+def _carry_over(engine: Engine, options: Mapping[str, object], undo: contextlib.ExitStack) -> None:
+    """Have an open engine as it was configured by `options`; `undo` takes that back."""
+    undo.callback(setattr, engine, "serves_all", engine.serves_all)
+    engine.serves_all = False  # who serves all asks anew
+    if "host_budget" in options:
+        chosen = options_of_process(engine.device, spill_dir=None, spill_budget="auto")
+        undo.callback(engine.resize_host_budget, engine.pool.budget_bytes)
+        engine.resize_host_budget(chosen.host_budget)
+        engine.serves_all = True
+    store, moves = engine.store, options.get("spill_dir") not in (None, "none", (), [])
+    if moves or (store is not None and "spill_budget" in options):
+        kept = {} if moves or store is None else {"spill_dir": store.directories}
+        chosen = options_of_process(engine.device, **kept)
+        if store is not None:
+            undo.callback(store.resize_budget, store.budget_bytes)
+            undo.callback(store.spill_to, store.directories)
+        open_engine(
+            engine.device,
+            host_budget_bytes=engine.pool.budget_bytes,
+            spill_dirs=chosen.spill_dir,
+            spill_budget_bytes=chosen.spill_budget,
+            checksum=chosen.checksum,
+        )
+        if store is not None and "spill_budget" in options:
+            store.resize_budget(chosen.spill_budget)
+
+
+def regions() -> tuple[RegionRecord, ...]:
+    """Return what was decided for each live region, oldest first."""
+    return tuple(region.record for region in REGIONS.live() if region.record is not None)
+
+
+def report() -> str:
+    """Return, for every live region, what was planned, the pinned buffers it needs, and what was measured so far."""
+    parts = []
+    for region in REGIONS.live():
+        if region.record is not None:
+            record = region.record
+            parts.append(f"region {record.region} {record.name} on {record.device}")
+            parts.append(show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes))
+            if record.plan.spills:
+                parts.append(show_pool(record.plan))
+            parts.append(show_measured(region.measured()))
+    return "\n\n".join(parts) if parts else "No region has been compiled."
+
+
+def explain(region: int = -1, *, most: int = 12) -> str:
+    """Return why the plan of a live region is what it is, for its `most` largest tensors.
+
+    `region` counts the live regions, oldest first; the newest by default. For each tensor every other choice is planned
+    or replayed, and each resource is priced: see `tencache_fx.planning.explain.Reasons`. Takes seconds, for large
+    regions a minute. Raises `OptionError` if there is no such region.
+    """
+    known = regions()
+    if not -len(known) <= region < len(known):
+        raise OptionError(f"there is no region {region}: {len(known)} are live; run a compiled model first.")
+    record = known[region]
+    return (
+        f"region {record.region} {record.name}\n{show_reasons(find_reasons(record.captured, record.plan, most=most))}"
+    )
+
+
+def stats() -> dict[str, int | float]:
+    """Return the runtime's counters since the last call, and its gauges, as one flat dict; call it once a step.
+
+    See `tencache_fx.runtime.stats.Stats.take` for the names. With engines on several devices the figures are added up,
+    but for `hit_rate`, of which the lowest counts. Empty while nothing has been offloaded.
+    """
+    total: dict[str, int | float] = {}
+    for engine in engines():
+        for name, value in engine.stats.take().items():
+            known = total.get(name)
+            total[name] = value if known is None else min(known, value) if name == "hit_rate" else known + value
+    return total
+
+
+def close() -> None:
+    """Give back all pinned memory, threads and files. Models compiled so far must be compiled again before they run."""
+    for engine in engines():
+        engine.close()

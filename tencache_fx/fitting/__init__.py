@@ -1,0 +1,1 @@
+"""Will a model fit: planned from fake tensors."""

@@ -1,0 +1,1 @@
+"""The machine: capacities, rates, timings, and what is measured of them."""

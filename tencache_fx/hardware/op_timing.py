@@ -1,0 +1,316 @@
+"""What the heavy ops of a region cost on this device: each distinct one is timed once, and its cost is kept.
+
+A matmul's time depends on its shapes, strides and dtype in ways that no roofline knows, and what a kernel allocates for
+itself is in no graph. So matmuls, convolutions, attention and the like are run on random operands, outside of
+everything that is being traced. Costs are kept by `cache.py`, keyed by the op with its arguments and by all that
+`machine.py` keys its rates with.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
+from tqdm import tqdm
+
+from tencache_fx.hardware.cache import cached, kept
+from tencache_fx.hardware.capacity import device_space
+from tencache_fx.hardware.device_memory import allocated_ever_bytes, held_bytes
+from tencache_fx.hardware.rates import device_key
+from tencache_fx.hardware.timing import run_ns
+from tencache_fx.serialization import Positive
+from tencache_fx.tensors import byte_hint, tensors_of
+from tencache_fx.units import format_bytes
+
+log = logging.getLogger("tencache_fx")
+
+_OP_NS = 20_000_000  # for timing one op, warm-up apart
+_ALL_NS = 30_000_000_000  # for timing the ops of one region; those that are left are estimated
+_HEAT_NS = 100_000_000  # under load a GPU lowers its clock within so long: times are taken after it
+_SHARE = 1000  # what takes less than a thousandth of its region's heavy work is not worth timing,
+_WORTH_NS = {"cuda": 5_000, "cpu": 200_000}  # nor is what takes less than this in all its steps
+_BLOCK_ELEMENTS = 1_000_003  # random numbers made for one operand, repeated to fill it
+
+_aten = torch.ops.aten
+_EXTERN = frozenset(
+    (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._int_mm, _aten.convolution, _aten.convolution_backward)
+    + (_aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_backward)
+    + (_aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_efficient_attention_backward)
+    + (_aten._scaled_dot_product_cudnn_attention, _aten._scaled_dot_product_cudnn_attention_backward)
+    + (_aten._scaled_dot_product_flash_attention_for_cpu, _aten._scaled_dot_product_flash_attention_for_cpu_backward)
+)
+# Inductor makes kernels of its own for these, so what they cost by themselves says nothing there.
+_EAGER = frozenset((_aten.embedding_dense_backward, _aten.index_put, _aten._unsafe_index_put, _aten.scatter_add))
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor argument, as far as it decides how long an op takes. Integers are drawn from `[0, below)`."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    below: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Return how many elements lie between the first and the last, both included."""
+        return _span(self.shape, self.stride)
+
+    def make(self, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+        """Return a tensor like this one, filled with random numbers of `generator`."""
+        block = torch.empty(min(self.elements, _BLOCK_ELEMENTS), dtype=_drawn_as(self.dtype), device=device)
+        if block.dtype.is_floating_point or block.dtype.is_complex:
+            block.normal_(0, 0.1, generator=generator)
+        else:
+            block.random_(0, max(1, self.below), generator=generator)
+        flat = torch.empty(self.elements, dtype=self.dtype, device=device)
+        for start in range(0, self.elements, _BLOCK_ELEMENTS):
+            part = flat[start : start + _BLOCK_ELEMENTS]
+            part.copy_(block[: part.numel()])
+        return flat.as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One distinct op: its target and arguments, tensors as `Operand`s, lists as tuples; `made_bytes` are its results.
+
+    Two calls that are equal cost the same.
+    """
+
+    target: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    made_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Return the device bytes that running it takes: operands and results; workspaces of libraries come on top."""
+        return self.made_bytes + sum(one.elements * one.dtype.itemsize for one in _operands((self.args, self.kwargs)))
+
+    def prepare(self, device: torch.device) -> Callable[[], object]:
+        """Return a function that runs the op once, on operands that are made now."""
+        generator = torch.Generator(device).manual_seed(0)
+
+        def make(value: object) -> object:
+            return value.make(device, generator) if isinstance(value, Operand) else value
+
+        args, kwargs = _thawed(self.args, make), {name: _thawed(value, make) for name, value in self.kwargs}
+        return lambda: self.target(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """How long an op ran on the device, and what it allocated beside its results; None where nobody counts that."""
+
+    duration_ns: Positive
+    scratch_bytes: int | None
+
+
+def describe_call(node: fx.Node, *, fuses: bool) -> Call | None:
+    """Return the op of `node` as a `Call` that can be timed by itself, or None if it is not of a heavy kind.
+
+    Kinds of aten only, without side effects; `fuses` says whether a compiler generates what it can.
+    """
+    packet = getattr(node.target, "overloadpacket", None)
+    if not (packet in _EXTERN or (packet in _EAGER and not fuses)) or not tensors_of(node):
+        return None
+    assert isinstance(node.target, torch._ops.OpOverload)
+    try:
+        args, kwargs = _frozen(node.args), {name: _frozen(value) for name, value in node.kwargs.items()}
+    except TypeError:  # an argument of a kind that cannot be made again, such as a generator
+        return None
+    made_bytes = sum(byte_hint(tensor.numel()) * tensor.element_size() for tensor in tensors_of(node))
+    return Call(node.target, _with_index_range(packet, args), tuple(sorted(kwargs.items())), made_bytes)
+
+
+def kept_costs(calls: Iterable[Call], device: torch.device) -> dict[Call, OpCost]:
+    """Return the costs of those of the calls that were timed on `device` earlier; nothing runs."""
+    key = _settings_key(device)
+    costs = ((call, kept({**key, "op": repr(call)}, OpCost)) for call in calls)
+    return {call: cost for call, cost in costs if cost is not None}
+
+
+def time_calls(
+    estimated_ns: Mapping[Call, int], device: torch.device, *, budget_bytes: int | None
+) -> dict[Call, OpCost]:
+    """Return what each of the calls that matter costs on `device`.
+
+    `estimated_ns` is what all steps with that call take by a first estimate. What is nothing beside the rest stays out
+    of the answer; so do, with a line in the log, a call that needs more memory than is free, on a GPU within
+    `budget_bytes`, and one that cannot run. What is not kept from earlier is timed now: about 20 ms for each, half a
+    minute for all at most, with a progress bar after a second. The caller's random numbers, autograd state and tracing
+    modes stay as they are, and device memory goes back; only the allocator's record of its peak may show it.
+    """
+    total_ns, floor_ns = sum(estimated_ns.values()), _WORTH_NS[device.type]
+    worth = [call for call, ns in estimated_ns.items() if ns * _SHARE >= total_ns and ns >= floor_ns]
+    key, room_bytes = _settings_key(device), _room_bytes(device, budget_bytes)
+    found: dict[Call, OpCost] = {}
+    missing: list[Call] = []
+    for call in sorted(worth, key=lambda call: (-estimated_ns[call], repr(call))):
+        cost_kept = kept({**key, "op": repr(call)}, OpCost)
+        if cost_kept is not None:
+            found[call] = cost_kept
+        elif call.nbytes > room_bytes:
+            log.info(
+                "%s is not timed but estimated: it needs %s on %s, where %s are free within the budget",
+                _short(call),
+                format_bytes(call.nbytes),
+                device,
+                format_bytes(max(0, room_bytes)),
+            )
+        else:
+            missing.append(call)
+    return found | (_time_missing(missing, device, key) if missing else {})
+
+
+def _room_bytes(device: torch.device, budget_bytes: int | None) -> int:
+    space_bytes = device_space(device).available_bytes
+    if budget_bytes is not None and device.type == "cuda":
+        space_bytes = min(space_bytes, budget_bytes)
+    return space_bytes - held_bytes(device)
+
+
+def _time_missing(calls: Sequence[Call], device: torch.device, key: Mapping[str, str]) -> dict[Call, OpCost]:
+    found: dict[Call, OpCost] = {}
+    start_ns, cold = time.perf_counter_ns(), device.type == "cuda"
+    with _apart_from_tracing(device):
+        bar = tqdm(calls, desc=f"timing ops on {device}", unit="op", delay=1.0, leave=False, disable=None)
+        for index, call in enumerate(bar):
+            if time.perf_counter_ns() - start_ns > _ALL_NS:
+                log.info("%d ops are not timed but estimated: timing took %d s", len(calls) - index, _ALL_NS // 10**9)
+                break
+            measure = partial(_time_call, call, device, _HEAT_NS if cold else 0)
+            try:
+                measured = cached({**key, "op": repr(call)}, OpCost, measure)
+            except RuntimeError as error:  # out of memory, or not implemented for these arguments
+                log.info("%s is not timed but estimated: %s", _short(call), str(error).partition("\n")[0])
+            else:
+                cold = False
+                found[call] = measured
+                log.info("timed %s on %s: %.1f us", _short(call), device, measured.duration_ns / 1e3)
+        bar.close()
+    return found
+
+
+def _time_call(call: Call, device: torch.device, heat_ns: int) -> OpCost:
+    run = call.prepare(device)
+    hot_ns = time.perf_counter_ns() + heat_ns
+    while time.perf_counter_ns() < hot_ns:
+        run_ns(device, run, limit_ns=_OP_NS)
+    return OpCost(run_ns(device, run, limit_ns=_OP_NS), _scratch_bytes(run, device))
+
+
+def _scratch_bytes(run: Callable[[], object], device: torch.device) -> int | None:
+    """Return all the bytes that `run` allocates but does not return: no less than it holds of them at any one time.
+
+    It must have run before, so that what libraries keep for good is there. None where nobody counts.
+    """
+    ever, held = allocated_ever_bytes(device), held_bytes(device)
+    if ever is None:
+        return None
+    results = run()
+    kept_bytes = held_bytes(device) - held
+    del results
+    return max(0, (allocated_ever_bytes(device) or 0) - ever - kept_bytes)
+
+
+@contextlib.contextmanager
+def _apart_from_tracing(device: torch.device) -> Iterator[None]:
+    """Run what is inside for real, though a graph is being traced; then give device memory back.
+
+    Backends are called under fake tensors and the Python dispatcher, and may be called under autocast.
+    """
+    cuda = [device] if device.type == "cuda" else []
+    with (
+        _disable_current_modes(),
+        torch._C._DisablePythonDispatcher(),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch.random.fork_rng(cuda, device_type=device.type),  # attention with dropout draws from the device's own
+    ):
+        try:
+            yield
+        finally:
+            if cuda:
+                torch.cuda.empty_cache()
+
+
+def _settings_key(device: torch.device) -> dict[str, str]:
+    """Return the cache's key for times on `device` under the settings that choose kernels."""
+    backend = torch.backends.cudnn
+    chosen = (backend.enabled, backend.benchmark, backend.deterministic, backend.conv.fp32_precision)  # type: ignore[attr-defined]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return {**device_key("op", device), "convolution": str(chosen), "deterministic": str(deterministic)}
+
+
+def _frozen(value: object) -> Any:
+    """Return an argument with nodes resolved, tensors as operands, lists as tuples; raises `TypeError` for others."""
+    if isinstance(value, fx.Node):
+        if "val" not in value.meta:
+            raise TypeError("a node without a value")
+        return _frozen(value.meta["val"])
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise TypeError(f"a tensor of {value.dtype}, {value.layout}")
+        return Operand(tuple(map(byte_hint, value.shape)), tuple(map(byte_hint, value.stride())), value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    if isinstance(value, torch.SymInt):
+        return byte_hint(value)
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return value
+    raise TypeError(f"an argument of the type {type(value).__name__}")
+
+
+def _thawed(value: Any, make: Callable[[object], object]) -> Any:
+    if isinstance(value, tuple):
+        return [_thawed(item, make) for item in value]
+    return make(value)
+
+
+def _operands(value: object) -> Iterator[Operand]:
+    if isinstance(value, Operand):
+        yield value
+    elif isinstance(value, tuple):
+        yield from itertools.chain.from_iterable(map(_operands, value))
+
+
+def _with_index_range(packet: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return `args` with the integer tensors that name rows drawn from all rows there are."""
+    if packet is _aten.embedding_dense_backward:
+        return (args[0], _below(args[1], args[2]), *args[2:])
+    if packet in (_aten.index_put, _aten._unsafe_index_put):
+        sizes = args[0].shape
+        indices = tuple(one and _below(one, size) for one, size in zip(args[1], sizes, strict=False))
+        return (args[0], indices, *args[2:])
+    if packet is _aten.scatter_add:
+        return (*args[:2], _below(args[2], args[0].shape[args[1]]), *args[3:])
+    return args
+
+
+def _below(index: Operand, below: int) -> Operand:
+    return dataclasses.replace(index, below=2 if index.dtype is torch.bool else below)
+
+
+def _drawn_as(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which random numbers for `dtype` are drawn: float32 for the narrowest floats."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize == 1 else dtype
+
+
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    return 0 if math.prod(shape) == 0 else 1 + sum((d - 1) * s for d, s in zip(shape, stride, strict=True))
+
+
+def _short(call: Call) -> str:
+    shapes = ", ".join("x".join(map(str, one.shape)) for one in _operands((call.args, call.kwargs)))
+    return f"{call.target}({shapes})"

@@ -1,0 +1,1 @@
+"""Model state in host memory and on disk: parameters, gradients, optimizers."""

@@ -1,0 +1,362 @@
+"""What an optimizer keeps of a parameter, on disk, and the line of work that brings it in, piece by piece, and back.
+
+    read piece k + 1  |  update piece k  |  write piece k - 1
+
+A piece has some elements of each array, one array behind the other, in an extent of its own that is written where it
+was read. If that fails, its buffer is where it is from then on: what is on hand is always whole, the old or the new.
+"""
+
+import contextlib
+import tempfile
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_futures
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tencache_fx.errors import BudgetError, StoreError
+from tencache_fx.model_state.host_state import own_storage
+from tencache_fx.planning.problem import Tier
+from tencache_fx.runtime.buffers import Buffer, Use
+from tencache_fx.runtime.pool import Pool
+from tencache_fx.runtime.store import Extent, Store
+from tencache_fx.units import round_up
+
+_MOST_BYTES = 24 << 20  # of a buffer
+_SHARE = 8  # what of the host budget the line's buffers take at most
+_DEPTH = 5  # buffers: two being read, one updated, two being written
+_AHEAD = 2
+_PAGE_BYTES = 4096
+
+
+def line_bytes(host_budget_bytes: int) -> int:
+    """Return the host memory that the line takes of such a budget, from its first pass on."""
+    return _DEPTH * _buffer_bytes(host_budget_bytes)
+
+
+def _buffer_bytes(host_budget_bytes: int) -> int:
+    pages = host_budget_bytes // _SHARE // _DEPTH // _PAGE_BYTES
+    return min(_MOST_BYTES, max(1, pages) * _PAGE_BYTES)
+
+
+Work = Callable[[slice, Sequence[Tensor]], None]
+"""Updates the arrays of one piece, given which elements of the parameter these are."""
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    part: slice
+    extent: Extent
+    writing: "Future[None] | None" = None
+    kept: Buffer | None = None  # the value, after a write that failed
+
+    @property
+    def count(self) -> int:
+        return int(self.part.stop - self.part.start)
+
+
+class DiskState:
+    """The arrays of one parameter, of `dtypes` by name, the widest first. `values` says what they are at first: each a
+    tensor, or one number.
+
+    `place` is NVME until the store is closed, then None. Raises `BudgetError` or `StoreError` when there is no room.
+    """
+
+    def __init__(
+        self,
+        line: "DiskLine",
+        parameter: Tensor,
+        dtypes: Mapping[str, torch.dtype],
+        values: Mapping[str, Tensor | float],
+        label: str,
+    ) -> None:
+        self.layout = parameter.size(), parameter.stride()
+        self.dtypes = dict(dtypes)
+        self.made: frozenset[str] = frozenset()  # set by the optimizer: what there is of, by its class's steps
+        self.place: Tier | None = Tier.NVME
+        self.tensors: dict[str, Tensor] = {}  # none of them is in memory
+        each_bytes = sum(dtype.itemsize for dtype in dtypes.values())  # of an element
+        self.nbytes = parameter.numel() * each_bytes
+        self._line = line
+        self._left: dict[str, Tensor] | None = None
+        self._lost: StoreError | None = None
+        self.pieces: list[_Piece] = []
+        weakref.finalize(self, line.free_later, self.pieces).atexit = False
+        line.drain()
+        most = line.buffer_bytes // each_bytes  # elements
+        for start in range(0, parameter.numel(), most):
+            part = slice(start, min(start + most, parameter.numel()))
+            nbytes = (part.stop - part.start) * each_bytes
+            self.pieces.append(_Piece(part, line.store.allocate(nbytes, f"the optimizer's state of {label}")))
+
+        def fill(part: slice, arrays: Sequence[Tensor]) -> None:
+            for array, name in zip(arrays, dtypes, strict=True):
+                value = values[name]
+                if isinstance(value, Tensor):
+                    array.copy_(_flat_as(value, parameter)[part])
+                else:
+                    array.fill_(value)
+
+        line.run(self, fill, reads=False)
+
+    def read(self) -> dict[str, Tensor]:
+        """Return the arrays, in the parameter's shape.
+
+        They are in a file without a name beside the store: host memory has as much of them as it has room for. Raises
+        `StoreError` when they cannot be read.
+        """
+        if self._lost is not None:
+            raise StoreError(str(self._lost)) from self._lost
+        if self._left is not None:
+            return self._left
+        size, stride = self.layout
+        count = size.numel()
+        with tempfile.NamedTemporaryFile(prefix="tencache-", dir=self._line.store.directories[0]) as file:
+            file.truncate(max(4, self.nbytes))
+            found = torch.from_file(file.name, shared=True, size=self.nbytes, dtype=torch.uint8)
+        parts = _arrays(found, count, self.dtypes.values())
+        arrays = [own_storage(part.view(torch.uint8), part.dtype) for part in parts]
+
+        def copy(part: slice, pieces: Sequence[Tensor]) -> None:
+            for array, piece in zip(arrays, pieces, strict=True):
+                array[part].copy_(piece)
+
+        self._line.run(self, copy, writes=False)
+        return {
+            name: array.as_strided(size, stride, array.storage_offset())
+            for name, array in zip(self.dtypes, arrays, strict=True)
+        }
+
+    def leave(self) -> None:
+        """Leave the store, for good: `read` finds the arrays elsewhere, or raises what stopped this."""
+        try:
+            self._left = self.read()
+        except StoreError as error:
+            self._lost = error
+            raise
+        finally:
+            self.place = None
+
+    def begin(self, work: Work) -> "Future[None]":
+        """Begin to have all pieces updated by `work`, in order; see `DiskLine.begin`."""
+        return self._line.begin(self, work)
+
+
+def _flat_as(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return the elements of `value` in the order that those of `parameter` have in memory."""
+    if value.stride() != parameter.stride():
+        value = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+    return value.as_strided((value.numel(),), (1,), value.storage_offset())
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """All pieces of one state, worked on in order."""
+
+    state: DiskState
+    work: Work
+    reads: bool
+    writes: bool
+    left: int
+    done: "Future[None]"
+
+
+class DiskLine:
+    """Brings pieces in, has them worked on in a thread of its own, and writes them, several passes in a row at once."""
+
+    def __init__(self, pool: Pool, store: Store, count: Callable[..., None]) -> None:
+        self.store = store
+        self.buffer_bytes = _buffer_bytes(pool.budget_bytes)
+        self._pool = pool
+        self._count = count  # adds to counters
+        self._buffers: deque[Buffer] = deque()
+        self._lent = 0
+        self._free = threading.Condition()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tencache-update-disk")
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="tencache-state-read")
+        self._writers = ThreadPoolExecutor(2, thread_name_prefix="tencache-state-write")
+        self._coming: deque[tuple[_Pass, _Piece, Buffer, Future[None]]] = deque()
+        self._waiting: deque[tuple[_Pass, _Piece]] = deque()
+        self._states: weakref.WeakSet[DiskState] = weakref.WeakSet()
+        self._gone: deque[list[_Piece]] = deque()
+        self._draining = threading.Lock()
+
+    def run(self, state: DiskState, work: Work, *, reads: bool = True, writes: bool = True) -> None:
+        """Do one pass over a state's pieces; returns when `work` is done, if not yet written. Raises what failed."""
+        self.begin(state, work, reads=reads, writes=writes).result()
+
+    def begin(self, state: DiskState, work: Work, *, reads: bool = True, writes: bool = True) -> "Future[None]":
+        """Begin a pass, behind those that were begun before it; those over the same state are done by now."""
+        begun = _Pass(state, work, reads, writes, len(state.pieces), Future())
+        if not state.pieces:
+            begun.done.set_result(None)
+        self.drain()
+        self._states.add(state)
+        self._waiting.extend([(begun, piece) for piece in state.pieces])
+        for _ in state.pieces:
+            self._worker.submit(self._do_one)
+        return begun.done
+
+    def free_later(self, pieces: list[_Piece]) -> None:
+        """Have the disk space of a state given back by the next call of ours: safe to call from a finalizer."""
+        self._gone.append(pieces)
+
+    def drain(self) -> None:
+        """Give back the disk space and buffers of states that have died, once nothing of them is being written."""
+        with self._draining:
+            for _ in range(len(self._gone)):
+                pieces = self._gone.popleft()
+                if any(piece.writing is not None and not piece.writing.done() for piece in pieces):
+                    self._gone.append(pieces)
+                    continue
+                for piece in pieces:
+                    self.store.free(piece.extent)
+                    if piece.kept is not None:
+                        self._pool.give_back(piece.kept)
+
+    def bring_back(self) -> None:
+        """Read all states from the store, which is about to be closed, to where `read` finds them.
+
+        Raises what the last one raised that could not be read, once all others were.
+        """
+        with contextlib.ExitStack() as steps:
+            for state in tuple(self._states):  # reading one adds to this set
+                steps.callback(state.leave)
+
+    def stop(self) -> None:
+        """Finish all work, write everything, and join the threads."""
+        for threads in (self._worker, self._readers, self._writers):
+            threads.shutdown(wait=True)
+
+    def _do_one(self) -> None:
+        """Work on the next piece, with those behind it on their way in: called once for each piece."""
+        self._bring_or_fail()
+        if not self._coming:
+            return
+        going, piece, buffer, read = self._coming.popleft()
+        writing = False
+        try:
+            read.result()
+            if going.done.done():
+                return  # an earlier piece failed
+            self._bring_or_fail()
+            going.work(piece.part, _arrays(buffer.memory, piece.count, going.state.dtypes.values()))
+            if going.writes:
+                writing = True
+                piece.writing = self._writers.submit(self._write, piece, buffer)
+            going.left -= 1
+            if going.left == 0:
+                going.done.set_result(None)
+        except BaseException as error:
+            if not going.done.done():
+                going.done.set_exception(error)
+            raise
+        finally:
+            if not writing:
+                self._give_back(buffer)
+
+    def _bring_or_fail(self) -> None:
+        try:
+            self._bring()
+        except BaseException as error:
+            going, _ = self._waiting.popleft()
+            if not going.done.done():
+                going.done.set_exception(error)
+            raise
+
+    def _bring(self) -> None:
+        """Have pieces on their way in as far as there are buffers; at least one. Only the worker calls it."""
+        while self._waiting and len(self._coming) < _AHEAD:
+            going, piece = self._waiting[0]
+            if (buffer := self._take(wait=not self._coming)) is None:
+                return
+            self._waiting.popleft()
+            self._coming.append((going, piece, buffer, self._readers.submit(self._read, going, piece, buffer)))
+
+    def _read(self, going: _Pass, piece: _Piece, buffer: Buffer) -> None:
+        if piece.writing is not None:
+            wait_futures([piece.writing])
+        if not going.reads:
+            return
+        if piece.kept is not None:
+            buffer.memory.copy_(piece.kept.memory)
+            return
+        self.store.read(piece.extent, buffer.view[: round_up(piece.extent.nbytes, _PAGE_BYTES)])
+        self._count(disk_read_bytes=piece.extent.nbytes)
+
+    def _write(self, piece: _Piece, buffer: Buffer) -> None:
+        """Write a piece; if that fails, its buffer is where it is, and another one takes its place in the line.
+
+        No pass of the same state is under way but the one that writes: nobody reads what was kept before.
+        """
+        before = piece.kept
+        try:
+            self.store.write(piece.extent, buffer.view[: round_up(piece.extent.nbytes, _PAGE_BYTES)])
+        except StoreError as error:
+            piece.kept = buffer
+            self._count(disk_write_failures=1)
+            if before is None:
+                self._note_lost()
+                warnings.warn(f"{error} The run goes on, with this in host memory.", stacklevel=2)
+            else:
+                self._give_back(before)
+            return
+        piece.kept = None
+        self._count(disk_write_bytes=piece.extent.nbytes)
+        self._give_back(buffer)
+        if before is not None:
+            self._pool.give_back(before)
+
+    def _note_lost(self) -> None:
+        with self._free:
+            self._lent -= 1
+            self._free.notify_all()
+
+    def _take(self, *, wait: bool) -> Buffer | None:
+        """Return a free buffer, or one more; without `wait`, None while all are in use.
+
+        Where host memory has no room for another, those there are have to do. Raises `BudgetError` if there are none.
+        """
+        full = False  # host memory has no room for one more
+        while True:
+            with self._free:
+                if self._buffers:
+                    return self._buffers.popleft()
+                none = self._lent == 0  # all are where pieces are now that could not be written, or this is the first
+                grows = none or not (full or self._lent >= _DEPTH)
+                if not grows and not wait:
+                    return None
+                if not grows:
+                    self._free.wait()
+                    continue
+            try:
+                buffer = self._pool.lend(self.buffer_bytes, Use.STATE)
+            except BudgetError:
+                if none:
+                    raise
+                full = True
+                continue
+            with self._free:
+                self._lent += 1
+            return buffer
+
+    def _give_back(self, buffer: Buffer) -> None:
+        with self._free:
+            self._buffers.append(buffer)
+            self._free.notify_all()
+
+
+def _arrays(memory: Tensor, count: int, dtypes: Iterable[torch.dtype]) -> list[Tensor]:
+    """Return arrays of `count` elements each that share bytes of `memory`, one behind the other."""
+    found, start = [], 0
+    for dtype in dtypes:
+        end = start + count * dtype.itemsize
+        found.append(memory[start:end].view(dtype))
+        start = end
+    return found

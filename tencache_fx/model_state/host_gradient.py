@@ -1,0 +1,331 @@
+"""A gradient in host memory that autograd, and any training loop, takes for one on the device.
+
+`HostGradient` is what a compiled backward returns for a parameter with a home: a tensor of the parameter's device whose
+bytes are in a pinned buffer. Autograd's own bookkeeping (accumulation, hooks, `zero_grad`) works on it as on any other,
+and so do the norms and factors of gradient clipping and loss scaling, without a byte coming back: a gradient's norm is
+taken on the device before it leaves, or as it is added to another one, and factors wait for whoever reads the gradient
+next. All other operations are carried out on a copy on the device.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from tencache_fx.errors import InvariantError, UsageError
+from tencache_fx.model_state.grad_accumulation import kernel_of
+from tencache_fx.model_state.parameter_store import ParameterStore
+from tencache_fx.runtime.buffers import Buffer
+from tencache_fx.runtime.streams import Event
+from tencache_fx.runtime.transfers import Layout
+
+_aten = torch.ops.aten
+
+
+class HostGradientBuffer:
+    """The buffer that a gradient is in, for as long as anybody has the gradient.
+
+    `factor` is still to be multiplied with. It is a `shard` where other ranks have the other parts of the gradient.
+    """
+
+    def __init__(
+        self,
+        homes: ParameterStore,
+        buffer: Buffer,
+        layout: Layout,
+        landed: Event,
+        norm: Tensor | None,
+        shard: bool,  # noqa: FBT001
+    ) -> None:
+        self.layout, self.shard = layout, shard
+        self.factor: Tensor | None = None
+        self._norm = norm  # fp32 on the device, with the factor; None if it is not known
+        self._sum: Future[Tensor] | None = None  # until it is done, more is added; it gives the norm
+        self._readers: list[Future[Any]] = []  # somebody reads `_host` until these are done
+        self._on_device: Tensor | None = None
+        self._landed = landed
+        self._additions = homes.updates.additions
+        self._host = torch.empty(0, dtype=layout.dtype, device="cpu").set_(
+            buffer.memory.untyped_storage(), 0, layout.size, layout.stride
+        )
+        weakref.finalize(self, homes.give_back_later, buffer).atexit = False
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply by a number, a tensor of one element that nobody changes, later."""
+        factor = factor.detach().float().reshape(())
+        self.factor = factor if self.factor is None else self.factor * factor.to(self.factor.device)
+        if self._norm is not None:
+            self._norm = self._norm * factor.abs().to(self._norm.device)
+
+    def norm(self) -> Tensor:
+        """Return the Euclidean norm, fp32, on the device; blocks the host if it is not known there."""
+        if self.changes:
+            return norm_of(self.device())
+        if self._norm is None:
+            landed = self.landed()
+            norm = norm_of(landed) if self._sum is None else self._sum.result()
+            norm = norm.to(self.layout.device)
+            self._norm = norm if self.factor is None else norm * self.factor.abs().to(norm.device)
+        return self._norm
+
+    def add(self, other: "HostGradientBuffer") -> bool:
+        """Add another gradient, once both are in host memory; False if that has to be done by the caller, now."""
+        mine, others = self.layout, other.layout
+        alike = (mine.size, mine.stride, mine.dtype) == (others.size, others.stride, others.dtype)
+        plain = all(each.factor is None and not each.changes for each in (self, other))
+        if not (alike and plain and mine.dtype.is_floating_point) or self is other:
+            return False
+        self._end_readers()
+        kernel, before, leases = kernel_of(mine.dtype), self._sum, [self, other]
+
+        def work() -> Tensor:
+            try:
+                value, more = (each._host.as_strided((each._host.numel(),), (1,)) for each in leases)
+                leases[0]._landed.synchronize()
+                if before is not None:
+                    before.result()
+                leases[1].landed()
+                return kernel(value, more)
+            finally:
+                leases.clear()  # a buffer that nobody else has is free by the time that this is known to be done
+
+        begun = self._additions.begin(work)
+        if begun is None:
+            return False
+        other.note_reader(begun)
+        self._sum, self._norm, self.shard = begun, None, self.shard or other.shard
+        return True
+
+    def note_reader(self, reader: "Future[Any]") -> None:
+        """Say that somebody reads the gradient in host memory until `reader` is done."""
+        self._readers = [*(each for each in self._readers if not each.done()), reader]
+
+    @property
+    def has_landed(self) -> bool:
+        """Say whether the gradient is in host memory, with all that is added to it, or never will be."""
+        return self._landed.query() and (self._sum is None or self._sum.done())
+
+    def landed(self) -> Tensor:
+        """Return the gradient in host memory, but for its factor, to read only. Blocks the host."""
+        self._landed.synchronize()
+        error = None if self._sum is None else self._sum.exception()
+        if error is not None:  # raised anew: its traceback will hold the gradient, which holds the old one
+            size = tuple(self.layout.size)
+            raise InvariantError(
+                f"a gradient of size {size} is lost, another one could not be added to it: {error!r}; set it to None, "
+                "and repeat the step."
+            ) from error
+        return self._host
+
+    def host(self) -> Tensor:
+        """Return the gradient in host memory, with its factor. Blocks the host."""
+        self._end_readers()
+        value = self.landed()
+        if self._on_device is not None:  # whoever has a view of it may have changed it
+            value.copy_(self._on_device)
+        if self.factor is not None:
+            if self._sum is not None:
+                self.norm()
+            value.mul_(self.factor.item())
+            self.factor = None
+        return value
+
+    def write(self) -> Tensor:
+        """Return the gradient in host memory, to change it. Blocks the host."""
+        value = self.host()
+        self._norm = self._sum = None
+        return value
+
+    def device(self) -> Tensor:
+        """Return the gradient on the device, where it stays as well from now on: somebody writes to it, or views it."""
+        if self._on_device is None:
+            self._on_device = self.host().to(self.layout.device, copy=True)
+        elif self.factor is not None:
+            self._on_device.mul_(self.factor)
+            self.factor = None
+        self._norm = self._sum = None
+        return self._on_device
+
+    def _end_readers(self) -> None:
+        for reader in self._readers:
+            reader.exception()
+        self._readers = []
+
+    @property
+    def changes(self) -> bool:
+        """Say whether what is in host memory may be out of date."""
+        return self._on_device is not None
+
+
+def norm_of(value: Tensor) -> Tensor:
+    """Return the Euclidean norm of a tensor, fp32, on its device."""
+    wide = torch.float64 if value.device.type == "cpu" else torch.float32  # a CPU adds up in the order of memory
+    norm: Tensor = torch.linalg.vector_norm(value, dtype=torch.promote_types(value.dtype, wide))
+    return norm.float()
+
+
+class HostGradient(Tensor):
+    """A gradient of the device that is in host memory."""
+
+    lease: HostGradientBuffer
+
+    @staticmethod
+    def __new__(cls, lease: HostGradientBuffer) -> "HostGradient":
+        """Return a gradient that lives in `lease`."""
+        layout = lease.layout
+        made: HostGradient = torch.Tensor._make_wrapper_subclass(
+            cls, layout.size, strides=layout.stride, dtype=layout.dtype, device=layout.device
+        )
+        made.lease = lease
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Return what it is, not what is in it."""
+        return f"HomeGradient(size={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, in host memory)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return an ordinary gradient, on the device."""
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be saved as an ordinary gradient, of the device."""
+        return self.clone().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as it is switched off
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Carry out an operation in host memory, where there is a way, else on a copy on the device."""
+        own = _OWN.get(func)
+        if own is not None and (result := own(*args, **(kwargs or {}))) is not NotImplemented:
+            return result
+        return _on_device(func, args, kwargs or {})
+
+
+def _on_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry out `func` on the device: on copies, if it neither writes to them nor returns a view of one."""
+    schema = func._schema
+    stays = schema.is_mutable or any(returned.alias_info is not None for returned in schema.returns)
+    copies: dict[int, HostGradientBuffer] = {}
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, HostGradient):
+            return value
+        lease = value.lease
+        copied = lease.device() if stays or lease.changes else lease.host().to(value.device, copy=True)
+        copies[id(copied)] = lease
+        return copied
+
+    result = func(*tree_map(copy, args), **tree_map(copy, kwargs))
+    return tree_map(lambda value: HostGradient(copies[id(value)]) if id(value) in copies else value, result)
+
+
+def _alias(gradient: Any, *_: Any) -> Any:
+    return HostGradient(gradient.lease)
+
+
+def _add(gradient: Any, other: Any, *, alpha: float = 1) -> Any:
+    """Accumulate in host memory, as autograd does for the second backward without `zero_grad`."""
+    if not isinstance(gradient, HostGradient) or not isinstance(other, Tensor) or other.shape != gradient.shape:
+        return NotImplemented
+    if gradient.lease.changes:
+        return NotImplemented
+    if alpha != 1 or not isinstance(other, HostGradient) or not gradient.lease.add(other.lease):
+        more = other.lease.host() if isinstance(other, HostGradient) else other.cpu()
+        gradient.lease.write().add_(more, alpha=alpha)
+        gradient.lease.shard |= isinstance(other, HostGradient) and other.lease.shard
+    return gradient
+
+
+def _is_euclidean(order: Any) -> bool:
+    return isinstance(order, (int, float)) and order == 2
+
+
+def _refuse_shards(gradients: Iterable[Any]) -> None:
+    """Raise `UsageError` if a number is to be taken of all of a gradient of which other ranks have parts."""
+    for each in gradients:
+        if isinstance(each, HostGradient) and each.lease.shard:
+            raise UsageError(
+                f"a gradient of size {tuple(each.shape)} is this rank's part of one that is spread over ranks, so its "
+                "norm is not that of the whole, and clipping by it would differ from rank to rank; add up "
+                "gradient.square().sum() of all gradients, all-reduce that, and multiply the gradients by the factor."
+            )
+
+
+def _norm(gradient: Any, order: Any = 2, dim: Any = None, keepdim: Any = None, *, dtype: Any = None) -> Any:
+    if not dim or len(dim) == gradient.dim():
+        _refuse_shards((gradient,))
+    if not _is_euclidean(order) or dim is not None or keepdim:
+        return NotImplemented
+    return gradient.lease.norm().to(torch.float32 if dtype is None else dtype, copy=True)
+
+
+def _norms(gradients: Sequence[Any], order: Any = 2, dtype: Any = None) -> Any:
+    """Return the norms of gradients, some of them ordinary ones; in fp32, whatever the gradients are in."""
+    _refuse_shards(gradients)
+    if not _is_euclidean(order):
+        return NotImplemented
+    plain = torch.float32 if dtype is None else dtype
+    return [
+        _norm(each, dtype=plain) if isinstance(each, HostGradient) else torch.linalg.vector_norm(each, dtype=plain)
+        for each in gradients
+    ]
+
+
+def _scale(gradient: Any, factor: Any) -> Any:
+    if not isinstance(gradient, HostGradient) or isinstance(factor, HostGradient) or gradient.lease.changes:
+        return NotImplemented
+    if isinstance(factor, Tensor) and factor.numel() != 1:
+        return NotImplemented
+    gradient.lease.scale(_number(factor, gradient.device))
+    return gradient
+
+
+def _number(factor: Any, device: torch.device) -> Tensor:
+    """Return a factor as a tensor that nobody else has."""
+    return factor.clone() if isinstance(factor, Tensor) else torch.tensor(float(factor), device=device)
+
+
+def _scales(gradients: Sequence[Any], factor: Any) -> Any:
+    """Multiply gradients, some of them ordinary ones, by one number."""
+    if isinstance(factor, (list, tuple)):
+        return NotImplemented
+    number = _number(factor, gradients[0].device)
+    for each in gradients:
+        if not isinstance(each, HostGradient):
+            each.mul_(factor)
+        elif each.lease.changes:
+            each.lease.device().mul_(factor)
+        else:
+            each.lease.scale(number)
+    return None
+
+
+def _unscale(gradients: Sequence[Any], found_inf: Tensor, inverse: Tensor) -> None:
+    """As `GradScaler` has it; a gradient whose norm is no finite number has an element that is none."""
+    _refuse_shards(gradients)
+    for each in gradients:
+        if isinstance(each, HostGradient):
+            found_inf.copy_(torch.maximum(found_inf, (~each.lease.norm().isfinite()).to(found_inf)))
+            if _scale(each, inverse) is NotImplemented:
+                each.lease.device().mul_(inverse)
+        else:
+            _aten._amp_foreach_non_finite_check_and_unscale_([each], found_inf, inverse)
+
+
+_OWN: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: _alias,
+    _aten.alias.default: _alias,
+    _aten.add_.Tensor: _add,
+    _aten.linalg_vector_norm.default: _norm,
+    _aten._foreach_norm.Scalar: _norms,
+    _aten.mul_.Tensor: _scale,
+    _aten.mul_.Scalar: _scale,
+    _aten._foreach_mul_.Tensor: _scales,
+    _aten._foreach_mul_.Scalar: _scales,
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}

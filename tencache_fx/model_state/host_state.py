@@ -1,0 +1,58 @@
+"""What an optimizer keeps of a parameter: arrays in pinned host memory, within its budget, or on the device."""
+
+import itertools
+import weakref
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tencache_fx.model_state.parameter_store import ParameterStore
+from tencache_fx.planning.problem import Tier
+from tencache_fx.units import round_up
+
+_ALIGN_BYTES = 64
+_LEAST_BYTES = 64 << 10  # less is not worth a mapping of its own
+
+
+class State:
+    """The arrays of one parameter, of `dtypes` by name: 1-D `arrays`, and `tensors` of its shape that share memory.
+
+    They are in host memory, or `on_device`, which is the parameter's. A buffer in host memory goes back with the last
+    reference to this, its memory with the last tensor that shares it. Raises `BudgetError` when the host budget has no
+    room.
+    """
+
+    def __init__(
+        self, homes: ParameterStore, parameter: Tensor, dtypes: Mapping[str, torch.dtype], *, on_device: bool
+    ) -> None:
+        self.layout = parameter.size(), parameter.stride()
+        self.dtypes = dict(dtypes)
+        self.made: frozenset[str] = frozenset()  # set by the optimizer: what there is of, by its class's steps
+        self.place = Tier.DEVICE if on_device else Tier.HOST
+        count = parameter.numel()
+        sizes = [round_up(count * dtype.itemsize, _ALIGN_BYTES) for dtype in dtypes.values()]
+        starts = list(itertools.accumulate(sizes, initial=0))
+        self.nbytes = starts.pop()
+        if on_device or self.nbytes < _LEAST_BYTES:
+            device = parameter.device if on_device else "cpu"
+            self.arrays = tuple(torch.empty(count, dtype=dtype, device=device) for dtype in dtypes.values())
+        else:
+            buffer = homes.lend_state(self.nbytes)
+            weakref.finalize(self, homes.discard_later, buffer).atexit = False
+            self.arrays = tuple(
+                own_storage(buffer.memory[start : start + count * dtype.itemsize], dtype)
+                for start, dtype in zip(starts, dtypes.values(), strict=True)
+            )
+        self.tensors = {
+            name: array.as_strided(parameter.size(), parameter.stride(), array.storage_offset())
+            for name, array in zip(dtypes, self.arrays, strict=True)
+        }
+
+
+def own_storage(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return bytes of host memory as an array whose storage is these only.
+
+    `torch.save` refuses storages that tensors of several dtypes share, and writes them whole.
+    """
+    return torch.frombuffer(part.numpy(), dtype=dtype) if part.numel() else torch.empty(0, dtype=dtype)

@@ -1,0 +1,173 @@
+"""A model's way to host memory: what gets a home there, whether all of it can, and each module's move.
+
+Whatever stops a move leaves the model as it was: what can be known is refused before anything moves, and for the rest
+each part of a move says how to take it back.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tencache_fx.errors import OptionError
+from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+from tencache_fx.runtime.buffers import Use
+from tencache_fx.runtime.engine import Engine
+
+LEAST_BYTES = 64 << 10
+"""Smaller parameters stay on the device: their copies would cost more in time than they save in memory."""
+
+_FEW = 32  # one part in so many: with gradients, and masters and moments in fp32, that is up to eight times as much
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Say whether a model is frozen but for a few parameters."""
+    parameters = list(model.parameters())
+    trained_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    return trained_bytes * _FEW <= sum(parameter.nbytes for parameter in parameters)
+
+
+def wants_home(parameter: Tensor, name: str, *, adapts: bool) -> bool:
+    """Say whether a parameter is large enough for a home, and not one of the few that are trained where it `adapts`.
+
+    Raises `OptionError` for one that is, but has gaps between its elements, or the same memory for several.
+    """
+    if not _may_leave(parameter, adapts=adapts):
+        return False
+    if not torch.ops.aten.is_non_overlapping_and_dense(parameter.detach()):
+        raise OptionError(
+            f"{name} of size {tuple(parameter.shape)} has strides {parameter.stride()}, with gaps between its elements "
+            "or the same memory for several; make it contiguous."
+        )
+    return True
+
+
+def _may_leave(parameter: Tensor, *, adapts: bool) -> bool:
+    return parameter.nbytes >= LEAST_BYTES and not (adapts and parameter.requires_grad)
+
+
+class Offloading:
+    """The move of one model to `device`, module by module: large parameters to `engine`'s host memory.
+
+    Leaving its context by an exception takes everything back. Raises, before anything moves, `OptionError` for what
+    cannot, and `BudgetError` when the host budget has no room for all of it.
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module, device: torch.device) -> None:
+        self._engine = engine
+        self._device = device
+        self._adapts = is_adapted(model)
+        self._made: dict[nn.Parameter, nn.Parameter] = {}  # for those on "meta"
+        self._new: set[nn.Parameter] = set()  # those made
+        self._undo = contextlib.ExitStack()
+        _check_ties(model)
+        _check_makers(model)
+        sizes = []
+        for name, parameter in model.named_parameters():
+            if self._engine.homes.find(parameter) is None and _may_leave(parameter, adapts=self._adapts):
+                if not parameter.is_meta:  # else it is made dense
+                    wants_home(parameter, name, adapts=self._adapts)
+                sizes.append(parameter.nbytes)
+        self.nbytes = sum(sizes)
+        engine.homes.drain()
+        engine.pool.make_room(sizes, Use.HOME)
+
+    def __enter__(self) -> "Offloading":
+        self._undo.callback(self._engine.homes.drain)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._undo.pop_all()
+        else:
+            self._undo.close()
+
+    def make(self, module: nn.Module) -> None:
+        """Make what a module has on "meta", by itself, on the device; tied parameters only once."""
+        on_meta = {key: p for key, p in module.named_parameters(recurse=False) if p.is_meta}
+        has_buffers = _has_buffers_on_meta(module)
+        self._put_back_later(module._parameters)
+        self._put_back_later(module._buffers)
+        for key, parameter in on_meta.items():
+            if parameter in self._made:
+                module.register_parameter(key, self._made[parameter])
+        if all(parameter in self._made for parameter in on_meta.values()) and not has_buffers:
+            return
+        parameters = {key: p for key, p in module.named_parameters(recurse=False) if not p.is_meta}
+        buffers = {key: buffer for key, buffer in module.named_buffers(recurse=False) if not buffer.is_meta}
+        module._parameters |= {key: nn.Parameter(torch.empty_like(p), p.requires_grad) for key, p in parameters.items()}
+        module._buffers |= {key: torch.empty_like(buffer) for key, buffer in buffers.items()}
+        module.to_empty(device=self._device, recurse=False)
+        module.reset_parameters()  # type: ignore[operator]  # as `_check_makers` has seen
+        module._parameters |= parameters  # what was there already is kept: only stand-ins were reset
+        module._buffers |= buffers
+        self._made |= {parameter: getattr(module, key) for key, parameter in on_meta.items()}
+        self._new |= {self._made[parameter] for parameter in on_meta.values()}
+
+    def move(self, parameter: nn.Parameter, name: str) -> int:
+        """Give a parameter a home, if it wants one and has none, else have it on the device; return the bytes moved."""
+        homes = self._engine.homes
+        if homes.find(parameter) is not None:
+            return 0
+        before = parameter.data
+        if wants_home(parameter, name, adapts=self._adapts):
+            home, device = homes.settle_in(parameter, name, self._device), before.device
+            del before  # its memory is to go
+            self._undo.callback(_bring_back, home, None if parameter in self._new else device)
+            return home.nbytes
+        parameter.data = before.to(self._device)
+        self._undo.callback(setattr, parameter, "data", before)
+        if parameter.requires_grad and parameter not in homes.kept:
+            homes.kept[parameter] = True
+            self._undo.callback(homes.kept.pop, parameter)
+        return 0
+
+    def move_buffers(self, module: nn.Module) -> None:
+        """Have a module's own buffers on the device."""
+        for key, buffer in module.named_buffers(recurse=False):
+            module._buffers[key] = buffer.to(self._device)
+
+    def _put_back_later(self, entries: dict[str, Any]) -> None:
+        before = dict(entries)
+
+        def put_back() -> None:
+            entries.clear()
+            entries.update(before)
+
+        self._undo.callback(put_back)
+
+
+def _bring_back(home: OffloadedParameter, device: torch.device | None) -> None:
+    """Make a parameter that has just got a home an ordinary one again; None for one that is not needed any more."""
+    if device is not None:
+        home.move_out(device)
+    home.forget()
+
+
+def _check_ties(model: nn.Module) -> None:
+    """Refuse parameters that share memory; called while all of them have theirs, which tells them apart."""
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if (other := names.setdefault(parameter.untyped_storage()._cdata, name)) != name:
+            raise OptionError(f"{name} shares memory with {other}; tie them by using one Parameter in both places.")
+
+
+def _check_makers(model: nn.Module) -> None:
+    """Refuse modules on "meta" that cannot make what they have there."""
+    made: set[nn.Parameter] = set()
+    for name, module in model.named_modules():
+        on_meta = {p for p in module.parameters(recurse=False) if p.is_meta}
+        if on_meta <= made and not _has_buffers_on_meta(module):
+            continue
+        if not callable(getattr(module, "reset_parameters", None)) or on_meta & made:
+            raise OptionError(
+                f"module {name or 'the model'} ({type(module).__name__}) is on the meta device and has no "
+                "reset_parameters() to make its parameters and buffers with, or shares some of them; build it on the "
+                "CPU."
+            )
+        made |= on_meta
+
+
+def _has_buffers_on_meta(module: nn.Module) -> bool:
+    return any(buffer.is_meta for buffer in module.buffers(recurse=False))

@@ -1,0 +1,313 @@
+"""An optimizer whose state is at home, in host memory: the device holds weights and gradients only.
+
+A step takes gradients out and weights in, piece by piece, beside the update: one pass of a kernel that Inductor
+compiles for the CPU (bf16 gradient in, fp32 state updated, bf16 weight out; ZeRO-Offload, arXiv 2101.06840, does this
+with kernels of its own, and casts apart from them). Of a parameter with a home (`tencache_fx.offload`) the gradient is
+there already, and the update runs by itself: `step` returns at once, and the next reader waits for that update only.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import ParamsT
+
+from tencache_fx import compat
+from tencache_fx.errors import OptionError, UsageError
+from tencache_fx.model_state.host_gradient import HostGradient, HostGradientBuffer
+from tencache_fx.model_state.host_state import State
+from tencache_fx.model_state.modules import engine_of, roomy_engine
+from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+from tencache_fx.model_state.optimizer_checks import check_group
+from tencache_fx.model_state.optimizer_state import OptimizerState
+from tencache_fx.model_state.staged_update import PIECE_BYTES, Piece, Round, open_round, work_at_home
+from tencache_fx.model_state.step_hooks import check_last, check_node, hook, is_hooked_once, is_watched_in_graph
+from tencache_fx.model_state.step_kernel import find_rule
+from tencache_fx.model_state.update import (
+    ParameterUpdate,
+    PieceUpdate,
+    accumulates,
+    dense_like,
+    flat,
+    gradient_at_home,
+    read_later,
+    run_piece,
+    unhook,
+    update_here,
+    weakly,
+)
+from tencache_fx.planning.problem import Tier
+from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.engine_registry import find_home
+from tencache_fx.runtime.streams import Event
+
+_Rounds = list[tuple[Engine, Round, list[Tensor]]]
+
+
+class OffloadedOptimizer(OptimizerState):
+    """Any torch optimizer class that updates each element by itself, with an fp32 master weight, all state at home.
+
+        HomeOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    `options` are those of `optimizer_class`; they may differ by group. `params` are bf16, fp16 or fp32 parameters on
+    one or more cuda or cpu devices, as for torch. A parameter that is changed from outside between two steps, by
+    loading weights for instance, is taken as it is then. `state_dict` is the class's own with the master weights beside
+    what that has; either loads the other's.
+
+    `state_dtype`, float32 or (rounded stochastically) bfloat16, is that of what is kept besides the master.
+
+    `step_in_backward` updates a parameter with a home as soon as its gradient is there, once for each backward, with
+    the learning rate of that moment, and leaves its `.grad` None: nothing that looks at all gradients first, such as
+    clipping by their norm, or that adds up several backwards, can be had with it, nor can a reducer of gradients, such
+    as DistributedDataParallel: the forward, or else the backward, then raises `UsageError`. Parameters without a home,
+    small ones and a frozen model's adapters, wait for `step` as ever. Parameters do not keep an optimizer.
+
+    Raises `OptionError` for options it cannot use, and for a class that does more than arithmetic on single elements.
+    The class is found out by having its `step` run on a few elements: see `optim_traced`.
+    """
+
+    updates_at_home = True
+
+    _in_backward = False  # nor does a copy
+
+    def __init__(
+        self,
+        params: ParamsT,
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        step_in_backward: bool = False,
+        state_dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        self._in_backward = step_in_backward
+        rule, defaults = find_rule(optimizer_class, state_dtype, options)
+        super().__init__(params, rule, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as for torch; raises `OptionError` when its options or its parameters cannot be used."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_group(group)
+            self._place(group)
+        except OptionError:
+            self.param_groups.pop()
+            raise
+        taken_over = sum(map(unhook, group["params"]))
+        for parameter in group["params"]:
+            if self._in_backward and parameter.requires_grad:
+                hook(parameter, self._step_now)
+        if taken_over:
+            warnings.warn(
+                f"this optimizer takes over {taken_over} parameters: an earlier one with step_in_backward=True, which "
+                "is still alive, updates them no longer.",
+                stacklevel=2,
+            )
+
+    @overload
+    def step(self, closure: None = ...) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; return what `closure`, which is called first, returns.
+
+        Returns when the host is done; the device goes on with whatever comes next once the last weight is in. Updates
+        of parameters with a home are begun only; what one of them raises is raised by whoever reads the parameter next.
+        Raises, before anything is updated, `UsageError` for a sparse gradient, and `BudgetError` when the host budget
+        has no room for state, for gradients that come home, or for a few buffers of 32 MiB at most: then it can be
+        raised by `tencache_fx.configure`, and the step taken again.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        todo = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self._group_of = {}  # groups may have been replaced
+        for parameter in todo:
+            if parameter.grad.is_sparse:
+                raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
+        self._make_states(todo)
+        at_home = [(p, home) for p in todo if (home := find_home(p)) is not None]
+        without = [p for p in todo if find_home(p) is None]
+        small = {p: None for p in without if self._places.of(p, None) is Tier.DEVICE}
+        large = [p for p in without if p not in small]
+        gradients = {p: p.grad if home.updated_here else gradient_at_home(p, p.grad) for p, home in at_home}
+        with self._open_rounds(large) as rounds:
+            at_home.sort(key=lambda pair: pair[1].updated_here)  # first those that go on while the host does the others
+            for parameter, home in at_home:
+                self._update(parameter, home, gradients.pop(parameter))
+                home.end_parts()
+            for parameter in (p for p in self._urgency if p.grad is None):
+                if (frozen := find_home(parameter)) is not None:
+                    frozen.put_away()
+            self._update_without(rounds, small)
+        self._group_of = {}
+        return loss
+
+    def _make_states(self, todo: Iterable[Tensor]) -> None:
+        """Make the state of those that have none, before anything is updated: there may be no room for it."""
+        for parameter in todo:
+            if parameter not in self._states:
+                if (home := find_home(parameter)) is not None:
+                    home.settle()
+                self._ready(parameter)
+
+    @contextlib.contextmanager
+    def _open_rounds(self, large: Collection[Tensor]) -> Iterator[_Rounds]:
+        """Have the buffers for updates of parameters without a home by state in host memory, for each device."""
+        with contextlib.ExitStack() as undo:
+            rounds: _Rounds = []
+            for device in dict.fromkeys(p.device for p in large):
+                here = [p for p in large if p.device == device]
+                count = sum(-(-p.nbytes // PIECE_BYTES) for p in here)
+                most_bytes = max(min(p.nbytes, PIECE_BYTES) for p in here)
+                engine = roomy_engine(device)
+                rounds.append((engine, undo.enter_context(open_round(engine, count, most_bytes)), here))
+            yield rounds
+
+    def _update_without(self, rounds: _Rounds, small: Collection[Tensor]) -> None:
+        """Update parameters without a home, by state in host memory, and then small ones; done when the host is."""
+        updated: list[Tensor] = []
+        try:
+            for engine, opened, here in rounds:
+                with compat.any_number_of_compilations():  # for dtypes, lengths of 1, numbers of threads, ...
+                    work_at_home(engine, opened, self._pieces(here, updated), run_piece)
+            for parameter in small:
+                assert parameter.grad is not None
+                self._update_here(parameter, parameter.grad, None)
+                updated.append(parameter)
+        except BaseException as error:
+            count = len(small) + sum(len(here) for *_, here in rounds)
+            error.add_note(
+                f"Of {count} parameters {len(updated)} have been updated, large ones first, in order, and their "
+                "state counts one step more; the next one may be updated in part, the others are as they were."
+            )
+            raise
+
+    @torch.no_grad()
+    def _step_now(self, parameter: Tensor) -> None:
+        """Update a parameter whose gradient has just come, if it has a home; where it left, that may have begun."""
+        if (home := find_home(parameter)) is None or parameter.grad is None:  # another optimizer may have taken it
+            return
+        if not self._is_in_a_group(parameter):  # any more
+            return
+        check_last(parameter, home.name)
+        if home.early is None:
+            check_node(parameter, home.name)
+        home.update_now = weakly(self._step_early, parameter)
+        home.end_parts()
+        gradient, begun = parameter.grad, home.early
+        parameter.grad = home.early = None
+        assert gradient is not None
+        if begun is not None:
+            engine = engine_of(parameter.device)
+            engine.stats.add(h2d_bytes=home.end_readers(engine.streams.record_compute()))
+        if begun is None:
+            self._update(parameter, home, gradient)
+        elif not isinstance(gradient, HostGradient) or gradient.lease is not begun:
+            raise UsageError(
+                f"{home.name} was updated by a gradient that is a part of it only: it is read in a compiled region "
+                "and where nothing is known of it; leave step_in_backward out, or read it in modules only."
+            )
+
+    @torch.no_grad()
+    def _step_early(self, parameter: Tensor, lease: HostGradientBuffer) -> None:
+        """Update a parameter by a gradient that has just left, if nobody else wants it first."""
+        if parameter.grad is not None or not is_hooked_once(parameter) or not accumulates(parameter):
+            return
+        if not self._is_in_a_group(parameter) or is_watched_in_graph(parameter):
+            return
+        if (home := find_home(parameter)) is not None and not home.updated_here:
+            self._begin(parameter, home, lease, None)
+            home.early = lease
+
+    def _update(self, parameter: Tensor, home: OffloadedParameter, gradient: Tensor) -> None:
+        """Begin the update of a parameter with a home, where that is to be; its readers so far are all there are."""
+        if home.updated_here:
+            home.bring()
+            change = gradient.lease.device() if isinstance(gradient, HostGradient) else gradient
+            self._update_here(parameter, change, home)
+            home.note_update_here()
+        else:
+            readers = engine_of(parameter.device).streams.record_compute()
+            self._begin(parameter, home, gradient_at_home(parameter, gradient).lease, readers)
+
+    def _update_here(self, parameter: Tensor, gradient: Tensor, home: OffloadedParameter | None) -> None:
+        """Update a parameter whose state is on its device, behind what that has been given so far."""
+        self._ready(parameter)
+        held, step = self._states[parameter], self._next(parameter)
+        assert isinstance(held, State)
+        change = flat(dense_like(parameter, gradient.to(parameter.dtype)))
+        fresh = home is None or self._is_fresh(parameter, home)
+        update_here(change=change, weight=flat(parameter.data), arrays=held.arrays, step=step, fresh=fresh)
+        self._count(parameter, step.after)
+        if home is None:
+            increment_version(parameter)
+        else:
+            home.note_update()
+        engine_of(parameter.device).stats.add(updates=1, device_updates=1)
+
+    def _begin(
+        self, parameter: Tensor, home: OffloadedParameter, lease: HostGradientBuffer, readers: Event | None
+    ) -> None:
+        """Have a parameter updated at home, by a gradient there; what reads it on the device is done by `readers`."""
+        engine = engine_of(parameter.device)
+        if lease.changes:
+            lease.host()
+        factor = None if lease.factor is None else read_later(engine, lease.factor)
+        home.settle()
+        home.put_away()  # brought by a module that ran by itself, whose backward is over
+        self._ready(parameter)
+        held, step = self._states[parameter], self._next(parameter)
+        update = ParameterUpdate(
+            home=home,
+            lease=lease,
+            state=held,
+            step=step,
+            factor=factor,
+            fresh=self._is_fresh(parameter, home),
+            count=partial(self._count, parameter, step.after),
+            stats=engine.stats,
+        )
+        update.prepare(engine.homes.updates)
+        home.come_home()
+
+        def submit() -> "Future[None]":
+            where = {"on_disk": held.place is Tier.NVME}
+            return engine.homes.updates.submit(update, self._urgency[parameter], lambda: lease.has_landed, **where)
+
+        lease.note_reader(home.begin_update(submit, readers))
+        home.note_update()
+
+    def _pieces(self, todo: Iterable[Tensor], updated: list[Tensor]) -> Iterator[Piece[PieceUpdate]]:
+        """Yield what is to be updated, parameter by parameter; those whose last piece is done are in `updated`."""
+        for parameter in todo:
+            self._ready(parameter)
+            assert parameter.grad is not None
+            gradient = flat(dense_like(parameter, parameter.grad.to(parameter.dtype)))
+            weight = flat(parameter.data)  # whose version is its own: pieces arrive whenever they do
+            held = self._states[parameter]
+            assert isinstance(held, State)
+            homes = (flat(self._written[parameter]), *held.arrays)
+            step, most = self._next(parameter), PIECE_BYTES // parameter.element_size()
+            count = partial(self._count_all, parameter, step.after, updated)
+            if not weight.numel():
+                count()
+            for start in range(0, weight.numel(), most):
+                part = slice(start, start + most)
+                done = count if part.stop >= weight.numel() else None
+                update = PieceUpdate(state=tuple(home[part] for home in homes), step=step, done=done)
+                yield Piece(sources=(gradient[part], weight[part]), target=weight[part], about=update)
+
+    def _count_all(self, parameter: Tensor, scalars: Mapping[str, Any], updated: list[Tensor]) -> None:
+        self._count(parameter, scalars)
+        increment_version(parameter)
+        updated.append(parameter)

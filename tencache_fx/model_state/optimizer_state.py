@@ -1,0 +1,207 @@
+"""What an optimizer at home keeps of each parameter, wherever that is: made, moved, saved and loaded.
+
+Updates go on while the host has returned from `step`. So whoever looks at `state` waits for them first.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from tencache_fx.errors import OptionError, UsageError
+from tencache_fx.model_state.disk_state import DiskState
+from tencache_fx.model_state.host_state import State
+from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+from tencache_fx.model_state.optimizer_checks import find_misfit
+from tencache_fx.model_state.placement import StatePlacement, hold_state, is_in, on_cpu, saved_of, shown_of
+from tencache_fx.model_state.step_kernel import MASTER, Rule, Step
+from tencache_fx.model_state.update import dense_like, weakly
+from tencache_fx.planning.problem import Tier
+from tencache_fx.runtime.engine_registry import find_home
+
+
+class OptimizerState(torch.optim.Optimizer):
+    """An optimizer by `rule`, as far as its state goes."""
+
+    def __init__(self, params: ParamsT, rule: Rule, defaults: dict[str, Any]) -> None:
+        self._written: dict[Tensor, Tensor] = {}  # each weight as the last step left it
+        self._states: dict[Tensor, State | DiskState] = {}  # where what `state` has of each parameter is kept
+        self._places = StatePlacement()
+        self._versions: dict[
+            Tensor, tuple[weakref.ref[OffloadedParameter], int]
+        ] = {}  # of each home, as the last step left it
+        self._group_of: dict[Tensor, dict[str, Any]] = {}  # as far as it has been asked for
+        self._groups: list[tuple[int, int]] = []  # which groups that is of, and how large they were
+        self._urgency: dict[Tensor, int] = {}  # by the order in which the next forward will read, as far as is known
+        self._rule = rule
+        super().__init__(params, defaults)
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """Return what the class keeps of each parameter, with its master weight, once no update is under way.
+
+        What one of them raised is for whoever reads its parameter.
+        """
+        for home in self._homes():
+            home.wait()
+        return self._state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        for home in self._homes():
+            home.wait()
+        self._state = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied and pickled: what is on disk, too."""
+        self._settle()
+        packed: dict[str, Any] = super().__getstate__()
+        on_disk = {p: held.read() for p, held in self._states.items() if isinstance(held, DiskState)}
+        state = {p: {**kept, **on_disk.get(p, {})} for p, kept in self._state.items()}
+        return {**packed, "state": defaultdict(dict, state), "_rule": self._rule}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._state = self.__dict__.pop("state")  # it came with the others
+        self._written, self._versions, self._states = {}, {}, {}
+        self._places, self._urgency, self._group_of, self._groups = StatePlacement(), {}, {}, []
+        for group in self.param_groups:
+            self._place(group)
+
+    def _place(self, group: dict[str, Any]) -> None:
+        """Take note of the parameters of a group, behind all others."""
+        for parameter in group["params"]:
+            self._urgency[parameter] = len(self._urgency)
+            self._places.add(parameter, self._rule.arrays(group, parameter.dim()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, once the updates under way are done, as torch does.
+
+        What is on disk is copied to a file without a name there, which its tensors are mapped from.
+        """
+        self._settle()
+        packed: dict[str, Any] = super().state_dict()
+        parameters = (p for group in self.param_groups for p in group["params"])
+        indices = (index for group in packed["param_groups"] for index in group["params"])
+        for index, parameter in zip(indices, parameters, strict=True):
+            if isinstance(held := self._states.get(parameter), DiskState):
+                packed["state"][index] = {**packed["state"][index], **held.read()}
+        return packed
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over the state of this class or of torch's own; a master weight that is missing is the weight.
+
+        Raises `OptionError` when it is that of other parameters, or was made with options that cannot be used, and
+        `ValueError` as torch does when the groups do not match.
+        """
+        self._settle()
+        for own, group in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            for dim in {parameter.dim() for parameter in own["params"]}:
+                self._rule.arrays({**self.defaults, **group}, dim)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        pairs = dict(zip(indices, parameters, strict=False))
+        saved_of = {
+            pairs[k]: {name: value for name, value in saved.items() if value is not None}
+            for k, saved in state_dict["state"].items()
+            if k in pairs
+        }
+        for parameter, saved in saved_of.items():
+            if (misfit := find_misfit(parameter, saved, self._arrays(parameter))) is not None:
+                raise OptionError(f"the saved {misfit}; load the state of the same model.")
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._states, self._group_of = {}, {}
+        for parameter, saved in saved_of.items():
+            self._keep(parameter, saved, self._places.of(parameter, None))
+        self._written, self._versions = {}, {}
+
+    def _settle(self) -> None:
+        """Block until no update is under way; raises what one raised."""
+        for home in self._homes():
+            home.settle()
+
+    def _homes(self) -> list[OffloadedParameter]:
+        found = map(find_home, self._urgency)
+        return [home for home in found if home is not None]
+
+    def _is_in_a_group(self, parameter: Tensor) -> bool:
+        groups = [(id(group), len(group["params"])) for group in self.param_groups]
+        if parameter not in self._group_of or groups != self._groups:  # somebody may have moved some
+            self._groups = groups
+            self._group_of = {p: group for group in self.param_groups for p in group["params"]}
+        return parameter in self._group_of
+
+    def _group(self, parameter: Tensor) -> dict[str, Any]:
+        assert self._is_in_a_group(parameter)
+        return self._group_of[parameter]
+
+    def _next(self, parameter: Tensor) -> Step:
+        """Return the step that a parameter, whose state is ready, is to take."""
+        arrays = self._arrays(parameter)
+        scalars = {name: each for name, each in self._state[parameter].items() if name not in arrays}
+        return self._rule.step(self._group(parameter), parameter.dim(), scalars, self._states[parameter].made)
+
+    def _is_fresh(self, parameter: Tensor, home: OffloadedParameter) -> bool:
+        """Say whether the weight may have been set since its master was made; asked once for each update."""
+        reference, version = self._versions.get(parameter, (None, -1))
+        self._versions[parameter] = weakref.ref(home), home.version
+        return reference is None or reference() is not home or version != home.version
+
+    def _count(self, parameter: Tensor, scalars: Mapping[str, Any]) -> None:
+        """Note that a parameter has been updated, and what the class then has of it."""
+        held = self._states[parameter]
+        held.made = frozenset(held.dtypes)
+        self._state[parameter].update(on_cpu(scalars), **shown_of(held))
+
+    def _arrays(self, parameter: Tensor) -> Mapping[str, torch.dtype]:
+        return self._rule.arrays(self._group(parameter), parameter.dim())
+
+    def _ready(self, parameter: Tensor) -> dict[str, Any]:
+        """Return the parameter's state, made at its first step, in the order the parameter has in memory now."""
+        state: dict[str, Any] = self._state[parameter]
+        home, held = find_home(parameter), self._states.get(parameter)
+        self._leave_former_home(parameter, home)
+        place, arrays = self._places.of(parameter, held), self._arrays(parameter)
+        right = held is not None and held.layout == (parameter.size(), parameter.stride()) and held.place == place
+        if held is None or not right or not is_in(held, state) or held.dtypes != arrays:
+            if (misfit := find_misfit(parameter, state, arrays)) is not None:
+                raise UsageError(f"{misfit}; a parameter whose size has changed needs a new optimizer.")
+            state = self._keep(parameter, saved_of(held, state, arrays), place)
+        if home is not None:
+            home.state = weakref.ref(self._states[parameter])
+            home.place_state = weakly(self._ready, parameter)
+        if home is not None or place is Tier.DEVICE:
+            self._written.pop(parameter, None)  # the weight goes on without it
+            return state
+        written = self._written.get(parameter)
+        written = state[MASTER].to(parameter.dtype, copy=True) if written is None else dense_like(parameter, written)
+        self._written[parameter] = written
+        return state
+
+    def _leave_former_home(self, parameter: Tensor, home: OffloadedParameter | None) -> None:
+        """Wait for an update that is under way where a parameter was at home before it was given another storage."""
+        reference, _ = self._versions.get(parameter, (None, -1))
+        former = None if reference is None else reference()
+        if former is not None and former is not home:
+            former.settle()
+            if not former.summoned:  # else it will have the parameter again
+                del self._versions[parameter]
+                former.forget()
+
+    def _keep(self, parameter: Tensor, saved: Mapping[str, Any], place: Tier) -> dict[str, Any]:
+        """Make a parameter's state of what was `saved` of it; a master that is missing is NaN until a step."""
+        arrays = self._arrays(parameter)
+        values = {**self._rule.initial(self._group(parameter), parameter.dim()), **saved}
+        held = hold_state(parameter, arrays, values, place)
+        held.made = frozenset(name for name in arrays if name in saved and name != MASTER)
+        self._places.add(parameter, arrays)
+        if MASTER not in saved:  # it is the weight's as it is now
+            self._versions.pop(parameter, None)
+            self._written.pop(parameter, None)
+        state = on_cpu({name: value for name, value in saved.items() if name not in arrays}) | shown_of(held)
+        self._states[parameter], self._state[parameter] = held, state
+        return state

@@ -1,0 +1,121 @@
+"""Where the state of each parameter is to be: on the device, in host memory, or, for what that has no room, on disk."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tencache_fx.errors import BudgetError
+from tencache_fx.model_state.disk_state import DiskState, line_bytes
+from tencache_fx.model_state.host_state import State
+from tencache_fx.model_state.modules import engine_of, roomy_engine
+from tencache_fx.model_state.offloading import LEAST_BYTES
+from tencache_fx.model_state.staged_update import ROUND_BYTES
+from tencache_fx.model_state.step_kernel import MASTER
+from tencache_fx.planning.problem import Tier
+from tencache_fx.runtime.buffers import Use
+from tencache_fx.runtime.engine_registry import find_home
+
+
+class StatePlacement:
+    """Decides it for the parameters of one optimizer, and remembers."""
+
+    def __init__(self) -> None:
+        self._order: dict[Tensor, int] = {}
+        self._on_disk: dict[Tensor, bool] = {}
+
+    def add(self, parameter: Tensor, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Add a parameter that is to have such arrays, behind those that are read before it; or know it has others."""
+        self._order[parameter] = state_bytes = parameter.numel() * sum(dtype.itemsize for dtype in dtypes.values())
+        if (home := find_home(parameter)) is not None:
+            home.state_bytes = state_bytes
+
+    def of(self, parameter: Tensor, held: State | DiskState | None) -> Tier:
+        """Return where a parameter's state is to be, given where it is now."""
+        home = find_home(parameter)
+        if home is None:  # for a small one the host would wait, and the device then for the host
+            stays = parameter.nbytes < LEAST_BYTES or parameter in engine_of(parameter.device).homes.kept
+            return Tier.DEVICE if stays else Tier.HOST
+        if home.updated_here:
+            return Tier.DEVICE
+        if held is not None and held.place in (Tier.HOST, Tier.NVME):
+            return held.place
+        if engine_of(parameter.device).store is None:
+            return Tier.HOST
+        if parameter not in self._on_disk:
+            self._choose(parameter.device)
+        return Tier.NVME if self._on_disk.get(parameter) else Tier.HOST
+
+    def _choose(self, device: torch.device) -> None:
+        """Give host memory to those that the next forward reads first: they are wanted soonest after their gradients.
+
+        All states are read and written once a step, so which of them are on disk changes nothing else.
+        """
+        pool = engine_of(device).pool
+        homes = {p: find_home(p) for p in self._order if p.device == device and p.requires_grad}
+        updated = [p for p, home in homes.items() if home is not None and not home.updated_here]
+        gradient_bytes = max(0, sum(p.nbytes for p in updated) - pool.held_for(Use.GRADIENT))  # none was there yet
+        room_bytes = pool.room_bytes - gradient_bytes - line_bytes(pool.budget_bytes) - ROUND_BYTES
+        for parameter in updated:
+            if parameter in self._on_disk:
+                continue
+            nbytes = self._order[parameter]
+            self._on_disk[parameter] = nbytes > room_bytes
+            room_bytes -= 0 if self._on_disk[parameter] else nbytes
+
+
+def hold_state(
+    parameter: Tensor, dtypes: Mapping[str, torch.dtype], values: Mapping[str, Tensor | float], place: Tier
+) -> State | DiskState:
+    """Return a parameter's state with these values; on disk, too, if there is a store and host memory has no room.
+
+    Raises `BudgetError` or `StoreError` when neither has.
+    """
+    engine, home = roomy_engine(parameter.device), find_home(parameter)
+    if place is not Tier.NVME:
+        try:
+            held = State(engine.homes, parameter, dtypes, on_device=place is Tier.DEVICE)
+        except BudgetError:
+            if engine.store is None or home is None:
+                raise
+        else:
+            for name, tensor in held.tensors.items():
+                value = values[name]
+                if isinstance(value, Tensor):
+                    tensor.copy_(value)
+                else:
+                    tensor.fill_(value)
+            return held
+    label = "a parameter" if home is None else home.name
+    return DiskState(engine.disk_line, parameter, dtypes, values, label)
+
+
+def shown_of(held: State | DiskState) -> dict[str, Tensor]:
+    """Return the arrays that are in an optimizer's `state`: the master, and those that its class has made."""
+    return {name: tensor for name, tensor in held.tensors.items() if name in held.made or name == MASTER}
+
+
+def saved_of(
+    held: State | DiskState | None, state: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, Any]:
+    """Return what there is of a parameter in an optimizer's `state` and on disk, but for arrays not in `dtypes`."""
+    if held is None:
+        return dict(state)
+    more = held.read() if isinstance(held, DiskState) else {}
+    found = {**state, **{name: each for name, each in more.items() if name in held.made or name == MASTER}}
+    return {name: each for name, each in found.items() if name in dtypes or name not in held.dtypes}
+
+
+def is_in(held: State | DiskState, state: Mapping[str, Any]) -> bool:
+    """Say whether the arrays in `state` are those that are held."""
+    return all(state.get(name) is tensor for name, tensor in shown_of(held).items())
+
+
+def on_cpu(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of what an optimizer has of a parameter besides arrays."""
+    return {
+        name: value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in scalars.items()
+    }

@@ -1,0 +1,276 @@
+"""The arithmetic of an optimizer at home: for a step of its class, a kernel in one pass over memory, and its numbers.
+
+A kernel makes of a gradient in the parameter's dtype, an fp32 master weight and the optimizer's arrays the new ones,
+and the new weight. Arrays may be kept in bfloat16: they are rounded stochastically then, because to the nearest a
+moment that changes by less than a 256th a step would stay as it is. What they are rounded by is hashed from the values
+themselves, so a run can be repeated to the last bit.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tencache_fx.errors import OptionError
+from tencache_fx.model_state.step_tracing import TracedStep, trace_step
+from tencache_fx.option_values import listed, nearest
+from tencache_fx.thread_safe import compile_for_threads
+
+MASTER = "master"
+
+_STATE_DTYPES = (torch.float32, torch.bfloat16)
+_MOST_STEPS = 256  # that are known at once: parameters are at the same one, in some groups
+_EXAMPLE_LENGTH = 1 << 20  # so many elements that a kernel is compiled for all threads
+_LEAST_LENGTH = 1 << 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step: `numbers`, fp32, are for `kernel`, and the first of them multiplies the gradient.
+
+    `initial` is what is in arrays that there were none of before. `after` is what the optimizer has of the parameter
+    once it is done, besides arrays.
+    """
+
+    numbers: Tensor
+    kernel: "Kernel"
+    initial: Mapping[str, float]
+    after: Mapping[str, Any]
+
+
+class Options(dict[str, Any]):
+    """Options by name, as the key of a cache."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(self))
+
+
+class Rule:
+    """How a torch optimizer class updates single elements, with what it keeps in `state_dtype`, but for fp32 masters.
+
+    It is made with the options of a group, and with those `given` that are no group's. Raises `OptionError` for another
+    `state_dtype` than fp32 and bfloat16.
+    """
+
+    def __init__(
+        self, optimizer_class: type[torch.optim.Optimizer], state_dtype: torch.dtype, given: Mapping[str, Any]
+    ) -> None:
+        if state_dtype not in _STATE_DTYPES:
+            raise OptionError(f"state_dtype is {state_dtype}; choose torch.float32 or torch.bfloat16.")
+        self._class = optimizer_class
+        self._state_dtype = state_dtype
+        self._given = given
+        self._arrays: dict[tuple[object, ...], Mapping[str, torch.dtype]] = {}
+        self._steps: dict[tuple[object, ...], Step] = {}
+        self._kernels: dict[tuple[object, ...], Kernel] = {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return rule_of, (self._class, self._state_dtype, self._given)
+
+    def arrays(self, group: Mapping[str, Any], dim: int) -> Mapping[str, torch.dtype]:
+        """Return the dtypes of what is kept of parameters of so many dimensions in a group, the master weight first.
+
+        Raises `OptionError` when the class cannot be used, or not with these options.
+        """
+        key = _options_key(group, float_digits=False), dim
+        if key not in self._arrays:
+            small, other = ((2,) * max(0, dim - 1) + (each,) for each in (3, 4))
+            first, again = (self._trace(group, shape, {}, ()) for shape in (small, other))
+            second = self._trace(group, small, first.scalars, first.names)
+            name = self._class.__name__
+            if second.names != first.names:
+                raise OptionError(
+                    f"{name} keeps {', '.join(first.names)} after one step, and {', '.join(second.names)} after two; "
+                    "use an optimizer that always keeps the same."
+                )
+            if (again.key, again.numbers) != (first.key, first.numbers):
+                raise OptionError(f"what {name} does depends on a parameter's size; use another optimizer.")
+            kept = {MASTER: torch.float32, **dict.fromkeys(first.names, self._state_dtype)}
+            for traced in (first, second):
+                self._kernel(traced, kept)
+            if len(self._arrays) >= _MOST_STEPS:
+                self._arrays.clear()
+            self._arrays[key] = MappingProxyType(kept)
+        return self._arrays[key]
+
+    def initial(self, group: Mapping[str, Any], dim: int) -> Mapping[str, float]:
+        """Return what is in each array before the first step."""
+        return {MASTER: float("nan"), **self.step(group, dim, {}, frozenset()).initial}
+
+    def step(self, group: Mapping[str, Any], dim: int, scalars: Mapping[str, Any], made: Collection[str]) -> Step:
+        """Return a step of a parameter in a group, of which the class has `scalars` and has `made` so many arrays."""
+        arrays = self.arrays(group, dim)
+        names = tuple(name for name in arrays if name in made and name != MASTER)
+        key = _options_key(group), dim, _exactly(scalars), names
+        if key not in self._steps:
+            traced = self._trace(group, (2,) * max(0, dim - 1) + (4,), scalars, names)
+            if len(self._steps) >= _MOST_STEPS:
+                self._steps.clear()
+            self._steps[key] = Step(
+                numbers=torch.tensor([1.0, *traced.numbers], dtype=torch.float64, device="cpu").float(),
+                kernel=self._kernel(traced, arrays),
+                initial=traced.initial,
+                after=traced.scalars,
+            )
+        return self._steps[key]
+
+    def _trace(
+        self, group: Mapping[str, Any], shape: tuple[int, ...], scalars: Mapping[str, Any], names: Sequence[str]
+    ) -> TracedStep:
+        return trace_step(self._class, self._given, group, shape, scalars, names)
+
+    def _kernel(self, traced: TracedStep, arrays: Mapping[str, torch.dtype]) -> "Kernel":
+        if set(traced.names) - set(arrays):
+            raise OptionError(f"{self._class.__name__} keeps {', '.join(traced.names)} by now; use another optimizer.")
+        key = traced.key, traced.reads, traced.names, tuple(arrays.items())
+        if key not in self._kernels:
+            kernel = Kernel(traced, arrays)
+            try:
+                kernel.try_out()
+            except RuntimeError as error:
+                raise OptionError(f"{self._class.__name__} cannot update a parameter at home: {error}") from error
+            self._kernels[key] = kernel
+        return self._kernels[key]
+
+
+@functools.cache
+def rule_of(optimizer_class: type[torch.optim.Optimizer], state_dtype: torch.dtype, given: Options) -> Rule:
+    """Return the rule of a class, which all its optimizers share, and so its kernels; raises what `Rule` raises."""
+    return Rule(optimizer_class, state_dtype, given)
+
+
+def find_rule(
+    optimizer_class: type[torch.optim.Optimizer], state_dtype: torch.dtype, options: Mapping[str, Any]
+) -> tuple[Rule, dict[str, Any]]:
+    """Return the rule of a class made with `options`, and the options of its groups, with those not given.
+
+    Raises `OptionError` for what is no such class, for one whose `step` needs a closure, and for options it refuses.
+    """
+    _check_class(optimizer_class, options)
+    try:
+        weight = torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))
+        defaults = dict(optimizer_class([weight], **options).defaults)
+    except (RuntimeError, TypeError, ValueError) as error:
+        name, said = optimizer_class.__name__, str(error).rstrip(".")
+        raise OptionError(f"{name} cannot be made with these options: {said}; mend them.") from error
+    given = Options({name: value for name, value in options.items() if name not in defaults})
+    return rule_of(optimizer_class, state_dtype, given), defaults  # type: ignore[arg-type]
+
+
+def _check_class(given: object, options: Mapping[str, Any]) -> None:
+    """Raise `OptionError` for what is no optimizer class that can be had at home, or has no such options."""
+    if not isinstance(given, type) or not issubclass(given, torch.optim.Optimizer):
+        kind = given.__name__ if isinstance(given, type) else f"an object of type {type(given).__name__}"
+        raise OptionError(f"optimizer_class is {kind}; give a class of torch.optim.Optimizer, such as torch.optim.SGD.")
+    name, known = given.__name__, inspect.signature(given).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
+    if unknown := [] if takes_any else [option for option in options if option not in known]:
+        names = tuple(known)[1:]
+        hint = nearest(unknown[0], names)
+        raise OptionError(f"{name} has no option {unknown[0]};{hint} its options are: {listed(names)}.")
+    closure = inspect.signature(inspect.unwrap(given.step)).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise OptionError(
+            f"{name} cannot update a parameter at home: within a step it calls a closure several times, which runs the "
+            "model; use an optimizer whose step() needs none."
+        )
+
+
+class Kernel:
+    """A step's arithmetic, compiled for each dtype and device it is asked for, by Inductor."""
+
+    def __init__(self, traced: TracedStep, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._dtypes = tuple(dtypes.values())
+        self._count = len(traced.numbers) + 1
+        self._update = _updating(traced, [name for name in dtypes if name != MASTER])
+        self._compiled: dict[tuple[torch.dtype, torch.device], Callable[..., None]] = {}
+        self.staged: Callable[..., None] = torch.compile(_staged(self._update), dynamic=True)
+        """Update what is in host memory for a while: a gradient, a weight, the weight as last written, state, numbers.
+
+        The new weight is left in the gradient's place. Where the weight is what was written last, its master has more
+        digits, which are worth keeping; else somebody has set it since.
+        """
+
+    def try_out(self) -> None:
+        """Run it uncompiled on a few elements; raises `RuntimeError` if it cannot be run on tensors."""
+        tensors = [torch.zeros(3, dtype=each, device="cpu") for each in (torch.float32, torch.float32, *self._dtypes)]
+        self._update(*tensors, torch.ones(self._count, dtype=torch.float32, device="cpu"))
+
+    def compiled(self, dtype: torch.dtype, device: torch.device) -> Callable[..., None]:
+        """Return the update of parameters of `dtype` on `device`, compiled at the first call.
+
+        It is called with a gradient, a weight, the arrays, master first, all [n], and a step's numbers.
+        """
+        if (dtype, device) not in self._compiled:
+            length = _EXAMPLE_LENGTH if device.type == "cpu" else _LEAST_LENGTH  # a device's budget may be all but full
+            tensors = [torch.zeros(length, dtype=each, device=device) for each in (dtype, dtype, *self._dtypes)]
+            numbers = torch.ones(self._count, dtype=torch.float32, device=device)
+            self._compiled[dtype, device] = compile_for_threads(self._update, [*tensors, numbers])
+        return self._compiled[dtype, device]
+
+
+def _updating(traced: TracedStep, names: Sequence[str]) -> Callable[..., None]:
+    """Return the function that a kernel is compiled from, for arrays by `names` behind the master."""
+    module = fx.GraphModule(torch.nn.Module(), traced.graph)
+    reads = [names.index(name) for name in traced.reads]
+    writes = [names.index(name) for name in traced.names]
+
+    (results,) = traced.graph.find_nodes(op="output")[0].args
+    given = [each.op == "placeholder" for each in results]  # what is written first must not change what is written next
+
+    def update(gradient: Tensor, weight: Tensor, master: Tensor, *rest: Tensor) -> None:
+        *arrays, numbers = rest
+        change = gradient.float() * numbers[0]
+        found = module(change, master, *(arrays[index].float() for index in reads), numbers[1:])
+        new, *made = (value.clone() if same else value for value, same in zip(found, given, strict=True))
+        master.copy_(new)
+        for index, value in zip(writes, made, strict=True):
+            arrays[index].copy_(value if arrays[index].dtype == torch.float32 else _rounded(value, new))
+        weight.copy_(new)
+
+    return update
+
+
+def _staged(update: Callable[..., None]) -> Callable[..., None]:
+    def staged(gradient: Tensor, weight: Tensor, written: Tensor, master: Tensor, *rest: Tensor) -> None:
+        master.copy_(torch.where(written == weight, master, weight.float()))
+        update(gradient, written, master, *rest)
+        gradient.copy_(written)
+
+    return staged
+
+
+def _rounded(value: Tensor, other: Tensor) -> Tensor:
+    """Return fp32 values rounded to bfloat16 at random: up as often as the digits that go are near the next value.
+
+    What decides is hashed from `value` and `other`, of which one changes with each step.
+    """
+    bits = value.view(torch.int32)
+    mixed = (other.view(torch.int32) * 0x3C6EF372 + bits) * 0x5851F42D
+    mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D
+    noise = (mixed >> 16) & 0xFFFF
+    rounded = ((bits + noise) & -0x10000).view(torch.float32)
+    return torch.where(torch.isfinite(value), rounded, value)
+
+
+def _options_key(group: Mapping[str, Any], *, float_digits: bool = True) -> str:
+    """Return a text that differs where the options of two groups do; without `float_digits`, or where one is 0."""
+    options = {name: value for name, value in group.items() if name != "params"}
+    return _exactly(options if float_digits else {name: _is_there(value) for name, value in options.items()})
+
+
+def _is_there(value: Any) -> Any:
+    """Return an option without the digits of its numbers: an array may be there or not for a momentum of 0, say."""
+    if isinstance(value, tuple | list):
+        return [_is_there(each) for each in value]
+    return bool(value) if isinstance(value, float | Tensor) else value
+
+
+def _exactly(values: Mapping[str, Any]) -> str:
+    """Return all digits of all values: a tensor's own text has a few of them."""
+    return repr([(name, each.tolist() if isinstance(each, Tensor) else each) for name, each in values.items()])

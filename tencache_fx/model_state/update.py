@@ -1,0 +1,235 @@
+"""One parameter's update at home: on the host, or streamed through the device, with the same bits either way."""
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tencache_fx.model_state.disk_state import DiskState
+from tencache_fx.model_state.host_gradient import HostGradient, HostGradientBuffer
+from tencache_fx.model_state.host_state import State
+from tencache_fx.model_state.modules import engine_of
+from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+from tencache_fx.model_state.step_hooks import step_hooks
+from tencache_fx.model_state.step_kernel import Step
+from tencache_fx.model_state.update_queue import Begun, Room, Updates
+from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.engine_registry import find_home
+from tencache_fx.runtime.stats import Stats
+
+_CPU = torch.device("cpu")
+_MASTERS = 1 << 22  # elements looked at at once: what that takes besides is in no plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceUpdate:
+    """What a piece's update needs: its slice of the state, its parameter's step, and what to do behind it."""
+
+    state: tuple[Tensor, ...]
+    step: Step
+    done: Callable[[], None] | None
+
+
+@dataclass(kw_only=True, eq=False)
+class ParameterUpdate:
+    """What an update needs: a gradient (`lease`), the weight's `home`, the optimizer's `state`, the `step` it takes.
+
+    `factor` scales the gradient. The first of the state's arrays is the master weight; `fresh` says that the weight may
+    have been set since it was made from that.
+    """
+
+    home: OffloadedParameter
+    lease: HostGradientBuffer
+    state: State | DiskState
+    step: Step
+    factor: Callable[[], float] | None
+    fresh: bool
+    count: Callable[[], None]
+    stats: Stats
+
+    def prepare(self, updates: Updates) -> None:
+        """Have the kernels compiled now, in the caller's thread."""
+        self._kernel(_CPU)
+        if updates.streams_through_device:
+            self._kernel(self.home.parameter.device)
+
+    @torch.no_grad()
+    def on_host(self) -> None:
+        """Update in host memory."""
+        gradient, weight, numbers, arrays = self._begin()
+        self.home.write_after()
+        begin_ns = time.perf_counter_ns()
+        self._kernel(_CPU)(gradient, weight, *arrays, numbers)
+        self.stats.add(updates=1, update_ns=time.perf_counter_ns() - begin_ns)
+        self._end()
+
+    @torch.no_grad()
+    def on_device(self, room: Room) -> Begun:
+        """Issue the update's pieces."""
+        device = self.home.parameter.device
+        gradient, weight, on_host, arrays = self._begin()
+        kernel, numbers = self._kernel(device), room.bring(on_host)
+
+        def work(pieces: Sequence[Tensor]) -> None:
+            change, *some, value = pieces
+            kernel(change, value, *some, numbers)
+
+        reading = () if self.home.left is None else (self.home.left,)
+        last = room.stream(len(weight), [gradient, *arrays], [*arrays, weight], work, reading)
+
+        def finish() -> None:
+            last.synchronize()
+            self.stats.add(updates=1, device_updates=1)
+            self._end()
+
+        return Begun(last.query, finish)
+
+    @torch.no_grad()
+    def on_disk(self) -> Begun:
+        """Begin with the first piece of a state that is on disk."""
+        assert isinstance(self.state, DiskState)
+        gradient, weight, numbers, _ = self._begin()
+        kernel = self._kernel(_CPU)
+        self.home.write_after()
+
+        @torch.no_grad()
+        def work(part: slice, arrays: Sequence[Tensor]) -> None:
+            if self.fresh:
+                set_master(arrays[0], weight[part])
+            kernel(gradient[part], weight[part], *arrays, numbers)
+
+        done = self.state.begin(work)
+
+        def finish() -> None:
+            done.result()
+            self.stats.add(updates=1)
+            self._end()
+
+        return Begun(done.done, finish)
+
+    def _begin(self) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
+        """Return the gradient, the weight, the numbers, once they are known, and the arrays, if these are in memory.
+
+        A master that is out of date is set.
+        """
+        gradient, weight = flat(self.lease.landed()), self.home.elements
+        arrays = self.state.arrays if isinstance(self.state, State) else ()
+        if self.fresh and arrays:
+            set_master(arrays[0], weight)
+        numbers = self.step.numbers
+        if self.factor is not None:
+            numbers = torch.cat([numbers[:1] * self.factor(), numbers[1:]])
+        return gradient, weight, numbers, arrays
+
+    def _kernel(self, device: torch.device) -> Callable[..., None]:
+        return self.step.kernel.compiled(self.home.layout.dtype, device)
+
+    def _end(self) -> None:
+        self.count()
+        self.stats.add(h2d_bytes=self.home.renew())
+
+
+@torch.no_grad()
+def update_here(*, change: Tensor, weight: Tensor, arrays: Sequence[Tensor], step: Step, fresh: bool) -> None:
+    """Update a parameter all of whose state is on its device, on the caller's stream: `weight` by `change`, both [n].
+
+    `arrays`, `step` and `fresh` are as for `ParameterUpdate`.
+    """
+    if fresh:
+        set_master(arrays[0], weight)
+    numbers = step.numbers
+    if weight.is_cuda:
+        numbers = numbers.pin_memory().to(weight.device, non_blocking=True)
+    step.kernel.compiled(weight.dtype, weight.device)(change, weight, *arrays, numbers)
+
+
+def flat(dense: Tensor) -> Tensor:
+    """Return a dense tensor's elements [n] in the order they have in memory, without a copy."""
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+def set_master(master: Tensor, weight: Tensor) -> None:
+    """Take over a weight that somebody may have set: where its master, rounded, is the same, that has more digits."""
+    for some, values in zip(master.split(_MASTERS), weight.split(_MASTERS), strict=True):
+        some.copy_(torch.where(some.to(values.dtype) == values, some, values))
+
+
+def send_home(engine: Engine, gradient: Tensor) -> HostGradient:
+    """Return a gradient in host memory for one on the device."""
+    handle = engine.sink(gradient)
+    engine.release(handle, gradient)
+    homed = engine.homed(handle)
+    assert isinstance(homed, HostGradient)
+    return homed
+
+
+def gradient_at_home(parameter: Tensor, gradient: Tensor) -> HostGradient:
+    """Return a parameter's gradient in host memory; one of a module that ran by itself is sent there."""
+    if isinstance(gradient, HostGradient):
+        return gradient
+    return send_home(engine_of(parameter.device), dense_like(parameter, gradient.to(parameter.dtype)))
+
+
+def read_later(engine: Engine, number: Tensor) -> Callable[[], float]:
+    """Return what gives the value that `number` has now, in any thread, without waiting for what comes later."""
+    held = torch.empty((), dtype=number.dtype, pin_memory=number.is_cuda)
+    held.copy_(number, non_blocking=True)
+    copied = engine.streams.record_compute()
+
+    def read() -> float:
+        copied.synchronize()
+        return float(held)
+
+    return read
+
+
+def unhook(parameter: Tensor) -> bool:
+    """Have no optimizer called when a parameter's gradient has come; return whether one would have been."""
+    ours = step_hooks(parameter)
+    alive = [each for each in ours if not each.is_dead]
+    for each in ours:
+        each.remove()
+    if ours and (home := find_home(parameter)) is not None:
+        home.update_now = None
+    return bool(alive)
+
+
+def weakly(method: Callable[..., object], parameter: Tensor) -> Callable[..., None]:
+    """Return `method` of an optimizer for a parameter: a home must not keep either alive."""
+    bound, reference = weakref.WeakMethod(method), weakref.ref(parameter)
+
+    def call(*more: Any) -> None:
+        called, given = bound(), reference()
+        if called is not None and given is not None:
+            called(given, *more)
+
+    return call
+
+
+def accumulates(parameter: Tensor) -> bool:
+    """Say whether the backward that runs adds to a parameter's gradient: `torch.autograd.grad` does not."""
+    if not parameter.requires_grad:  # any more: its graph is older
+        return False
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # what it asks for is this very gradient
+        return False
+
+
+def dense_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return `value` with the parameter's strides; a copy where it has others."""
+    if value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def run_piece(update: PieceUpdate, copies: tuple[Tensor, ...]) -> None:
+    """Update a piece whose copies, the gradient and the weight, are in host memory."""
+    update.step.kernel.staged(*copies, *update.state, update.step.numbers)
+    if update.done is not None:
+        update.done()

@@ -1,0 +1,1 @@
+"""The planner: a problem in, a plan out, on plain values. No torch here."""

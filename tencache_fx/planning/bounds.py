@@ -1,0 +1,146 @@
+"""What no plan can beat: a relaxation of keep, recompute, host and NVMe decided together. No torch, no policy's code.
+
+Look at one step k. What lives there and is over the budget is either away on a trip, or will be computed again later.
+Say m bytes are away, and the rest is recomputed:
+
+    the m bytes have gone out before k, no faster than the link (and, what host memory cannot hold, the disk) carries
+    them, and none before it was made; they come back after k, each before the step that reads it;
+    the rest costs at least what its cheapest bytes cost to compute again, each step counted once.
+
+The best m gives a time that every plan needs because of step k; the bound is the largest over the steps looked at.
+Copies may be split at will, rates are the solo ones, and recomputed values ask for nothing to be kept: all that makes
+the bound lower than what can be reached, never higher.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tencache_fx.planning.liveness import inactive_intervals, is_candidate, live_bytes
+from tencache_fx.planning.problem import Problem, Storage
+
+_Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+_STEPS = 64  # so many steps are looked at: the fullest of as many stretches
+_CELLS = 256  # m is searched in so many cells, twice
+
+
+def joint_lower_bound_ns(problem: Problem) -> int:
+    """Return a time that no plan beats, whatever it keeps, moves to host memory or NVMe, or recomputes by `recipes`.
+
+    Holds for the trips `verify_plan` accepts on `recompute(problem, names)`, for any `names`, in the simulator. Where
+    no plan fits at all it means nothing. O(recipes x forward steps + storages x cells) for each of 64 steps.
+    """
+    ideal_ns = sum(op.duration_ns for op in problem.ops)
+    limit = problem.budgets.device_bytes
+    if limit is None or not problem.ops:
+        return ideal_ns
+    over = live_bytes(problem) - limit
+    relaxed = _Relaxation(problem)
+    bounds = (relaxed.at(step, int(over[step])) for step in _fullest(over, problem.boundary))
+    return int(max(ideal_ns, max(bounds, default=0.0)))
+
+
+def _fullest(over: "np.ndarray[Any, np.dtype[np.int64]]", boundary: int) -> Iterator[int]:
+    """Yield the fullest step of each of some stretches, and the last of the forward, if they are over the budget."""
+    stretches = np.array_split(np.arange(over.size), min(over.size, _STEPS))
+    steps = {int(stretch[over[stretch].argmax()]) for stretch in stretches} | {max(0, min(boundary, over.size) - 1)}
+    yield from (step for step in sorted(steps) if over[step] > 0)
+
+
+class _Relaxation:
+    """The trips and recipes of a problem as columns; times are in ns as if nothing stalled and nothing ran again."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.durations = np.array([op.duration_ns for op in problem.ops], dtype=np.float64)
+        self.ends = np.cumsum(self.durations)
+        self._add_trips()
+        self._add_recipes({storage.name: storage for storage in problem.storages})
+
+    def _add_trips(self) -> None:
+        problem, total = self.problem, float(self.ends[-1])
+        rows = [
+            (u, v, s.nbytes, self.ends[max(s.birth, s.ready)], total - self.ends[v - 1])
+            for s in problem.storages
+            if is_candidate(problem, s)
+            for u, v in inactive_intervals(s)
+        ]
+        columns = np.array(rows, dtype=np.float64).reshape(-1, 5).T
+        self.used, self.back, self.moved_bytes, self.made_ns, self.tail_ns = columns
+        links, budgets = problem.links, problem.budgets
+        self.out = max(links.d2h_bytes_per_s, links.d2h_duplex_bytes_per_s) / 1e9
+        self.into = max(links.h2d_bytes_per_s, links.h2d_duplex_bytes_per_s) / 1e9
+        self.write, self.read = links.disk_write_bytes_per_s / 1e9, links.disk_read_bytes_per_s / 1e9
+        self.host = float(budgets.host_bytes)
+        self.tiers = self.host + (budgets.disk_bytes if min(self.write, self.read) > 0 else 0)
+
+    def _add_recipes(self, storages: dict[str, Storage]) -> None:
+        problem, boundary = self.problem, self.problem.boundary
+        kept = [storages[recipe.name] for recipe in problem.recipes]
+        self.runs = np.zeros((len(kept), boundary), dtype=np.float64)  # 1 where a recipe runs a step
+        for row, recipe in enumerate(problem.recipes):
+            self.runs[row, list(recipe.steps)] = 1.0
+        self.recipe_bytes = np.array([s.nbytes for s in kept], dtype=np.float64)
+        self.last_early = np.array([max((u for u in s.uses if u < boundary), default=boundary) for s in kept])
+        self.first_late = np.array([min((u for u in s.uses if u >= boundary), default=len(problem.ops)) for s in kept])
+
+    def at(self, step: int, over_bytes: int) -> float:
+        """Return what every plan needs because of `step`, in ns; 0 if no plan can make it fit."""
+        away = (self.used < step) & (step < self.back)
+        freed, cost_ns = self._prices((self.last_early < step) & (step < self.first_late))
+        low = max(0.0, over_bytes - float(freed[-1]))
+        high = min(float(over_bytes), float(self.moved_bytes[away].sum()), self.tiers)
+        if low > high:
+            return 0.0
+        moved = np.linspace(low, high, _CELLS + 1)
+        for last in (False, True):
+            recomputed_ns = np.interp(over_bytes - moved, freed, cost_ns)
+            gone_ns = self._carried(moved, self.made_ns[away], self.moved_bytes[away], self.out, self.write)
+            back_ns = self._carried(moved, self.tail_ns[away], self.moved_bytes[away], self.into, self.read)
+            # In a cell, at least its lower end is moved, and at least what its upper end leaves is recomputed.
+            cells = self._makespan(step, recomputed_ns[1:], gone_ns[:-1], back_ns[:-1])
+            if last:
+                break
+            reached = self._makespan(step, recomputed_ns, gone_ns, back_ns).min()
+            near = np.flatnonzero(cells <= reached)
+            moved = np.linspace(moved[near[0]], moved[near[-1] + 1], _CELLS + 1)
+        return float(cells.min())
+
+    def _makespan(self, step: int, recomputed_ns: _Floats, gone_ns: _Floats, back_ns: _Floats) -> _Floats:
+        """Return the least time of a region in which copies take that long before and after `step`."""
+        here = float(self.durations[step])
+        before, after = float(self.ends[step]) - here, float(self.ends[-1] - self.ends[step])
+        gone_by, rest = np.maximum(before, gone_ns), np.maximum(after, back_ns)
+        if step < self.problem.boundary:  # what runs again does so later
+            rest = np.maximum(rest, after + recomputed_ns)
+        least: _Floats = here + np.maximum(before + after + recomputed_ns, gone_by + rest)
+        return least
+
+    def _carried(self, moved: _Floats, away_ns: _Floats, nbytes: _Floats, link: float, disk: float) -> _Floats:
+        """Return how long before (or after) a step the copies of `moved` bytes begin (or end) at least, in ns.
+
+        Bytes beyond those that were made by some time begin after it, and the link takes its time for them.
+        """
+        order = np.argsort(away_ns)
+        sooner = np.cumsum(nbytes[order]) - nbytes[order]
+        beyond = moved[:, None] - sooner[None, :]
+        least: _Floats = np.where(beyond > 0, away_ns[order] + beyond / max(link, 1e-9), 0.0).max(axis=1, initial=0.0)
+        on_disk = np.maximum(0.0, moved - self.host)
+        if on_disk.any():
+            least = np.maximum(least, on_disk / disk)
+        return least
+
+    def _prices(self, mask: "np.ndarray[Any, np.dtype[np.bool_]]") -> tuple[_Floats, _Floats]:
+        """Return a curve: bytes freed by recomputing, and the least time it takes, cheapest bytes first.
+
+        A step that several recipes need is shared out among them by bytes, so that no choice is charged for more than
+        it runs (the fractional knapsack of these prices is then below every choice of recipes).
+        """
+        nbytes, runs = self.recipe_bytes[mask], self.runs[mask]
+        shared = np.maximum(1.0, nbytes @ runs)
+        price = runs @ (self.durations[: self.problem.boundary] / shared)  # ns per byte
+        order = np.argsort(price)
+        freed = np.concatenate([[0.0], np.cumsum(nbytes[order])])
+        return freed, np.concatenate([[0.0], np.cumsum(nbytes[order] * price[order])])

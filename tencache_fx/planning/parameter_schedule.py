@@ -1,0 +1,199 @@
+"""When parameters come from home and gradients leave for it, and which parameters stay on the device.
+
+These trips are not a matter of choice, only their times are: a copy in is issued as late as is safe, by packing the
+link backwards, and then up to `lead` copy times earlier where memory allows it; the bytes of a gradient are free when
+its copy has landed, or earlier, with a wait, where they are wanted. What is chosen is what need not travel: of a cyclic
+order no set of parameters is better to keep than another of the same size (Belady's rule gains nothing when everything
+is read once per round), so those that are read first stay, whose copies nothing could hide.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tencache_fx.planning.liveness import live_bytes, minimal_swaps
+from tencache_fx.planning.plan import Forecast, Transfer, TransferKind
+from tencache_fx.planning.problem import Kind, Links, Problem, Step, Storage, Tier
+from tencache_fx.planning.schedule import Fences, Profile, copy_times, time_returns
+
+_NO_LIMIT = 1 << 62
+_LEAST_SHARE = 0.25  # of a link that is left to other trips, however much parameters and gradients take
+
+
+def has_moves(problem: Problem) -> bool:
+    """Say whether parameters or gradients of the region have a home elsewhere."""
+    return any(storage.kind in (Kind.FETCHED, Kind.SUNK) for storage in problem.storages)
+
+
+def time_moves(problem: Problem, lead: float) -> tuple[Transfer, ...]:
+    """Return the trips of all parameters and gradients that have to travel.
+
+    Memory stays within the device budget beside the least that all others can hold, if it can. O(n x steps).
+    """
+    limit = problem.budgets.device_bytes
+    limit = _NO_LIMIT if limit is None else limit
+    memory = live_bytes(problem, minimal_swaps(problem))
+    durations = [op.duration_ns for op in problem.ops]
+    starts_ns = np.concatenate([[0.0], np.cumsum(durations)]).tolist()
+    fences = Fences(problem)
+    arrivals = [storage for storage in problem.storages if storage.kind is Kind.FETCHED]
+    tight = [_arrival(problem, fences, storage) for storage in arrivals]
+    for spill in tight:
+        memory[spill.prefetch_at : spill.needed_at] += spill.nbytes
+    departures = _departures(problem, fences, memory, limit, starts_ns)
+    timed = time_returns(problem, fences, tight, memory, limit, starts_ns, lead)
+    return (*(replace(spill, copy_out_after=spill.needed_at, freed_at=spill.needed_at) for spill in timed), *departures)
+
+
+def settle_moves(problem: Problem, moves: Collection[Transfer]) -> Problem:
+    """Return `problem` with the lives that `moves` give, and what they leave of the links, to plan the rest for."""
+    by_name = {spill.name: spill for spill in moves}
+    storages = tuple(_with_move(storage, by_name.get(storage.name)) for storage in problem.storages)
+    total_ns = max(1, sum(op.duration_ns for op in problem.ops))
+    out_bytes = sum(spill.nbytes for spill in moves if spill.kind is TransferKind.OUT)
+    in_bytes = sum(spill.nbytes for spill in moves if spill.kind is TransferKind.IN)
+    links = _derated(problem.links, out_bytes * 1e9 / total_ns, in_bytes * 1e9 / total_ns)
+    return replace(problem, storages=storages, links=links)
+
+
+def step_ns(problem: Problem, forecast: Forecast) -> int:
+    """Return how long a whole training step takes: as long as the device does, or as the host's memory.
+
+    With gradients at home, their optimizer's state is there, too, and to update it takes the host's memory most of the
+    step; copies over the links are then not free, however well they hide behind kernels. A parameter that stays on the
+    device is copied there once, after its update.
+    """
+    rate = problem.links.host_bytes_per_s
+    sunk = [storage for storage in problem.storages if storage.kind is Kind.SUNK]
+    if not rate or not sunk:
+        return forecast.makespan_ns
+    # Its gradient is read, its state read and written, and its weight, which is as large as the gradient, written.
+    update_bytes = sum(2 * storage.nbytes + 2 * storage.state_bytes for storage in sunk)
+    homes = {storage.home for storage in sunk}
+    renewed_bytes = sum(s.nbytes for s in problem.storages if s.kind is Kind.PARAMETER and s.home in homes)
+    host_bytes = update_bytes + forecast.d2h_bytes + forecast.h2d_bytes + renewed_bytes
+    return max(forecast.makespan_ns, host_bytes * 1_000_000_000 // rate)
+
+
+def keep_resident(problem: Problem, homes: Collection[str], updated_here: Collection[str] = ()) -> Problem:
+    """Return `problem` with these parameters on the device all the time; of some, all that belongs to them.
+
+    The gradients of those in `updated_here` do not leave, and the device holds their state beside the region.
+    """
+    if not homes:
+        return problem
+    end = Step(len(problem.ops))
+    here = {s.name: s for s in problem.storages if s.kind is Kind.SUNK and s.home in updated_here}
+    others = [
+        replace(s, kind=Kind.GRADIENT, death=end, state_bytes=0) if s.name in here else s
+        for s in problem.storages
+        if s.kind is not Kind.FETCHED or s.home not in homes
+    ]
+    lives: dict[str, list[Storage]] = {}
+    for storage in problem.storages:
+        if storage.kind is Kind.FETCHED and storage.home in homes:
+            lives.setdefault(storage.home, []).append(storage)
+    kept = [
+        replace(
+            parts[0],
+            kind=Kind.PARAMETER,
+            birth=Step(0),
+            ready=Step(0),
+            death=Step(len(problem.ops)),
+            uses=tuple(sorted({use for part in parts for use in part.uses})),
+        )
+        for parts in lives.values()
+    ]
+    state_bytes = sum(storage.state_bytes for storage in here.values())
+    return replace(problem, storages=(*kept, *others), outside_bytes=problem.outside_bytes + state_bytes)
+
+
+def first_homes(problem: Problem, share: float, having: Kind = Kind.FETCHED) -> tuple[str, ...]:
+    """Return the parameters that are read first, up to `share` of the bytes of all that have a home elsewhere.
+
+    Only those count of which there is a storage of kind `having`: that have a gradient, for SUNK.
+    """
+    sizes: dict[str, int] = {}
+    candidates = {storage.home for storage in problem.storages if storage.kind is having}
+    for storage in sorted(problem.storages, key=lambda s: (s.birth, s.name)):
+        if storage.kind is Kind.FETCHED and storage.home in candidates:
+            sizes.setdefault(storage.home, storage.nbytes)
+    left_bytes = int(sum(sizes.values()) * share)
+    chosen: list[str] = []
+    for home, nbytes in sizes.items():
+        if nbytes <= left_bytes:
+            left_bytes -= nbytes
+            chosen.append(home)
+    return tuple(chosen)
+
+
+def _arrival(problem: Problem, fences: Fences, storage: Storage) -> Transfer:
+    """Return the trip that begins as late as can be; `gone` is the first step at which it could."""
+    first = Step(0) if storage.birth < problem.boundary else problem.boundary
+    return Transfer(
+        name=storage.name,
+        nbytes=storage.nbytes,
+        tier=Tier.HOST,
+        copy_out_after=storage.birth,
+        freed_at=first,
+        prefetch_at=max(first, fences.fetch_by(storage.birth)),
+        needed_at=storage.birth,
+        kind=TransferKind.IN,
+    )
+
+
+def _departures(
+    problem: Problem, fences: Fences, memory: Profile, limit: int, starts_ns: Sequence[float]
+) -> list[Transfer]:
+    """Time the gradients in the order in which they are done; `memory` is kept up to date."""
+    spills, link_free = [], 0.0
+    done = sorted((s for s in problem.storages if s.kind is Kind.SUNK), key=lambda s: (s.death, s.name))
+    for storage in done:
+        times = copy_times(problem.links, storage.nbytes, Tier.HOST)
+        link_free = max(starts_ns[storage.death], link_free) + times.out
+        end = problem.boundary if storage.death <= problem.boundary else len(problem.ops)
+        earliest = gone = min(fences.gone_from(storage.death), Step(end))
+        memory[storage.death : earliest] += storage.nbytes
+        while gone < end and starts_ns[gone] < link_free:
+            following = min(fences.gone_from(gone + 1), Step(end))
+            if (memory[gone:following] + storage.nbytes > limit).any():
+                break
+            memory[gone:following] += storage.nbytes
+            gone = following
+        spills.append(
+            Transfer(
+                name=storage.name,
+                nbytes=storage.nbytes,
+                tier=Tier.HOST,
+                copy_out_after=max(storage.uses),
+                freed_at=gone,
+                prefetch_at=storage.death,
+                needed_at=storage.death,
+                kind=TransferKind.OUT,
+            )
+        )
+    return spills
+
+
+def _with_move(storage: Storage, move: Transfer | None) -> Storage:
+    if move is None:
+        return storage
+    return (
+        replace(storage, birth=move.prefetch_at)
+        if move.kind is TransferKind.IN
+        else replace(storage, death=move.freed_at)
+    )
+
+
+def _derated(links: Links, out_bytes_per_s: float, in_bytes_per_s: float) -> Links:
+    def left(rate: int, taken: float) -> int:
+        return min(rate, max(1, int(max(rate - taken, rate * _LEAST_SHARE))))  # 0 would mean no link
+
+    return replace(
+        links,
+        d2h_bytes_per_s=left(links.d2h_bytes_per_s, out_bytes_per_s),
+        h2d_bytes_per_s=left(links.h2d_bytes_per_s, in_bytes_per_s),
+        d2h_duplex_bytes_per_s=left(links.d2h_duplex_bytes_per_s, out_bytes_per_s),
+        h2d_duplex_bytes_per_s=left(links.h2d_duplex_bytes_per_s, in_bytes_per_s),
+    )

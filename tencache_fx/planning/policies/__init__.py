@@ -1,0 +1,1 @@
+"""How a policy chooses transfers: one file each."""

@@ -1,0 +1,265 @@
+"""TERAIO's plan (arXiv 2506.06472, algorithm 1) on G10's bandwidth calendars (MICRO '23), for storages of one region.
+
+Each inactive interval of a storage is a candidate. Its benefit is the over-capacity *area* it removes: over the steps
+between the earliest end of its copy out and the latest safe start of its copy in, time x the bytes above the budget
+that it takes away. Its cost is the link time of its copies. The best is committed, links and memory are charged, and
+so on. Differences: scores are kept in a heap and renewed lazily (they only fall), host memory comes before NVMe
+(without direct storage access a trip to NVMe takes the same link too), and a region that no free transfer can fit is
+fitted by the trips with the least exposed time, where the paper leaves it to the runtime to stall.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heapreplace
+from typing import Any
+
+import numpy as np
+
+from tencache_fx.planning.liveness import (
+    earliest_offload,
+    fence_in,
+    inactive_intervals,
+    is_candidate,
+    live_bytes,
+    minimal_swaps,
+)
+from tencache_fx.planning.plan import Transfer
+from tencache_fx.planning.problem import Problem, Step, Tier
+from tencache_fx.planning.schedule import CopyTimes, Fences, Profile, copy_times, crosses, time_trips
+from tencache_fx.planning.tier_capacity import TierCapacity
+
+_Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def choose_teraio(problem: Problem, *, headroom: float = 0.0, lead: float = 3.0) -> tuple[Transfer, ...]:
+    """Return the trips of the greedy plan, none if the region fits.
+
+    Trips are chosen as if the share `headroom` of the budget was not there, which leaves their copies room to overlap;
+    copies back start up to `lead` transfer times before the latest safe start.
+
+    Fits the device whenever `minimal_swaps` does. O(N r (log K + w)) for N intervals re-scored r times (5 to 20 as a
+    rule), K steps, intervals of w steps; each commitment costs O(K).
+    """
+    limit = problem.budgets.device_bytes
+    if limit is None or live_bytes(problem).max(initial=0) <= limit:
+        return ()
+    candidates = _tight_trips(problem)
+    chosen_for = max(limit - int(limit * headroom), int(live_bytes(problem, minimal_swaps(problem)).max()))
+    greedy = _Greedy(problem, min(limit, chosen_for))
+    greedy.take_free(candidates)
+    fits = greedy.take_exposed(candidates)
+    for anywhere in (False, True):  # start again from the trips that reach the floor
+        if not fits:
+            greedy = _Greedy(problem, limit)
+            fits = greedy.take_exposed(_tight_trips(problem, only=minimal_swaps(problem)), anywhere=anywhere)
+    return time_trips(problem, greedy.pruned(), greedy.ledger.staging_count, lead)
+
+
+def _tight_trips(problem: Problem, only: Sequence[Transfer] | None = None) -> tuple[Transfer, ...]:
+    """Return a trip without slack for every inactive interval of every candidate, or for those of `only`."""
+    wanted = None if only is None else {(spill.name, spill.needed_at) for spill in only}
+    trips = (
+        Transfer(
+            name=storage.name,
+            nbytes=storage.nbytes,
+            tier=Tier.HOST,
+            copy_out_after=earliest_offload(problem, storage, u),
+            freed_at=Step(u + 1),
+            prefetch_at=v,
+            needed_at=v,
+        )
+        for storage in problem.storages
+        if is_candidate(problem, storage)
+        for u, v in inactive_intervals(storage)
+        if wanted is None or (storage.name, v) in wanted
+    )
+    return tuple(fenced for trip in trips if (fenced := fence_in(problem, trip)) is not None)
+
+
+class _Calendar:
+    """One link's free time in each step, in ns. Copies are served in chunks, so a query is a search in a prefix sum."""
+
+    def __init__(self, durations_ns: _Floats) -> None:
+        self.free = durations_ns.copy()
+        self.before = np.concatenate([[0.0], np.cumsum(self.free)])  # free time before each step
+
+    def earliest_end(self, start: int, need_ns: float) -> int:
+        """Return the first step before which a copy started at step `start` is complete; past the end if none."""
+        return int(self.before.searchsorted(self.before[start] + need_ns))
+
+    def latest_start(self, end: int, need_ns: float) -> int:
+        """Return the last step from which a copy is complete before step `end`; -1 if none."""
+        return int(self.before.searchsorted(self.before[end] - need_ns, side="right")) - 1
+
+    def charge(self, start: int, end: int, need_ns: float, *, late: bool = False) -> None:
+        """Take up to `need_ns` of what is free during `[start, end)`, from its start, or from its end if `late`."""
+        span = self.free[start:end][::-1] if late else self.free[start:end]
+        taken = np.diff(np.minimum(np.cumsum(span), need_ns), prepend=0.0)
+        np.maximum(span - taken, 0.0, out=span)  # a view: this is `self.free`
+        self.before = np.concatenate([[0.0], np.cumsum(self.free)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a trip would give now: its score, and the window during which its bytes would be away."""
+
+    score: float
+    spill: Transfer
+    times: CopyTimes
+    gone: int
+    fetch: int
+
+
+class _Greedy:
+    """The state of one greedy run: memory over time, four calendars, tiers, and what was chosen."""
+
+    def __init__(self, problem: Problem, limit: int) -> None:
+        self.problem, self.limit = problem, limit
+        self.memory: Profile = live_bytes(problem)
+        self.fences = Fences(problem)
+        self.durations = np.array([op.duration_ns for op in problem.ops], dtype=np.float64)
+        self.out, self.write, self.read, self.into = (_Calendar(self.durations) for _ in range(4))
+        self.ledger = TierCapacity(problem)
+        self.chosen: dict[str, Transfer] = {}
+
+    def take_free(self, candidates: Sequence[Transfer]) -> None:
+        """Take, by score, trips that stall nothing, until the region fits or none is left that helps."""
+        ends = np.concatenate([[0.0], np.cumsum(self.durations)])
+        heap = []
+        for spill in candidates:
+            times = copy_times(self.problem.links, spill.nbytes, Tier.HOST)
+            away_ns = float(ends[spill.needed_at] - ends[spill.freed_at])
+            bound = spill.nbytes * (away_ns + 1) / (times.out + times.into)
+            heap.append((-bound, spill.copy_out_after, spill.name, spill.needed_at, spill))
+        heapify(heap)
+        while heap and self.memory.max() > self.limit:
+            spill = heap[0][-1]
+            offer = None if spill.name in self.chosen else self._offer(spill)
+            if offer is None:
+                heappop(heap)
+                continue
+            renewed = (-offer.score, *heap[0][1:])
+            if renewed > heap[0]:
+                heapreplace(heap, renewed)  # worse than when last looked at: compare again
+                continue
+            heappop(heap)
+            self._commit(offer)
+
+    def _offer(self, spill: Transfer) -> _Offer | None:
+        for tier in (Tier.HOST, Tier.NVME):
+            placed = spill if spill.tier is tier else replace(spill, tier=tier)
+            if self.ledger.fits(placed):
+                return self._score(placed)
+        return None
+
+    def _score(self, spill: Transfer) -> _Offer | None:
+        """Return what `spill` gives, None if it gives nothing or cannot be done without a stall."""
+        problem, times = self.problem, copy_times(self.problem.links, spill.nbytes, spill.tier)
+        start, end = spill.copy_out_after + 1, spill.needed_at
+        gone = max(spill.freed_at, self.out.earliest_end(start, times.out))
+        fetch = self.into.latest_start(end, times.into)
+        if spill.tier is Tier.NVME:  # staging is small: the copy out goes no faster than the disk writes
+            gone = max(gone, self.write.earliest_end(start, times.write))
+            fetch = self.read.latest_start(max(fetch, 0), times.read) if fetch > 0 else -1
+        gone, fetch = self.fences.gone_from(gone), min(spill.prefetch_at, self.fences.fetch_by(max(fetch, 0)))
+        if crosses(problem, spill) and (gone > problem.boundary or fetch < problem.boundary):
+            return None
+        if gone >= fetch:
+            return None
+        over = self.memory[gone:fetch] - self.limit
+        most = min(int(over.max()), spill.nbytes)
+        if most <= 0:
+            return None
+        area = float(over.clip(0, spill.nbytes) @ self.durations[gone:fetch])
+        cost = times.out + times.write + times.read + times.into
+        return _Offer((area + most) / cost, spill, times, gone, fetch)
+
+    def _commit(self, offer: _Offer) -> None:
+        spill, times = offer.spill, offer.times
+        self.out.charge(spill.copy_out_after + 1, offer.gone, times.out)
+        self.into.charge(offer.fetch, spill.needed_at, times.into, late=True)
+        if spill.tier is Tier.NVME:
+            self.write.charge(spill.copy_out_after + 1, offer.gone, times.write)
+            self.read.charge(offer.fetch, spill.needed_at, times.read, late=True)
+        self.memory[offer.gone : offer.fetch] -= spill.nbytes
+        self.ledger.charge(spill)
+        self.chosen[spill.name] = spill
+
+    def take_exposed(self, candidates: Sequence[Transfer], *, anywhere: bool = False) -> bool:
+        """Drop all slack; then, while a step is over, take the trip with the least exposed time per byte it frees.
+
+        Return whether the region fits now. `anywhere` takes trips that no tier has room for, too: the planner then
+        tells what they would need. O(N + K) for each trip taken.
+        """
+        self.memory = live_bytes(self.problem, self.chosen.values())
+        left = _Exposed(self.problem, [s for s in candidates if s.name not in self.chosen])
+        while self.memory.max() > self.limit:
+            step = int(self.memory.argmax())
+            spill = left.pop(step, int(self.memory[step]) - self.limit, self.out, self.into)
+            if spill is None:
+                return False
+            placed = self.ledger.place(spill)
+            if placed is None and anywhere:
+                placed = spill
+            if placed is None:
+                continue
+            left.drop(placed.name)
+            times = copy_times(self.problem.links, placed.nbytes, placed.tier)
+            self.out.charge(placed.copy_out_after + 1, max(placed.freed_at, step), times.out)
+            self.into.charge(step + 1, placed.needed_at, times.into, late=True)
+            self.memory[placed.freed_at : placed.prefetch_at] -= placed.nbytes
+            self.chosen[placed.name] = placed
+        return True
+
+    def pruned(self) -> tuple[Transfer, ...]:
+        """Return what was chosen less what later choices made superfluous, looking at the latest choice first."""
+        kept = []
+        memory = live_bytes(self.problem, self.chosen.values())
+        for spill in reversed(self.chosen.values()):
+            window = memory[spill.freed_at : spill.prefetch_at]
+            if window.max() + spill.nbytes <= self.limit:
+                window += spill.nbytes
+            else:
+                kept.append(spill)
+        return tuple(reversed(kept))
+
+
+class _Exposed:
+    """The trips still to be had when no free one is left, as columns."""
+
+    def __init__(self, problem: Problem, spills: Sequence[Transfer]) -> None:
+        self.boundary, self.spills = problem.boundary, tuple(spills)
+        times = [copy_times(problem.links, spill.nbytes, Tier.HOST) for spill in spills]
+        self.names = np.array([spill.name for spill in spills], dtype=object)
+        self.start = np.array([spill.copy_out_after + 1 for spill in spills], dtype=np.int64)
+        self.gone = np.array([spill.freed_at for spill in spills], dtype=np.int64)
+        self.fetch = np.array([spill.prefetch_at for spill in spills], dtype=np.int64)
+        self.back = np.array([spill.needed_at for spill in spills], dtype=np.int64)
+        self.nbytes = np.array([spill.nbytes for spill in spills], dtype=np.int64)
+        self.crosses = np.array([crosses(problem, spill) for spill in spills], dtype=np.bool_)
+        self.out_ns = np.array([t.out for t in times])
+        self.into_ns = np.array([t.into for t in times])
+        self.there = np.ones(len(spills), dtype=np.bool_)
+
+    def pop(self, step: int, over_bytes: int, out: _Calendar, into: _Calendar) -> Transfer | None:
+        """Remove and return the trip that is away at `step` for the least exposed time per byte; None if none is.
+
+        Bytes count up to `over_bytes`; of equals the longest trip is taken.
+        """
+        able = np.flatnonzero(self.there & (self.gone <= step) & (step < self.fetch))
+        if not able.size:
+            return None
+        crossing = self.crosses[able]
+        leave_by = np.where(crossing, min(step, self.boundary), step)
+        return_from = np.where(crossing, max(step + 1, self.boundary), step + 1)
+        free_out = out.before[leave_by] - out.before[self.start[able]]
+        free_in = into.before[self.back[able]] - into.before[return_from]
+        exposed = np.maximum(0, self.out_ns[able] - free_out) + np.maximum(0, self.into_ns[able] - free_in)
+        length = out.before.size - (self.fetch[able] - self.gone[able])
+        best = int(able[np.lexsort((length, exposed / np.minimum(self.nbytes[able], over_bytes)))[0]])
+        self.there[best] = False
+        return self.spills[best]
+
+    def drop(self, name: str) -> None:
+        """Remove the other trips of one storage."""
+        self.there &= self.names != name

@@ -1,0 +1,61 @@
+"""How many buffers of which sizes trips need: host memory and disk are sized by what is lent at once."""
+
+from collections.abc import Iterable, Sequence
+
+from tencache_fx.planning.plan import PoolClass, Transfer, TransferKind
+from tencache_fx.planning.problem import Step, Tier
+from tencache_fx.units import round_up
+
+
+def size_classes(lent: Sequence[tuple[Step, Step, int]], *, page_bytes: int = 4096) -> tuple[PoolClass, ...]:
+    """Return the fewest buffers that serve the `lent` intervals `(from, until, nbytes)`, sized by class.
+
+    Sizes are rounded to pages; neighbouring sizes share a class while that wastes under 3 %. A class needs as many
+    buffers as are lent at once (an interval graph's clique number), so the pool cannot run dry: 10Cache sizes its
+    classes by share of bytes instead. O(n log n) in intervals.
+    """
+    classes: list[list[tuple[Step, Step]]] = []
+    tops: list[int] = []
+    for start, stop, nbytes in sorted(lent, key=lambda item: (-item[2], item[0], item[1])):
+        size = round_up(nbytes, page_bytes)
+        if not tops or size < tops[-1] * 0.97:
+            tops.append(size)
+            classes.append([])
+        classes[-1].append((start, stop))
+    return tuple(PoolClass(nbytes=top, count=_most_at_once(spans)) for top, spans in zip(tops, classes, strict=True))
+
+
+def pool_classes(spills: Iterable[Transfer], tier: Tier) -> tuple[PoolClass, ...]:
+    """Return the buffers (host) or extents (nvme) that the trips to `tier` need; each is lent during `[offload, back)`.
+
+    A trip uses the smallest class that holds it. Parameters and gradients have homes of their own.
+    """
+    trips = [spill for spill in spills if spill.tier is tier and spill.kind is TransferKind.ROUND]
+    return size_classes([(spill.copy_out_after, spill.needed_at, spill.nbytes) for spill in trips])
+
+
+def staging_classes(spills: Iterable[Transfer], room_bytes: int) -> tuple[PoolClass, ...]:
+    """Return the buffers that trips to NVMe pass through: each holds the largest, four at most, one at least.
+
+    Four let a copy out, a write, a read and a copy in go on at once. Fewer if `room_bytes` of host memory hold fewer;
+    the one that is always there may exceed them, which the caller has to check.
+    """
+    sizes = [spill.nbytes for spill in spills if spill.tier is Tier.NVME]
+    if not sizes:
+        return ()
+    nbytes = round_up(max(sizes), 4096)
+    return (PoolClass(nbytes=nbytes, count=max(1, min(4, len(sizes), room_bytes // nbytes))),)
+
+
+def total_bytes(classes: Iterable[PoolClass]) -> int:
+    """Return the bytes of all buffers of `classes`."""
+    return sum(pool.nbytes * pool.count for pool in classes)
+
+
+def _most_at_once(spans: Sequence[tuple[Step, Step]]) -> int:
+    events = sorted([(start, 1) for start, _ in spans] + [(stop, -1) for _, stop in spans])
+    most = now = 0
+    for _, change in events:  # at one point in time returns (-1) sort before loans (+1)
+        now += change
+        most = max(most, now)
+    return most

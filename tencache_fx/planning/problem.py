@@ -1,0 +1,207 @@
+"""The planner's input: steps, storages, links and budgets of a region. No torch here."""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, NewType
+
+from tencache_fx.serialization import MOST, Positive
+
+Step = NewType("Step", int)
+
+STATE_BYTES = 12
+"""Of an optimizer, for each element of a parameter: an fp32 master weight and two moments."""
+
+
+class Tier(StrEnum):
+    """Where bytes live, fastest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+class Kind(StrEnum):
+    """What a storage is to the training step.
+
+    FETCHED is a parameter's bytes on the device, for as long as one graph reads them: their home is elsewhere. SUNK is
+    a gradient on its way to such a home.
+    """
+
+    PARAMETER = "parameter"
+    INPUT = "input"
+    ACTIVATION = "activation"
+    OUTPUT = "output"
+    GRADIENT = "gradient"
+    FETCHED = "fetched parameter"
+    SUNK = "gradient on its way home"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One step: its node's name, how long it runs, and bytes it needs only while it runs."""
+
+    name: str
+    duration_ns: int
+    scratch_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """Device memory shared by one tensor and its views: the unit that is planned.
+
+    `uses` are the steps that touch it, the producing step included, in rising order. `birth` is the producing step
+    (0 for what exists before the region), `death` the first step at which the bytes are free again (the number of
+    steps for what outlives the region). `ready` is the first step after which it may be copied out, if that is later
+    than its birth: an op with several outputs is followed by the steps that name them. `formula` is the size in
+    symbols where shapes are dynamic. `held_until` is the first step at which the region's caller no longer holds it as
+    well, 0 for what it does not: only the trip that crosses that step frees anything. `home` is the parameter that a
+    FETCHED or SUNK one belongs to; its life here is the shortest there can be, as if copies took no time: the plan's
+    trips add to it. `state_bytes` of a SUNK one are those of the optimizer's state, which an update reads and writes.
+    """
+
+    name: str
+    nbytes: int
+    kind: Kind
+    birth: Step
+    death: Step
+    uses: tuple[Step, ...]
+    spillable: bool
+    ready: Step = Step(0)
+    held_until: Step = Step(0)
+    formula: str = ""
+    home: str = ""
+    state_bytes: int = 0
+
+    def check(self) -> None:
+        """Raise `ValueError` for a life that cannot be."""
+        life = [self.birth, *self.uses, self.death]
+        if life != sorted(life) or len(set(self.uses)) < len(self.uses):
+            raise ValueError(f"{self.name} lives for [{self.birth}, {self.death}), and its uses are not in there.")
+        if self.kind in (Kind.FETCHED, Kind.SUNK) and not (self.home and self.uses):
+            raise ValueError(f"{self.name} is a {self.kind}, and has no home, or no uses.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """Measured rates in bytes per second; `duplex` ones hold while both directions are busy. 0 means no such link.
+
+    `host_bytes_per_s` is what updates and copies together make the host's memory read and write; 0 if not known.
+    """
+
+    d2h_bytes_per_s: Positive
+    h2d_bytes_per_s: Positive
+    d2h_duplex_bytes_per_s: Positive
+    h2d_duplex_bytes_per_s: Positive
+    disk_write_bytes_per_s: int = 0
+    disk_read_bytes_per_s: int = 0
+    copy_latency_ns: int = 10_000
+    disk_latency_ns: int = 200_000
+    host_bytes_per_s: int = 0
+
+    @property
+    def has_disk(self) -> bool:
+        """Say whether anything can be written to a disk, and read from it."""
+        return min(self.disk_write_bytes_per_s, self.disk_read_bytes_per_s) > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Most bytes of each tier; `device_bytes` None means no limit, 0 disk bytes means no disk.
+
+    `host_bytes` are for trips: `host_taken_bytes` more are held, or kept free, for parameters, gradients, optimizer
+    state and other regions.
+    """
+
+    device_bytes: int | None
+    host_bytes: int
+    disk_bytes: int = 0
+    host_taken_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How the backward can make a saved storage again: by running these forward steps, in order, once more.
+
+    What the steps read and do not make themselves is a parameter, an input, or saved.
+    """
+
+    name: str
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Everything a policy may look at.
+
+    `boundary` is the first backward step (`len(ops)` in inference): a storage that crosses it leaves from the forward
+    graph and comes back in the backward graph. `outside_bytes` are held on the device by others for the whole region,
+    `between_bytes` more of them from the end of the forward graph to the begin of the backward graph.
+    Storages below `min_spill_bytes` are not worth an op. `recipes` are what could be recomputed instead of saved, and
+    `recompute_ns` is the time of the steps that do so already. `fences` are the steps whose place among the runtime
+    ops is sure in the code that will run: a compiler that fuses may move the other steps between two fences. Without
+    any, every step is one.
+    """
+
+    ops: tuple[Op, ...]
+    boundary: Step
+    storages: tuple[Storage, ...]
+    links: Links
+    budgets: Budgets
+    outside_bytes: int = 0
+    between_bytes: int = 0
+    min_spill_bytes: int = 0
+    fences: tuple[Step, ...] = ()
+    recipes: tuple[Recipe, ...] = ()
+    recompute_ns: int = 0
+
+    def check(self) -> None:
+        """Raise `ValueError` for a step that there is not, for two things of one name, and for sums out of range."""
+        count = len(self.ops)
+        lives = ((s.name, (s.death, s.ready, s.held_until, *(use + 1 for use in s.uses))) for s in self.storages)
+        again = ((f"the recipe of {r.name}", (*(step + 1 for step in r.steps),)) for r in self.recipes)
+        fences = "a fence", tuple(fence + 1 for fence in self.fences)
+        for name, ends in (("the boundary", (self.boundary,)), fences, *lives, *again):
+            if max(ends, default=0) > count:
+                raise ValueError(f"{name} ends with step {max(ends)}, of {count}.")
+        names = {s.name for s in self.storages}
+        if len(names) < len(self.storages) or not {r.name for r in self.recipes} <= names:
+            raise ValueError("two storages have one name, or a recipe is for none of them.")
+        if any(list(steps) != sorted(set(steps)) for steps in (self.fences, *(r.steps for r in self.recipes))):
+            raise ValueError("fences, or the steps of a recipe, are out of order.")
+        held = (*(s.nbytes + s.state_bytes for s in self.storages), *(op.scratch_bytes for op in self.ops))
+        for unit, amounts in (
+            ("bytes", (*held, self.outside_bytes, self.between_bytes)),
+            ("ns", (*(op.duration_ns for op in self.ops), self.recompute_ns)),
+        ):
+            if sum(amounts) > MOST:
+                raise ValueError(f"all its {unit} come to {sum(amounts)}, more than {MOST}.")
+        if self.budgets.disk_bytes and not self.links.has_disk:
+            raise ValueError("there is a budget for a disk, and no rate of one.")
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Device bytes this region may use, or None for no limit."""
+        if self.budgets.device_bytes is None:
+            return None
+        return self.budgets.device_bytes - self.outside_bytes
+
+    @property
+    def boundary_bytes(self) -> int:
+        """What others hold between the graphs beyond what comes with the first backward step, which counts for it.
+
+        They may hold that before, such as the result's gradient; but not parameters on their way, which come besides.
+        """
+        if not self.between_bytes or self.boundary >= len(self.ops):
+            return 0
+        coming = (s for s in self.storages if s.birth == self.boundary and s.kind is not Kind.FETCHED)
+        brought = sum(storage.nbytes for storage in coming)
+        return max(0, self.between_bytes - brought - self.ops[self.boundary].scratch_bytes)
+
+    def within(self, **budgets: Any) -> "Problem":
+        """Return the same problem under other budgets: fields of `Budgets`."""
+        return replace(self, budgets=replace(self.budgets, **budgets))
+
+    def with_less(self, nbytes: int) -> "Problem":
+        """Return the same problem with `nbytes` less of a limited device."""
+        limit = self.budgets.device_bytes
+        return self if limit is None else self.within(device_bytes=limit - nbytes)

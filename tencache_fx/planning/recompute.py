@@ -1,0 +1,184 @@
+"""What recomputing does to a problem: forward steps run again in the backward, and lives change with them. No torch.
+
+A storage that is recomputed dies after its last use in the forward. In the backward its recipe's steps run just before
+its first use, each step once for all recipes that need it, as torch's partitioner places them (torch:
+`_functorch/partitioners.py: reordering_to_mimic_autograd_engine`). What those steps read stays until they have run.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+
+from tencache_fx.planning.problem import Kind, Op, Problem, Step, Storage
+
+_AGAIN = "#again"  # after the name of a step, or a storage, that is there for the second time
+
+
+def recompute(problem: Problem, names: Collection[str]) -> Problem:
+    """Return `problem` with the storages `names` recomputed; without further recipes.
+
+    Raises `KeyError` for a name without a recipe. O(steps + uses + steps of the recipes, with what those need).
+    """
+    if not names:
+        return problem
+    naming = _naming_steps(problem)
+    line = _Line(problem, _placed(problem, names, naming), naming)
+    storages: list[Storage] = []
+    for storage in problem.storages:
+        if storage.kind is not Kind.FETCHED:
+            storages.extend(line.live(storage, again=storage.name in names))
+    storages.extend(line.fetched())
+    return replace(
+        problem,
+        ops=line.ops,
+        storages=tuple(storages),
+        fences=line.fences(),
+        recipes=(),
+        recompute_ns=problem.recompute_ns + sum(problem.ops[step].duration_ns for step in line.again),
+    )
+
+
+def _placed(problem: Problem, names: Collection[str], naming: Mapping[Step, Collection[Step]]) -> dict[int, list[Step]]:
+    """Return which forward steps run again before which backward step."""
+    recipes = {recipe.name: recipe for recipe in problem.recipes}
+    storages = {storage.name: storage for storage in problem.storages}
+    read_at: dict[int, list[Storage]] = {}
+    for storage in problem.storages:
+        for use in storage.uses:
+            read_at.setdefault(use, []).append(storage)
+
+    whole: dict[str, set[Step]] = {}
+    for name in sorted(names, key=lambda name: storages[name].birth):  # what one recipe reads was made before it
+        steps = set(recipes[name].steps)
+        for step in recipes[name].steps:
+            for source in read_at.get(step, ()):
+                if source.name in whole and step not in {source.birth, *naming.get(source.birth, ())}:
+                    steps |= whole[source.name]
+        whole[name] = steps
+
+    everything = set().union(*whole.values())
+    wanted: dict[int, set[Step]] = {}
+    for name in names:
+        results = {result for step in whole[name] for result in naming.get(step, ())}
+        steps = whole[name] | (results & everything)  # named as soon as they are there (torch: `raise_getitems`)
+        wanted.setdefault(_first_late_use(problem, storages[name]), set()).update(steps)
+    done: set[Step] = set()
+    placed: dict[int, list[Step]] = {}
+    for need in sorted(wanted):
+        placed[need] = sorted(wanted[need] - done)
+        done |= wanted[need]
+    return placed
+
+
+def _first_late_use(problem: Problem, storage: Storage) -> int:
+    return next((use for use in storage.uses if use >= problem.boundary), len(problem.ops))
+
+
+def _naming_steps(problem: Problem) -> dict[Step, set[Step]]:
+    """Return for every step with several results the steps that name them: right behind it, and making nothing."""
+    used: dict[Step, list[set[Step]]] = {}
+    for storage in filter(_is_made_here, problem.storages):
+        used.setdefault(storage.birth, []).append(set(storage.uses))
+    naming: dict[Step, set[Step]] = {}
+    for birth, uses in used.items():
+        step = Step(birth + 1)
+        while len(uses) > 1 and step not in used and all(step in each for each in uses):
+            naming.setdefault(birth, set()).add(step)
+            step = Step(step + 1)
+    return naming
+
+
+def _is_made_here(storage: Storage) -> bool:
+    return storage.kind not in (Kind.PARAMETER, Kind.INPUT)
+
+
+class _Line:
+    """The new line of steps: where each old step is now, and where each step that runs again does so."""
+
+    def __init__(
+        self, problem: Problem, placed: Mapping[int, list[Step]], naming: Mapping[Step, Collection[Step]]
+    ) -> None:
+        self.problem, self.naming = problem, naming
+        self.at: list[Step] = []
+        self.again: dict[Step, Step] = {}
+        ops: list[Op] = []
+        for step in range(len(problem.ops) + 1):
+            for source in placed.get(step, ()):
+                self.again[source] = Step(len(ops))
+                ops.append(replace(problem.ops[source], name=problem.ops[source].name + _AGAIN))
+            self.at.append(Step(len(ops)))
+            if step < len(problem.ops):
+                ops.append(problem.ops[step])
+        self.ops = tuple(ops)
+
+    def fences(self) -> tuple[Step, ...]:
+        """Return the steps that stay in place among runtime ops: the old ones, and those that run again."""
+        old = self.problem.fences
+        return tuple(sorted({*(self.at[step] for step in old), *(self.again[s] for s in old if s in self.again)}))
+
+    def live(self, storage: Storage, *, again: bool) -> tuple[Storage, ...]:
+        """Return what becomes of `storage`: itself with a new life, and a second one if it is made `again`.
+
+        What is saved all the same may be made a second time too, by an op that also makes something else; that second
+        one is then read by nobody.
+        """
+        boundary = self.problem.boundary
+        made = _is_made_here(storage)
+        early = [use for use in storage.uses if use < boundary]
+        late = [self.at[use] for use in storage.uses if use >= boundary]
+        repeated = [self.again[use] for use in storage.uses if use in self.again]
+        if not (made and storage.birth in self.again):
+            birth = self.at[storage.birth] if made else storage.birth  # tangents are there when the backward begins
+            return (self._stretched(storage, birth, [*early, *late, *repeated]),)
+        remade = self.again[storage.birth]
+        if again:
+            first = replace(storage, death=Step(early[-1] + 1), uses=tuple(early), spillable=False)
+            second = self._stretched(storage, remade, [*repeated, *late])
+        elif late:
+            naming = self.naming.get(storage.birth, ())
+            unread = {remade, *(self.again[step] for step in naming if step in self.again)}
+            first = self._stretched(storage, storage.birth, [*early, *late, *(k for k in repeated if k not in unread)])
+            second = replace(storage, birth=remade, death=Step(max(unread) + 1), uses=tuple(sorted(unread)))
+        else:
+            first = self._stretched(storage, storage.birth, early)
+            second = replace(storage, birth=remade, death=Step(max(repeated) + 1), uses=tuple(sorted(repeated)))
+        ready = self.again.get(storage.ready, remade)
+        # What is made again is needed soon after: it does not travel.
+        return first, replace(second, name=storage.name + _AGAIN, ready=ready, spillable=False)
+
+    def fetched(self) -> Iterator[Storage]:
+        """Yield the lives of parameters from home: each graph fetches them for itself.
+
+        A step that runs again reads what the backward has fetched, which it then does earlier, or at all.
+        """
+        boundary = self.problem.boundary
+        lives = [storage for storage in self.problem.storages if storage.kind is Kind.FETCHED]
+        repeated: dict[str, list[Step]] = {}
+        for early in (storage for storage in lives if storage.birth < boundary):
+            repeated.setdefault(early.home, []).extend(self.again[use] for use in early.uses if use in self.again)
+            yield early
+        late = {storage.home: storage for storage in lives if storage.birth >= boundary}
+        by_home = {storage.home: storage for storage in lives}
+        for home in {**late, **{home: None for home, steps in repeated.items() if steps}}:
+            model = late.get(home)
+            uses = [*repeated.get(home, ()), *(self.at[use] for use in (model.uses if model else ()))]
+            name = model.name if model else by_home[home].name + _AGAIN
+            birth = min(uses)
+            yield replace(
+                by_home[home],
+                name=name,
+                birth=birth,
+                ready=birth,
+                death=Step(max(uses) + 1),
+                uses=tuple(sorted(set(uses))),
+            )
+
+    def _stretched(self, storage: Storage, birth: Step, uses: Collection[Step]) -> Storage:
+        """Return `storage` with these uses: it ends right behind the step it did, or behind the last use if later.
+
+        Where another storage took its bytes, that still does, if nothing reads them afterwards.
+        """
+        last = max(uses, default=birth)
+        taken = bool(storage.uses) and storage.death == storage.uses[-1] and last == self.at[storage.death]
+        death = last if taken else max(Step(self.at[storage.death - 1] + 1), Step(last + 1))
+        ready = self.at[storage.ready]
+        return replace(storage, birth=birth, death=death, uses=tuple(sorted(set(uses))), ready=ready)

@@ -1,0 +1,290 @@
+"""Replay a plan event by event and say how long a training step takes. No torch here, and no code of the policies.
+
+The machine: compute runs the steps in order; one FIFO server each for copies out (d2h), copies in (h2d), disk writes
+and disk reads. While both copy directions are busy each runs at its duplex rate (a fluid model: rates change at once
+when the other side starts or stops); latency is charged as bytes at the solo rate. Runtime ops act where `plan.py` puts
+them; several of one kind in one gap go in order of need: offloads by `gone`, prefetches by `back`, ties by name.
+
+A trip to NVMe borrows a staging buffer: on the way out from `offload` until it is written (compute waits when none is
+free), on the way in from the start of the read until the copy in has landed. Reads are first in line for a freed
+buffer: they were asked for before the offload that waits. A read waits for its own write.
+
+Every trip ends inside the region, so all servers are idle when a step ends and a second step would repeat the first
+exactly: one replay is the steady state (`tests/test_simulate.py` replays two in a row to show it).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+from typing import Literal
+
+from tencache_fx.planning.plan import PoolClass, Transfer, TransferKind
+from tencache_fx.planning.problem import Problem, Step, Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One runtime op of a plan: what is done, for which trip, in the gap before `step`."""
+
+    step: Step
+    verb: Literal["offload", "release", "prefetch", "wait"]
+    spill: Transfer
+
+
+def program(spills: Iterable[Transfer]) -> tuple[Event, ...]:
+    """Return every runtime op in the order in which they run.
+
+    Inside one gap the most urgent goes first: offloads by `gone`, prefetches by `back`, ties by name.
+    """
+    events = []
+    for s in spills:
+        if s.kind is not TransferKind.IN:
+            out = Event(step=Step(s.copy_out_after + 1), verb="offload", spill=s)
+            events.append(((s.copy_out_after + 1, 0, s.freed_at, s.name), out))
+            events.append(((s.freed_at, 1, s.freed_at, s.name), Event(step=s.freed_at, verb="release", spill=s)))
+        if s.kind is not TransferKind.OUT:
+            events.append(
+                ((s.prefetch_at, 2, s.needed_at, s.name), Event(step=s.prefetch_at, verb="prefetch", spill=s))
+            )
+            events.append(((s.needed_at, 3, s.needed_at, s.name), Event(step=s.needed_at, verb="wait", spill=s)))
+    return tuple(event for _, event in sorted(events, key=lambda pair: pair[0]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TripTimes:
+    """When one trip's copies ran, in ns from the start of the region, and how long compute stood still for it.
+
+    A trip to host memory has no disk part: `written_ns` equals `out_end_ns`, `read_start_ns` equals `in_start_ns`. What
+    a trip that goes one way only does not do has the time 0.
+    """
+
+    name: str
+    tier: Tier
+    out_start_ns: int
+    out_end_ns: int
+    written_ns: int
+    read_start_ns: int
+    in_start_ns: int
+    in_end_ns: int
+    stall_out_ns: int  # at the offload (no staging buffer) and at the release
+    stall_in_ns: int  # at the wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What `simulate` saw. `starts_ns[k]` is when step `k` started; `trips` are in the order of the spills given."""
+
+    makespan_ns: int
+    ideal_ns: int
+    stall_out_ns: int
+    stall_in_ns: int
+    d2h_bytes: int
+    h2d_bytes: int
+    disk_write_bytes: int
+    disk_read_bytes: int
+    starts_ns: tuple[int, ...]
+    trips: tuple[TripTimes, ...]
+
+
+def simulate(problem: Problem, spills: Sequence[Transfer], staging: Sequence[PoolClass] = ()) -> Replay:
+    """Return the replay of `spills` on `problem`'s steps and links.
+
+    O(steps + n log n) for n spills: compute runs from one runtime op to the next, and each copy starts and ends once.
+    Raises `ValueError` when a trip needs a link whose rate is 0, or is larger than every staging buffer.
+    """
+    ends = list(accumulate((op.duration_ns for op in problem.ops), initial=0))
+    machine = _Machine(problem, staging)
+    runs = {spill.name: _Run(spill=spill, pool=machine.pool_for(spill)) for spill in spills}
+    starts: list[float] = []
+    now = stall_out = stall_in = 0.0
+    step = 0
+    for event in program(spills):
+        starts.extend(now + end - ends[step] for end in ends[max(len(starts), step) : event.step])
+        now += ends[event.step] - ends[step]
+        step = event.step
+        run = runs[event.spill.name]
+        machine.advance(now)
+        waited = machine.act(event.verb, run)
+        now += waited
+        if event.verb == "wait":
+            run.stall_in += waited
+            stall_in += waited
+        else:
+            run.stall_out += waited
+            stall_out += waited
+    starts.extend(now + end - ends[step] for end in ends[len(starts) : -1])
+    on_disk = sum(spill.nbytes for spill in spills if spill.tier is Tier.NVME)
+    return Replay(
+        makespan_ns=round(now + ends[-1] - ends[step]),
+        ideal_ns=ends[-1],
+        stall_out_ns=round(stall_out),
+        stall_in_ns=round(stall_in),
+        d2h_bytes=sum(spill.nbytes for spill in spills if spill.kind is not TransferKind.IN),
+        h2d_bytes=sum(spill.nbytes for spill in spills if spill.kind is not TransferKind.OUT),
+        disk_write_bytes=on_disk,
+        disk_read_bytes=on_disk,
+        starts_ns=tuple(map(round, starts)),
+        trips=tuple(runs[spill.name].times() for spill in spills),
+    )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Run:
+    """One trip in progress; times are `inf` until they are known."""
+
+    spill: Transfer
+    pool: int  # the staging class it borrows from, -1 for none
+    out_start: float = inf
+    out_end: float = inf
+    written: float = inf
+    read_start: float = inf
+    in_start: float = inf
+    in_end: float = inf
+    stall_out: float = 0.0
+    stall_in: float = 0.0
+
+    def times(self) -> TripTimes:
+        on_disk = self.spill.tier is Tier.NVME
+        return TripTimes(
+            name=self.spill.name,
+            tier=self.spill.tier,
+            out_start_ns=_rounded(self.out_start),
+            out_end_ns=_rounded(self.out_end),
+            written_ns=_rounded(self.written if on_disk else self.out_end),
+            read_start_ns=_rounded(self.read_start if on_disk else self.in_start),
+            in_start_ns=_rounded(self.in_start),
+            in_end_ns=_rounded(self.in_end),
+            stall_out_ns=round(self.stall_out),
+            stall_in_ns=round(self.stall_in),
+        )
+
+
+def _rounded(time: float) -> int:
+    return 0 if time == inf else round(time)
+
+
+class _Server:
+    """A FIFO server: its queue, the trip it serves, and the bytes left of that."""
+
+    def __init__(self, bytes_per_s: int, duplex_bytes_per_s: int, latency_ns: int) -> None:
+        self.solo = bytes_per_s / 1e9  # bytes per ns from here on
+        self.duplex = duplex_bytes_per_s / 1e9
+        self.rate = self.solo
+        self.latency_bytes = latency_ns * self.solo
+        self.queue: deque[_Run] = deque()
+        self.serves: _Run | None = None
+        self.left = 0.0
+
+    def start(self) -> _Run:
+        run = self.queue.popleft()
+        if self.solo <= 0:
+            raise ValueError(f"storage {run.spill.name} travels to {run.spill.tier} over a link whose rate is 0.")
+        self.serves, self.left = run, run.spill.nbytes + self.latency_bytes
+        return run
+
+    def left_ns(self) -> float:
+        return inf if self.serves is None else self.left / self.rate
+
+
+class _Machine:
+    """The four servers and the staging buffers, at one point in time (`now`, in ns)."""
+
+    def __init__(self, problem: Problem, staging: Sequence[PoolClass]) -> None:
+        links = problem.links
+        self.now = 0.0
+        self.out = _Server(links.d2h_bytes_per_s, links.d2h_duplex_bytes_per_s, links.copy_latency_ns)
+        self.into = _Server(links.h2d_bytes_per_s, links.h2d_duplex_bytes_per_s, links.copy_latency_ns)
+        disk_rates = links.disk_write_bytes_per_s, links.disk_read_bytes_per_s
+        self.write, self.read = (_Server(rate, rate, links.disk_latency_ns) for rate in disk_rates)
+        self.servers = (self.out, self.into, self.write, self.read)
+        self.staging = sorted(staging, key=lambda pool: pool.nbytes)
+        self.free = [pool.count for pool in self.staging]
+
+    def pool_for(self, spill: Transfer) -> int:
+        """Return the smallest staging class that holds `spill`, or -1 if it needs none."""
+        if spill.tier is not Tier.NVME:
+            return -1
+        for index, pool in enumerate(self.staging):
+            if pool.nbytes >= spill.nbytes and pool.count > 0:
+                return index
+        raise ValueError(f"storage {spill.name} has {spill.nbytes} bytes, more than every staging buffer.")
+
+    def act(self, verb: str, run: _Run) -> float:
+        """Carry out one runtime op; return how long compute waited for it."""
+        before = self.now
+        match verb:
+            case "offload":
+                if run.pool >= 0:
+                    self.until(lambda: self.free[run.pool] > 0)
+                    self.free[run.pool] -= 1
+                self.out.queue.append(run)
+            case "release":
+                self.until(lambda: run.out_end < inf)
+            case "prefetch":
+                (self.into if run.pool < 0 else self.read).queue.append(run)
+            case "wait":
+                self.until(lambda: run.in_end < inf)
+        self._start()
+        return self.now - before
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Let the servers work until `done()`."""
+        while not done():
+            soonest = min(server.left_ns() for server in self.servers)
+            assert soonest < inf, "nothing is under way that could end this wait"
+            self._pass(soonest)
+
+    def advance(self, until_ns: float) -> None:
+        """Let the servers work until `until_ns`."""
+        while (soonest := min(server.left_ns() for server in self.servers)) <= until_ns - self.now:
+            self._pass(soonest)
+        for server in self.servers:
+            server.left = max(0.0, server.left - (until_ns - self.now) * server.rate)
+        self.now = until_ns
+
+    def _pass(self, dt: float) -> None:
+        """Move time on by `dt`, when the next copy ends, and start what that makes possible."""
+        ended = [server for server in self.servers if server.left_ns() <= dt]
+        self.now += dt
+        for server in self.servers:
+            server.left -= dt * server.rate
+        for server in ended:
+            run = server.serves
+            assert run is not None
+            server.serves = None
+            self._end(server, run)
+        self._start()
+
+    def _end(self, server: _Server, run: _Run) -> None:
+        if server is self.out:
+            run.out_end = self.now
+            if run.pool >= 0:
+                self.write.queue.append(run)
+        elif server is self.write:
+            run.written = self.now
+            self.free[run.pool] += 1
+        elif server is self.read:
+            self.into.queue.append(run)
+        else:
+            run.in_end = self.now
+            if run.pool >= 0:
+                self.free[run.pool] += 1
+
+    def _start(self) -> None:
+        """Start every idle server whose head of queue can go, and set the rates that hold from now on."""
+        if self.read.queue and self.read.serves is None:
+            head = self.read.queue[0]
+            if head.written < inf and self.free[head.pool] > 0:
+                self.free[head.pool] -= 1
+                self.read.start().read_start = self.now
+        if self.write.queue and self.write.serves is None:
+            self.write.start()
+        if self.out.queue and self.out.serves is None:
+            self.out.start().out_start = self.now
+        if self.into.queue and self.into.serves is None:
+            self.into.start().in_start = self.now
+        both = self.out.serves is not None and self.into.serves is not None
+        for server in (self.out, self.into):
+            server.rate = server.duplex if both else server.solo

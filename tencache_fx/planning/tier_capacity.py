@@ -1,0 +1,86 @@
+"""What a policy has promised of host memory and disk so far, so that a plan's buffers and extents fit their budgets."""
+
+from bisect import bisect_left
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tencache_fx.planning.liveness import is_candidate
+from tencache_fx.planning.plan import Transfer
+from tencache_fx.planning.pool_sizing import size_classes
+from tencache_fx.planning.problem import Problem, Step, Tier
+from tencache_fx.units import round_up
+
+_PAGE_BYTES = 4096
+_MOST_STAGING = 4
+
+
+class TierCapacity:
+    """Places trips, host first, then NVMe; NVMe never costs a link less than host memory does.
+
+    Buffers and extents are counted by class and gap like `size_classes` will, with classes fixed beforehand from
+    all candidates. Where they may not all fit in host memory and there is a disk, up to an eighth of host memory is set
+    aside as staging buffers before anything else takes it, and a trip too large for them can still make them larger:
+    what stages lets more trips go to the disk. One `place` costs O(gaps of the trip).
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        sizes = [storage.nbytes for storage in problem.storages if is_candidate(problem, storage)]
+        classes = size_classes([(Step(0), Step(1), nbytes) for nbytes in sizes])
+        self._tops = sorted(pool.nbytes for pool in classes)
+        self._gaps = len(problem.ops)
+        self._lent: dict[tuple[Tier, int], np.ndarray[Any, np.dtype[np.int32]]] = {}
+        self._most: dict[tuple[Tier, int], int] = {}
+        links, host_bytes = problem.links, problem.budgets.host_bytes
+        has_disk = links.disk_write_bytes_per_s > 0 and links.disk_read_bytes_per_s > 0
+        self._room = {Tier.HOST: host_bytes, Tier.NVME: problem.budgets.disk_bytes if has_disk else 0}
+        everything = sum(pool.nbytes * pool.count for pool in classes)  # all lent at once
+        self.staging_bytes = 0  # of one buffer
+        self.staging_count = 0
+        if self._room[Tier.NVME] and everything > host_bytes:
+            pages = sorted(round_up(nbytes, _PAGE_BYTES) for nbytes in sizes)
+            share = max(pages[0], host_bytes // 8)
+            largest = max(nbytes for nbytes in pages if nbytes <= share)
+            if largest <= host_bytes:
+                self.staging_bytes = largest
+                self.staging_count = max(1, min(_MOST_STAGING, share // largest))
+                self._room[Tier.HOST] -= self.staging_bytes * self.staging_count
+
+    def place(self, spill: Transfer) -> Transfer | None:
+        """Return `spill` with the tier it goes to, which is now charged; None if neither has room."""
+        for tier in (Tier.HOST, Tier.NVME):
+            placed = spill if spill.tier is tier else replace(spill, tier=tier)
+            if self.fits(placed):
+                self.charge(placed)
+                return placed
+        return None
+
+    def fits(self, spill: Transfer) -> bool:
+        """Say whether `spill`'s own tier has room for it."""
+        staged = self.staging_count > 0 and self._more_staging_bytes(spill) <= self._room[Tier.HOST]
+        return (staged or spill.tier is Tier.HOST) and self._growth_bytes(spill) <= self._room[spill.tier]
+
+    def charge(self, spill: Transfer) -> None:
+        """Take the room that `spill` needs in its tier."""
+        key = self._key(spill)
+        self._room[spill.tier] -= self._growth_bytes(spill)
+        lent = self._lent.setdefault(key, np.zeros(self._gaps, dtype=np.int32))
+        lent[spill.copy_out_after : spill.needed_at] += 1
+        self._most[key] = max(self._most.get(key, 0), int(lent[spill.copy_out_after : spill.needed_at].max()))
+        if spill.tier is Tier.NVME:
+            self._room[Tier.HOST] -= self._more_staging_bytes(spill)
+            self.staging_bytes = max(self.staging_bytes, round_up(spill.nbytes, _PAGE_BYTES))
+
+    def _more_staging_bytes(self, spill: Transfer) -> int:
+        return self.staging_count * max(0, round_up(spill.nbytes, _PAGE_BYTES) - self.staging_bytes)
+
+    def _growth_bytes(self, spill: Transfer) -> int:
+        key = self._key(spill)
+        if key not in self._lent:
+            return self._tops[key[1]]
+        wanted = int(self._lent[key][spill.copy_out_after : spill.needed_at].max()) + 1
+        return self._tops[key[1]] * max(0, wanted - self._most[key])
+
+    def _key(self, spill: Transfer) -> tuple[Tier, int]:
+        return spill.tier, bisect_left(self._tops, round_up(spill.nbytes, _PAGE_BYTES))

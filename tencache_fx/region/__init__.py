@@ -1,0 +1,1 @@
+"""One captured region: compiled, planned, watched from call to call."""

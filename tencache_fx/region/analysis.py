@@ -1,0 +1,81 @@
+"""What is known of a captured region before it is planned."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from tencache_fx.hardware.op_timing import kept_costs, time_calls
+from tencache_fx.hardware.rates import Roofline
+from tencache_fx.ops import PAUSE
+from tencache_fx.options import Options
+from tencache_fx.passes.addmm_fusion import sink_products
+from tencache_fx.passes.buffer_reuse import InPlace, reuse_in_place
+from tencache_fx.passes.costs import estimate_ops, find_calls, measured_scratch
+from tencache_fx.passes.fake_aliasing import repair_view_fakes
+from tencache_fx.passes.fused_groups import hold_fused_operands
+from tencache_fx.passes.fusion import find_registers
+from tencache_fx.passes.graphs import RegionGraphs
+from tencache_fx.passes.inplace_inputs import find_mutations
+from tencache_fx.passes.lifetimes import StorageNodes, measure_lifetimes
+from tencache_fx.planning.problem import Op
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionAnalysis:
+    """A captured region's storages with their lives, what never reaches memory, and what its ops cost.
+
+    `scratch` are the bytes that kernels were seen to allocate for themselves, by the names of their nodes.
+    """
+
+    capture: RegionGraphs
+    storages: tuple[StorageNodes, ...]
+    registers: frozenset[fx.Node]
+    in_place: InPlace
+    ops: tuple[Op, ...]
+    scratch: Mapping[str, int]
+
+    @property
+    def fingerprint(self) -> str:
+        """A name for the region that is the same in every process, with a pause or without: its ops and its sizes."""
+        names = [op.name for op, node in zip(self.ops, self.capture.nodes, strict=True) if node.target is not PAUSE]
+        seen = names, [(item.storage.name, item.storage.nbytes) for item in self.storages]
+        return hashlib.sha256(repr(seen).encode()).hexdigest()
+
+    @property
+    def duration_ns(self) -> int:
+        """How long the ops take, one after the other."""
+        return sum(op.duration_ns for op in self.ops)
+
+
+def study(capture: RegionGraphs, options: Options, roofline: Roofline, *, measure: bool = True) -> RegionAnalysis:
+    """Return what is known of a captured region; its graphs are put in order first, nothing in them is decided.
+
+    Without `measure` no op is timed: what earlier runs have timed is known, the rest is estimated.
+    """
+    fuses = options.compiler == "inductor"
+    if fuses:
+        sink_products(capture)
+    repair_view_fakes(capture)
+    registers = find_registers(capture) if fuses else None
+    mutations = find_mutations(capture) if fuses else {}
+    storages = measure_lifetimes(capture, registers or {}, mutations)
+    in_place: InPlace = {node: node.all_input_nodes[0] for node in mutations}
+    if registers is not None:
+        storages, taken = reuse_in_place(capture, registers, storages)
+        in_place = {**in_place, **taken}
+        storages = hold_fused_operands(capture, registers, storages)
+    heavy = find_calls(capture, roofline, registers) if options.calibrate else {}
+    if measure:
+        measured = time_calls(heavy, capture.device, budget_bytes=options.device_budget)
+    else:
+        measured = kept_costs(heavy, capture.device)
+    return RegionAnalysis(
+        capture=capture,
+        storages=tuple(storages),
+        registers=frozenset(registers or ()),
+        in_place=in_place,
+        ops=estimate_ops(capture, roofline, registers, measured),
+        scratch=measured_scratch(capture, registers, measured),
+    )

@@ -1,0 +1,172 @@
+"""What others hold on the device between a region's forward and its backward: a loss in eager mode, other regions.
+
+No graph of the region shows it, so a first plan may keep as much for the backward as fits beside nothing. Here is seen
+that this was too much; the region is then planned anew, with that many bytes free at the boundary of its graphs.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tencache_fx import compat
+from tencache_fx.hardware.device_memory import forget_peak, held_bytes, peak_held_bytes
+from tencache_fx.region.registry import REGIONS
+from tencache_fx.tensors import storage_of
+
+log = logging.getLogger("tencache_fx")
+
+_ASKS = 4  # how often a region is planned anew for this
+_PRESSES = 64  # how often forwards that wait may be in the way of others, before they are taken to be kept for good
+_MARGIN = 256  # one part in so many of the budget more is asked for than was seen, so that once is enough
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """A forward that has ended, and whose backward has not begun: bytes as they were then.
+
+    `kept_bytes` are those it has left on the device; `residual` is the last of them. `asks` says how often its region
+    had been planned anew by then, `compilations` how many there had been of any.
+    """
+
+    held_bytes: int
+    kept_bytes: int
+    peak_bytes: int
+    compilations: int
+    asks: int
+    residual: StorageWeakRef | None
+
+    @property
+    def waits(self) -> bool:
+        """Say whether its backward may still come, and frees something."""
+        return self.residual is not None and not self.residual.expired()
+
+
+class BoundaryMemory:
+    """Sees it for one region, whose device holds at most `budget_bytes`; None: nobody asks. Nothing on a CPU."""
+
+    def __init__(self, index: int, device: torch.device, budget_bytes: int | None) -> None:
+        self.index = index
+        self.wanted_bytes = 0  # to be free at the boundary
+        self._asked_bytes = 0  # of them, those that the plan was asked for
+        self._planned_bytes = 0  # and those that it has
+        self._asks = self._presses = 0
+        self._device, self._budget_bytes = device, budget_bytes
+        self._waiting: list[_Forward] = []
+        self._warned = False
+        self._clean_at = -1  # so many compilations ago was the device's peak forgotten
+
+    def watched(self, phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `run`, watched as the region's forward or backward; boxed if `run` is."""
+        if self._budget_bytes is None or phase not in ("forward", "backward"):
+            return run
+        forward = phase == "forward"
+
+        def watched_run(*args: Any) -> Any:
+            if not forward:
+                self._begin_backward()
+                return run(*args)
+            before_bytes = held_bytes(self._device)
+            given = {storage._cdata for storage in _storages(args, self._device)}
+            results = run(*args)
+            self._end_forward(before_bytes, _storages((results,), self._device), given)
+            return results
+
+        watched_run._boxed_call = getattr(run, "_boxed_call", False)  # type: ignore[attr-defined]
+        return watched_run
+
+    @property
+    def pending_bytes(self) -> int:
+        """Return what forwards keep for a backward that is to come, and will keep less of the next time."""
+        if self._presses >= _PRESSES:
+            return 0
+        least = self._asks if self._at_its_least else self._asks + 1
+        return sum(forward.kept_bytes for forward in self._waiting if forward.asks < least and forward.waits)
+
+    @property
+    def _at_its_least(self) -> bool:
+        return self._planned_bytes < self._asked_bytes or self._asks >= _ASKS
+
+    @property
+    def wants_more(self) -> bool:
+        """Say whether the region should be planned anew."""
+        return self.wanted_bytes > self._asked_bytes and self._asks < _ASKS
+
+    def press(self, peak_bytes: int) -> None:
+        """Say that the device was to hold `peak_bytes` in all since the first forward that waits has ended."""
+        self._presses += 1
+        if self._waiting and self._budget_bytes is not None:
+            first = next((forward for forward in self._waiting if forward.waits), self._waiting[-1])
+            more_bytes = peak_bytes - first.held_bytes + self._budget_bytes // _MARGIN
+            self.wanted_bytes = max(self.wanted_bytes, more_bytes)
+
+    def note_plan(self, planned_bytes: int) -> None:
+        """Say what the region's plan keeps free at the boundary."""
+        self._asks += self.wanted_bytes > self._asked_bytes
+        self._asked_bytes, self._planned_bytes = self.wanted_bytes, planned_bytes
+
+    def give_up(self) -> None:
+        """Say that the region could not be planned anew: it stays as it was, and nobody asks any more."""
+        self.wanted_bytes, self._budget_bytes, self._waiting = self._asked_bytes, None, []
+
+    def _end_forward(self, before_bytes: int, results: list[torch.UntypedStorage], given: set[int]) -> None:
+        """Note that a forward has left `results`, of which those in `given` were there before."""
+        made = [storage for storage in results if storage._cdata not in given]
+        after_bytes, peak_bytes = held_bytes(self._device), peak_held_bytes(self._device)
+        if peak_bytes is None or self._budget_bytes is None:
+            return
+        self._presses, compiled = 0, compilations()
+        if peak_bytes > self._budget_bytes and self._clean_at != compiled:
+            self._clean_at = compiled  # else what was before would hide what comes now
+            forget_peak(self._device)
+            peak_bytes = after_bytes
+        self._waiting = [forward for forward in self._waiting if forward.waits]
+        self._waiting.append(
+            _Forward(
+                held_bytes=after_bytes,
+                kept_bytes=max(0, after_bytes - before_bytes),
+                peak_bytes=peak_bytes,
+                compilations=compiled,
+                asks=self._asks,
+                residual=StorageWeakRef(made[-1]) if made else None,
+            )
+        )
+
+    def _begin_backward(self) -> None:
+        """See what the device has held since the forward of this backward, the last one that waits, has ended."""
+        waiting = list(self._waiting)  # another thread may run the region, too
+        if not waiting or (peak_bytes := peak_held_bytes(self._device)) is None:
+            return
+        forward = next((each for each in reversed(waiting) if each.waits), waiting[-1])
+        assert self._budget_bytes is not None
+        risen = peak_bytes > max(forward.peak_bytes, self._budget_bytes)
+        if risen and forward.compilations == compilations():  # to compile takes memory, too, but once
+            self.press(peak_bytes)
+            if self._at_its_least and not self._warned and not REGIONS.waiting(self._device):
+                self._warned = True
+                log.warning(
+                    "%s holds %d bytes between the forward and the backward of region %d, which keeps as little as it "
+                    "can then; that is %d more than device_budget: set it to so much, or hold less outside of compiled "
+                    "functions, such as in the loss.",
+                    self._device,
+                    peak_bytes,
+                    self.index,
+                    peak_bytes - self._budget_bytes,
+                )
+        self._waiting = [each for each in self._waiting if each is not forward]
+
+
+def compilations() -> int:
+    """Return a number that changes with each compilation, of our backend's or of others'."""
+    return REGIONS.compilations + compat.frames_compiled()
+
+
+def _storages(values: Any, device: torch.device) -> list[torch.UntypedStorage]:
+    """Return the storages on `device` of the tensors among arguments or results, boxed ones, too."""
+    flat = (each for value in values for each in (value if isinstance(value, (list, tuple)) else (value,)))
+    found = (storage_of(each) for each in flat if isinstance(each, Tensor) and each.device == device)
+    return [storage for storage in found if storage is not None]

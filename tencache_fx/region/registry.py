@@ -1,0 +1,82 @@
+"""The regions compiled in this process, for reports: each is listed for as long as its compiled code lives."""
+
+import atexit
+import itertools
+import os
+import warnings
+import weakref
+from typing import Protocol
+
+import torch
+
+from tencache_fx.errors import OptionError
+from tencache_fx.records import RegionRecord
+
+
+class Waiting(Protocol):
+    """What the register knows of a region's forwards whose backward is to come."""
+
+    @property
+    def pending_bytes(self) -> int:
+        """Return what they keep on the device that they could do without."""
+
+    def press(self, peak_bytes: int) -> None:
+        """Say that the device was to hold so much in all meanwhile."""
+
+
+class Region(Protocol):
+    """What the register needs of a compiled region."""
+
+    index: int
+    record: RegionRecord | None
+    device: torch.device
+
+    @property
+    def between(self) -> Waiting:
+        """Return what is known of its forwards."""
+
+    def measured(self) -> dict[str, int | None]:
+        """Return what was measured of it."""
+
+    def dump_measured(self) -> None:
+        """Write that to its dump directory, if it has one."""
+
+
+class Regions:
+    """A register of live regions. One instance exists, `REGIONS`."""
+
+    def __init__(self) -> None:
+        self._live: weakref.WeakSet[Region] = weakref.WeakSet()
+        self._indices = itertools.count()
+        self._pid = os.getpid()
+        self.compilations = 0  # begun so far, of whatever region
+
+    def next_index(self) -> int:
+        """Return the index of the next region: they are never used twice."""
+        return next(self._indices)
+
+    def add(self, region: Region) -> None:
+        """List `region` until it is garbage."""
+        self._live.add(region)
+
+    def live(self) -> tuple[Region, ...]:
+        """Return the live regions, oldest first."""
+        return tuple(sorted(self._live, key=lambda region: region.index))
+
+    def waiting(self, device: torch.device) -> tuple[Waiting, ...]:
+        """Return the regions of which forwards keep something on `device` that they could do without."""
+        return tuple(each.between for each in self._live if each.device == device and each.between.pending_bytes)
+
+    def dump_measured(self) -> None:
+        """Let every region with a dump directory write what was measured of it; does nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        for region in self.live():
+            try:
+                region.dump_measured()
+            except OptionError as error:  # at exit nobody can mend it, and the other regions' measures are worth having
+                warnings.warn(str(error), stacklevel=2)
+
+
+REGIONS = Regions()
+atexit.register(REGIONS.dump_measured)

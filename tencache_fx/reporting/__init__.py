@@ -1,0 +1,1 @@
+"""Values in, text and pictures out."""

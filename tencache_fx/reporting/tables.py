@@ -1,0 +1,299 @@
+"""The only formatter: values in, text out. No torch here."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+from tencache_fx.planning.bounds import joint_lower_bound_ns
+from tencache_fx.planning.plan import Plan, PoolClass, Transfer
+from tencache_fx.planning.problem import Problem, Step, Storage, Tier
+
+if TYPE_CHECKING:
+    from tencache_fx.planning.explain import Choice, Price, Reasons, TensorReason
+    from tencache_fx.planning.pareto import Frontier, Outcome
+    from tencache_fx.records import Listing, NodeRow
+    from tencache_fx.reporting.fit_report import Fit, RegionFit
+from tencache_fx.units import at_least, format_bytes, format_ns
+
+_RUNTIME_MARK = ">>"
+
+
+def show_summary(problem: Problem, plan: Plan, captured: Problem, code_peak_bytes: int | None = None) -> str:
+    """Return what the plan costs and gains, one line per figure.
+
+    `problem` is what the plan is for, `captured` the region before more was recomputed: "lower bound" is a time that no
+    other trips beat, "best possible" one that no choice of what to recompute and what to move beats. `code_peak_bytes`
+    is what the generated code holds, if it was looked at.
+    """
+    forecast, budgets = plan.forecast, problem.budgets
+    over = forecast.makespan_ns / max(1, forecast.ideal_ns)
+    device_budget = "no limit" if budgets.device_bytes is None else format_bytes(budgets.device_bytes)
+    between = format_bytes(problem.between_bytes)
+    trips = {tier: [spill for spill in plan.spills if spill.tier is tier] for tier in (Tier.HOST, Tier.NVME)}
+    rows = [
+        ("policy", plan.policy),
+        ("steps", f"{len(problem.ops)}, backward from {problem.boundary}"),
+        ("device budget", f"{device_budget}, of it held outside the region {format_bytes(problem.outside_bytes)}"),
+        *((("held between graphs", f"{between}, by others"),) if problem.between_bytes else ()),
+        ("device peak", f"{format_bytes(forecast.peak_bytes)} at {_step_name(problem, forecast.peak_step)}"),
+        *(() if code_peak_bytes is None else (("held by the code", format_bytes(code_peak_bytes)),)),
+        ("device floor", format_bytes(forecast.floor_bytes)),
+        ("host", f"{format_bytes(forecast.host_bytes)} of {format_bytes(budgets.host_bytes)}"),
+        ("disk", f"{format_bytes(forecast.disk_bytes)} of {format_bytes(budgets.disk_bytes)}"),
+        *((f"spilled to {tier}", _count_and_bytes(spills)) for tier, spills in trips.items()),
+        ("recomputed", _recomputed(plan, captured)),
+        ("time", f"{format_ns(forecast.makespan_ns)}, {over:.3f} of the {format_ns(forecast.ideal_ns)} without limits"),
+        ("lower bound", format_ns(forecast.lower_bound_ns)),
+        ("best possible", format_ns(joint_lower_bound_ns(captured))),
+        ("stalls", f"{format_ns(forecast.stall_out_ns)} going out, {format_ns(forecast.stall_in_ns)} coming in"),
+        ("link traffic", f"{format_bytes(forecast.d2h_bytes)} out, {format_bytes(forecast.h2d_bytes)} in"),
+        (
+            "disk traffic",
+            f"{format_bytes(forecast.disk_write_bytes)} written, {format_bytes(forecast.disk_read_bytes)} read",
+        ),
+    ]
+    return _table(rows)
+
+
+def show_tensors(problem: Problem, plan: Plan) -> str:
+    """Return one row per storage, largest first: what it is, how long it lives, where it spends that time."""
+    spills = {spill.name: spill for spill in plan.spills}
+    again = set(plan.recomputed)
+    rows = []
+    for storage in sorted(problem.storages, key=lambda s: (-s.nbytes, s.name)):
+        spill = spills.get(storage.name)
+        steps: Iterable[Step] = (
+            () if spill is None else (spill.copy_out_after, spill.freed_at, spill.prefetch_at, spill.needed_at)
+        )
+        stays = "recompute" if storage.name in again else "keep"
+        decision = stays if spill is None else f"spill to {spill.tier}"
+        life = f"[{storage.birth}, {storage.death})"
+        trip = (_step_name(problem, step) for step in steps)
+        rows.append((storage.name, _size(storage), storage.kind, life, decision, *trip))
+    return _table(rows, headers=("storage", "bytes", "kind", "lives", "decision", "offload", "gone", "fetch", "back"))
+
+
+def show_pool(plan: Plan) -> str:
+    """Return one row per size class of pinned buffers, and their sum."""
+    uses = (("host trips", plan.pool), ("disk staging", plan.staging))
+    rows = [(use, format_bytes(c.nbytes), c.count, format_bytes(c.nbytes * c.count)) for use, cs in uses for c in cs]
+    total = sum(c.count for _, cs in uses for c in cs), sum(_class_bytes(cs) for _, cs in uses)
+    return _table([*rows, ("all", "", total[0], format_bytes(total[1]))], headers=("use", "buffer", "count", "bytes"))
+
+
+def show_frontier(frontier: "Frontier") -> str:
+    """Return one row per budget and policy: the predicted time, as a share of the ideal one, and where it goes."""
+    named = zip(frontier.policies, frontier.floors_bytes, strict=True)
+    head = [
+        ("unlimited", f"{format_ns(frontier.ideal_ns)}, {format_bytes(frontier.peak_bytes)} on the device"),
+        *((f"floor of {policy}", format_bytes(floor)) for policy, floor in named),
+    ]
+    rows: list[tuple[str, ...]] = []
+    for point in frontier.points:
+        budget, best = format_bytes(point.device_bytes), _times_ideal(point.best_possible_ns, frontier)
+        rows.append((budget, "best possible", format_ns(point.best_possible_ns), best, "", "", "", ""))
+        for policy, outcome in zip(frontier.policies, point.outcomes, strict=True):
+            rows.append(("", policy, *_outcome_cells(outcome, frontier)))
+    headers = ("device budget", "policy", "step", "of ideal", "recomputed", "stalls", "moved", "by disk")
+    return f"{_table(head)}\n\n{_table(rows, headers=headers)}"
+
+
+def _outcome_cells(outcome: "Outcome | None", frontier: "Frontier") -> tuple[str, ...]:
+    if outcome is None:
+        return ("-",) * 6
+    times = format_ns(outcome.makespan_ns), _times_ideal(outcome.makespan_ns, frontier)
+    parts = format_ns(outcome.recompute_ns), format_ns(outcome.stall_ns)
+    return (*times, *parts, format_bytes(outcome.link_bytes), format_bytes(outcome.disk_bytes))
+
+
+def _times_ideal(makespan_ns: int, frontier: "Frontier") -> str:
+    return f"{makespan_ns / max(1, frontier.ideal_ns):.3f}"
+
+
+def show_fit(fit: "Fit") -> str:
+    """Return whether a model fits, in a sentence, then what is where in which tier, then a row per region."""
+    headers = ("region", "steps", "floor", "peak", "step", "trips", "out", "in")
+    regions = _table([_region_cells(region) for region in fit.regions], headers=headers)
+    return f"{_fit_sentence(fit)}\n\n{_table(list(_fit_rows(fit)))}\n\n{regions}"
+
+
+def _fit_sentence(fit: "Fit") -> str:
+    """Say whether it fits, with the numbers that decide it, and if not, what to do."""
+    budget = "no limit" if fit.device_budget_bytes is None else format_bytes(fit.device_budget_bytes)
+    if fit.fits and not fit.needs_homes:
+        return (
+            f"It fits, and needs no homes: with gradients and AdamW's state it takes "
+            f"{format_bytes(fit.all_on_device_bytes)} on the device (budget: {budget}); leave offload() out."
+        )
+    if fit.fits:
+        return (
+            f"It fits: at most {format_bytes(fit.peak_bytes)} of {budget} on the device, "
+            f"{format_bytes(fit.host_bytes)} of {format_bytes(fit.host_budget_bytes)} in host memory, "
+            f"{format_ns(fit.step_ns)} a step."
+        )
+    if fit.host_bytes > fit.host_budget_bytes:
+        return (
+            f"It does not fit: parameters, gradients and AdamW's state at home take {format_bytes(fit.host_bytes)} of "
+            f"host memory, trips included; host_budget is {format_bytes(fit.host_budget_bytes)}. Set host_budget to "
+            f"{at_least(fit.host_bytes)} or more, or train fewer parameters."
+        )
+    refusal = next(region.refusal for region in fit.regions if region.refusal).partition("\n")[0]
+    if fit.least_device_bytes is None:
+        return f"It does not fit, in no device_budget that was tried: {refusal}"
+    needed = f"device_budget has to be {at_least(fit.least_device_bytes)} ({format_bytes(fit.least_device_bytes)})"
+    if fit.floor_bytes > (fit.device_budget_bytes or 0):
+        return f"It does not fit: {needed} or more, and is {budget}; raise it, or shrink the batch."
+    return f"It does not fit: {refusal} Else {needed} or more."
+
+
+def _fit_rows(fit: "Fit") -> Iterator[tuple[str, str]]:
+    yield "parameters", f"{fit.parameters:,}, {format_bytes(fit.parameter_bytes)}"
+    yield "all on the device", f"{format_bytes(fit.all_on_device_bytes)}, with gradients and AdamW's state"
+    yield "device floor", format_bytes(fit.floor_bytes)
+    if not any(region.refusal for region in fit.regions):
+        budget = "no limit" if fit.device_budget_bytes is None else format_bytes(fit.device_budget_bytes)
+        share = fit.device_parameter_bytes / max(1, fit.parameter_bytes)
+        over = fit.step_ns / max(1, sum(region.ideal_ns for region in fit.regions))
+        yield "device peak", f"{format_bytes(fit.peak_bytes)} of {budget}"
+        state = f"; AdamW's state of some, {format_bytes(fit.device_state_bytes)}" if fit.device_state_bytes else ""
+        yield "stay on the device", f"{share:.1%} of the parameters, {format_bytes(fit.device_parameter_bytes)}{state}"
+        yield "step", f"{format_ns(fit.step_ns)}, {over:.3f} of the time without limits"
+        out_bytes, in_bytes = (sum(getattr(r, name) for r in fit.regions) for name in ("out_bytes", "in_bytes"))
+        yield "link traffic", f"{format_bytes(out_bytes)} out, {format_bytes(in_bytes)} in"
+    at_home = (("weights", fit.home_bytes), ("gradients", fit.gradient_bytes), ("AdamW's fp32 state", fit.state_bytes))
+    yield "at home", ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in at_home)
+    yield "host", f"{format_bytes(fit.host_bytes)} of {format_bytes(fit.host_budget_bytes)}, with buffers for trips"
+    yield "disk", f"{format_bytes(fit.disk_bytes)} of {format_bytes(fit.spill_budget_bytes)}"
+    fixed = f"fixed, low ones; after `tencache doctor --device {fit.device}`, those of this machine"
+    yield "rates", "those of this machine" if fit.measured else fixed
+
+
+def _region_cells(region: "RegionFit") -> tuple[str, ...]:
+    head = region.name, str(region.steps), format_bytes(region.floor_bytes)
+    if region.refusal:
+        return (*head, "no plan", *"----")
+    sizes = map(format_bytes, (region.trip_bytes, region.out_bytes, region.in_bytes))
+    return (*head, format_bytes(region.peak_bytes), format_ns(region.step_ns), *sizes)
+
+
+def show_reasons(reasons: "Reasons") -> str:
+    """Return why the plan is what it is: a row per tensor, with what every other choice would change, and the prices.
+
+    A choice is shown as what it adds to the step, or as the bytes by which a budget would be overrun (the device's, if
+    no other is named); a recipe as the time of its steps, and the bytes that have to be held longer for it.
+    """
+    headers = ("storage", "bytes", "decision", "out", "in", "waited", "keep", "recompute", "host", "nvme", "recipe")
+    table = _table([_reason_cells(tensor) for tensor in reasons.tensors], headers=headers)
+    left_out = f"\n{reasons.left_out} smaller ones are not shown." if reasons.left_out else ""
+    prices = _table([_price_cells(price) for price in reasons.prices], headers=("resource", "change", "step", "price"))
+    return f"{reasons.policy}, {format_ns(reasons.makespan_ns)} a step as modelled\n\n{table}{left_out}\n\n{prices}"
+
+
+def _reason_cells(tensor: "TensorReason") -> tuple[str, ...]:
+    choices = {choice.decision: choice for choice in tensor.choices}
+    decisions = ("keep", "recompute", "host", "nvme")
+    cells = ["as it is" if each == tensor.decision else _choice_cell(choices.get(each)) for each in decisions]
+    recipe = "-" if tensor.recipe_ns is None else format_ns(tensor.recipe_ns)
+    if tensor.held_longer:
+        recipe += f", holds {format_bytes(tensor.held_longer_bytes)}"
+    copies = (format_ns(tensor.out_ns), format_ns(tensor.in_ns), format_ns(tensor.stall_ns))
+    return (tensor.name, format_bytes(tensor.nbytes), tensor.decision, *copies, *cells, recipe)
+
+
+def _choice_cell(choice: "Choice | None") -> str:
+    if choice is None:
+        return "-"
+    if choice.over_bytes:
+        where = "" if choice.over_tier is Tier.DEVICE else f" ({choice.over_tier})"
+        return f"{format_bytes(choice.over_bytes)} over{where}"
+    return "no plan" if choice.change_ns is None else _signed_ns(choice.change_ns)
+
+
+def _price_cells(price: "Price") -> tuple[str, ...]:
+    amount = f"{price.amount:+d} %" if price.resource == "links" else _signed(format_bytes(price.amount))
+    if price.change_ns is None:
+        return price.resource, amount, "does not fit", "-"
+    if price.resource == "links":
+        worth = f"{-price.change_ns / price.copying_ns:.2f} s per link-second" if price.copying_ns else "nothing moves"
+    else:
+        worth = f"{format_ns(round(abs(price.change_ns) * 1e9 / abs(price.amount)))} per GB"
+    return price.resource, amount, _signed_ns(price.change_ns), worth
+
+
+def _signed_ns(change_ns: int) -> str:
+    return _signed(format_ns(change_ns))
+
+
+def _signed(text: str) -> str:
+    return text if text.startswith("-") else f"+{text}"
+
+
+def show_measured(measured: Mapping[str, object]) -> str:
+    """Return measured figures, one per line; the unit is the end of each name ("step_ns", "peak_bytes")."""
+    return _table([(name, _by_unit(name, value)) for name, value in measured.items()])
+
+
+def show_graph(listing: "Listing") -> str:
+    """Return a graph as text, one node a line, the runtime's own nodes marked with ">>"."""
+    lines = [f"{listing.phase}: {len(listing.nodes)} nodes, {sum(row.runtime for row in listing.nodes)} of the runtime"]
+    for row in listing.nodes:
+        mark = _RUNTIME_MARK if row.runtime else " " * len(_RUNTIME_MARK)
+        typed = f"{row.name}: {row.type}" if row.type else row.name
+        lines.append(f"{mark} {typed} = {_call(row)}" + (f"  # {row.note}" if row.note else ""))
+    return "\n".join(lines)
+
+
+def graph_dot(listing: "Listing") -> str:
+    """Return a graph in Graphviz's language, the runtime's own nodes filled."""
+    lines = [f"digraph {_quoted(listing.phase)} {{", "  node [shape=box];"]
+    for row in listing.nodes:
+        label = "\n".join(part for part in (row.name, row.target, row.type, row.note) if part)
+        style = ", style=filled, fillcolor=lightblue" if row.runtime else ""
+        lines.append(f"  {_quoted(row.name)} [label={_quoted(label)}{style}];")
+        lines.extend(f"  {_quoted(source)} -> {_quoted(row.name)};" for source in row.inputs)
+    return "\n".join([*lines, "}"])
+
+
+def _table(rows: Sequence[Sequence[object]], headers: Sequence[str] = ()) -> str:
+    return str(tabulate(rows, headers=headers, tablefmt="simple" if headers else "plain", disable_numparse=True))
+
+
+def _step_name(problem: Problem, step: Step) -> str:
+    return f"{step} {problem.ops[step].name}" if step < len(problem.ops) else f"{step} (end)"
+
+
+def _size(storage: Storage) -> str:
+    return format_bytes(storage.nbytes) + (f" = {storage.formula}" if storage.formula else "")
+
+
+def _count_and_bytes(spills: Sequence[Transfer]) -> str:
+    return f"{len(spills)}, {format_bytes(sum(spill.nbytes for spill in spills))}"
+
+
+def _recomputed(plan: Plan, captured: Problem) -> str:
+    again, forecast = set(plan.recomputed), plan.forecast
+    nbytes = sum(storage.nbytes for storage in captured.storages if storage.name in again)
+    share = forecast.recompute_ns / max(1, forecast.makespan_ns)
+    return f"{len(again)}, {format_bytes(nbytes)}, in {format_ns(forecast.recompute_ns)}, {share:.1%} of the time"
+
+
+def _class_bytes(classes: Iterable[PoolClass]) -> int:
+    return sum(c.nbytes * c.count for c in classes)
+
+
+def _by_unit(name: str, value: object) -> str:
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return format_bytes(value)
+    if isinstance(value, int) and name.endswith("_ns"):
+        return format_ns(value)
+    return str(value)
+
+
+def _call(row: "NodeRow") -> str:
+    return row.op if row.op == "placeholder" else f"{row.target}({', '.join(row.inputs)})"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

@@ -1,0 +1,211 @@
+"""Which engine serves which graph: the only state of the process that outlives a call, and it can be closed."""
+
+import atexit
+import ctypes
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from tencache_fx.errors import InvariantError, TencacheError, UsageError
+from tencache_fx.hardware.devices import resolve_device
+from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+from tencache_fx.runtime.buffers import Use
+from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.store import Store
+
+_MOST_ROOM_BYTES = 192 << 20
+
+
+class Registry:
+    """At most one open engine per device, and all that ever were, by index: an index is never used twice."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._engines: dict[int, Engine] = {}
+        self._count = 0
+
+    def by_id(self, index: int) -> Engine:
+        """Return an open engine; raises `TencacheError` when it was closed."""
+        engine = self._engines.get(index)
+        if engine is None or engine.closed:
+            raise TencacheError(
+                f"engine {index}, which this compiled graph uses, is closed; "
+                "call torch.compiler.reset() and compile again."
+            )
+        return engine
+
+    def open_engines(self) -> tuple[Engine, ...]:
+        """Return the open engines, oldest first; in a forked child, those that it opened itself."""
+        with self._lock:
+            self._engines = {index: engine for index, engine in self._engines.items() if not engine.closed}
+            return tuple(engine for engine in self._engines.values() if not engine.inherited)
+
+    def refuse_inherited(self, parameter: Tensor) -> None:
+        """Raise `UsageError` for a parameter that is at home in the process from which this one was forked."""
+        for engine in self._engines.values():
+            home = engine.homes.find(parameter) if engine.inherited and not engine.closed else None
+            if home is not None and not home.on_device:
+                raise UsageError(
+                    f"{home.name} is at home in the memory of the process from which process {os.getpid()} was forked, "
+                    "which has none of it; start the process by spawn, with a model and a state_dict() of its own."
+                )
+
+    def install(self, engine: Engine) -> None:
+        """Make `engine` its device's; raises `InvariantError` when the device has another open one."""
+        if any(other.device == engine.device for other in self.open_engines()):
+            raise InvariantError(f"{engine.device} has an open engine already; call tencache_fx.close() first.")
+        with self._lock:
+            engine.id = self._count
+            self._count += 1
+            self._engines[engine.id] = engine
+
+    def close_all(self) -> None:
+        """Close every engine of this process, which ends."""
+        for engine in self.open_engines():
+            engine.close(at_exit=True)
+
+    def settle_in_child(self) -> None:
+        """Make a forked child's copy safe: its lock is free, and the parent's engines are never taken apart.
+
+        Their buffers are not mapped here (`MADV_DONTFORK`), and what has been mapped in their place since would be
+        unmapped with them, even by the interpreter's own end: so one reference more than anybody will give back.
+        """
+        self._lock = threading.Lock()
+        for engine in self._engines.values():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+
+
+_REGISTRY = Registry()
+atexit.register(_REGISTRY.close_all)
+os.register_at_fork(after_in_child=_REGISTRY.settle_in_child)
+
+
+def open_engine(
+    device: torch.device,
+    *,
+    host_budget_bytes: int,
+    spill_dirs: Sequence[Path] = (),
+    spill_budget_bytes: int = 0,
+    checksum: bool = False,
+) -> Engine:
+    """Return the open engine of `device`, or a new one.
+
+    An open one has at least these budgets from now on, and its values go to these directories, if any are given; what
+    is elsewhere is read there. Raises `OptionError` for directories that cannot be used.
+    """
+    engine = find_engine(device)
+    if engine is None:
+        engine = Engine(
+            resolve_device(device),
+            host_budget_bytes=host_budget_bytes,
+            spill_dirs=spill_dirs,
+            spill_budget_bytes=spill_budget_bytes,
+            checksum=checksum,
+        )
+        engine.serves_all = False
+        install_engine(engine)
+        return engine
+    engine.pool.raise_budget(host_budget_bytes)
+    if spill_dirs and engine.store is None:
+        engine.attach_store(Store(spill_dirs, spill_budget_bytes, checksum=checksum))
+    elif spill_dirs and engine.store is not None:
+        engine.store.spill_to(spill_dirs)
+        engine.store.raise_budget(spill_budget_bytes)
+        engine.store.checksum |= checksum
+    return engine
+
+
+def find_engine(device: torch.device) -> Engine | None:
+    """Return the open engine of `device`, if there is one."""
+    device = resolve_device(device)
+    return next((engine for engine in engines() if engine.device == device), None)
+
+
+def find_home(parameter: Tensor) -> OffloadedParameter | None:
+    """Return a parameter's home; None if it has none.
+
+    Raises `UsageError` in a forked process, where the parent's homes are not.
+    """
+    if parameter.device.type not in ("cpu", "cuda") or is_functorch_wrapped_tensor(parameter):
+        return None
+    engine = find_engine(parameter.device)
+    home = None if engine is None else engine.homes.find(parameter)
+    if home is None:
+        _REGISTRY.refuse_inherited(parameter)
+    return home
+
+
+def find_homes(values: Sequence[object], device: torch.device) -> dict[int, OffloadedParameter]:
+    """Return the homes of the parameters among `values`, by position; what only shares memory with one is none."""
+    engine = find_engine(device) if device.type in ("cpu", "cuda") else None
+    if engine is None or not engine.homes:
+        return {}
+    tensors = ((index, value) for index, value in enumerate(values) if isinstance(value, torch.Tensor))
+    found = ((index, engine.homes.find(tensor)) for index, tensor in tensors if tensor.device == engine.device)
+    return {index: home for index, home in found if home is not None and home.parameter is values[index]}
+
+
+def follow(device: torch.device, results: object, homes: Mapping[str, OffloadedParameter]) -> None:
+    """Note a region's call, whose backward may come; see `flights`."""
+    if (engine := find_engine(device)) is not None:
+        engine.flights.follow(results, homes)
+
+
+def open_update_room(device: torch.device, device_budget_bytes: int | None) -> None:
+    """Let updates of parameters with a home run on a GPU, too, in a fiftieth of its budget, 192 MiB at most."""
+    engine = find_engine(device)
+    if engine is not None and device.type == "cuda":
+        most = _MOST_ROOM_BYTES
+        engine.homes.updates.open_room(most if device_budget_bytes is None else min(most, device_budget_bytes // 50))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a device's runtime has taken from the system, and how much of that is lent to values that are away.
+
+    Parameters, gradients and optimizer state at home are among these.
+    """
+
+    host_bytes: int = 0
+    host_lent_bytes: int = 0
+    gradient_lent_bytes: int = 0
+    state_lent_bytes: int = 0
+    disk_bytes: int = 0
+    disk_lent_bytes: int = 0
+
+
+def usage(device: torch.device) -> Usage:
+    """Return what the open engine of `device` uses; nothing if there is none."""
+    engine = find_engine(device)
+    if engine is None:
+        return Usage()
+    pool, store = engine.pool, engine.store
+    return Usage(
+        host_bytes=pool.allocated_bytes,
+        host_lent_bytes=pool.lent_bytes,
+        gradient_lent_bytes=pool.lent_for(Use.GRADIENT),
+        state_lent_bytes=pool.lent_for(Use.STATE),
+        disk_bytes=0 if store is None else store.file_bytes,
+        disk_lent_bytes=0 if store is None else store.lent_bytes,
+    )
+
+
+def engine_by_id(index: int) -> Engine:
+    """Return the open engine with this index; raises `TencacheError` when it was closed."""
+    return _REGISTRY.by_id(index)
+
+
+def engines() -> tuple[Engine, ...]:
+    """Return all open engines."""
+    return _REGISTRY.open_engines()
+
+
+def install_engine(engine: Engine) -> None:
+    """Make `engine`, built with streams or a store of your own, the one of its device."""
+    _REGISTRY.install(engine)

@@ -1,0 +1,190 @@
+"""Trips under way, and the tensors that stand for them in the graph.
+
+A slot is one value's trip. The *handle* (from offload) owns it until prefetch, the *ticket* (from prefetch) until wait:
+
+    AWAY --prefetch--> COMING --wait--> BACK
+      |                  |
+      +--handle died-----+--ticket died--> DROPPED
+
+Handles and tickets are one-element CPU int64 tensors over a numpy array. The array dies with the tensor's storage,
+however many Python wrappers or saved variables there were, and its finalizer notes the key. A finalizer may run in any
+thread, at any time, even while a lock is held: it only appends to a deque, which is drained at the next runtime call.
+"""
+
+import itertools
+import weakref
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tencache_fx.errors import InvariantError, UsageError
+from tencache_fx.planning.problem import Tier
+from tencache_fx.runtime.buffers import Buffer
+from tencache_fx.runtime.store import Extent
+from tencache_fx.runtime.streams import Event
+
+if TYPE_CHECKING:
+    from tencache_fx.model_state.host_gradient import HostGradientBuffer
+
+_REMEMBERED = 4096
+"""How many trips that are over can still be named in an error."""
+
+
+class Stage(Enum):
+    """How far a trip is."""
+
+    AWAY = auto()
+    COMING = auto()
+    BACK = auto()
+    DROPPED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a tensor must look like when it is back."""
+
+    nbytes: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(src: Tensor, label: str) -> "Layout":
+        """Return the layout of `src`; raises `InvariantError` when its bytes do not say it all."""
+        if not torch.ops.aten.is_non_overlapping_and_dense(src):
+            raise InvariantError(
+                f"cannot offload {label}: size {tuple(src.size())} with stride {src.stride()} overlaps or has "
+                "gaps; offload its base instead."
+            )
+        if src.is_conj() or src.is_neg():
+            raise InvariantError(f"cannot offload {label}, a lazy conjugate or negative view; resolve it first.")
+        return Layout(src.numel() * src.itemsize, src.size(), src.stride(), src.dtype, src.device)
+
+    def empty(self) -> Tensor:
+        """Allocate such a tensor on the caller's current stream: an ordinary one, which a copy lane may write to."""
+        with torch.inference_mode(False):
+            return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+@dataclass(slots=True, eq=False)
+class ActiveTransfer:
+    """One trip. Guarded by the engine's lock; what a field points to belongs to the trip while it is not None."""
+
+    key: int
+    label: str
+    tier: Tier
+    layout: Layout
+    copied_out: Event
+    src: Tensor | None  # until released: the copy out reads it
+    buffer: Buffer | None  # while the value, or a write of it, is there
+    stage: Stage = Stage.AWAY
+    extent: Extent | None = None
+    writing: bool = False
+    reading: bool = False
+    written: "Future[None] | None" = None
+    read: "Future[None] | None" = None
+    dst: Tensor | None = None
+    copied_in: Event | None = None
+    lease: "HostGradientBuffer | None" = None  # of a gradient that has left
+    owners: dict[str, int] = field(default_factory=dict)  # "handle", "ticket": the address of its key
+
+    def refusal(self) -> str:
+        """Return what to say to who asks for the value once more."""
+        return (
+            f"{self.label} was asked for a second time: a region with a plan has one backward, which frees what was "
+            "away; call backward once, without retain_graph=True, or compile with device_budget=None."
+        )
+
+
+class TransferTable:
+    """Finds slots by handle and ticket; learns of their deaths. Not thread-safe but for the finalizers."""
+
+    def __init__(self) -> None:
+        self._keys = itertools.count(1)
+        self._slots: dict[int, ActiveTransfer] = {}
+        self._dead: deque[tuple[int, str]] = deque()
+        self._past: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def any_dead(self) -> bool:
+        """Say whether a handle or ticket has died since the last `pop_dead`."""
+        return bool(self._dead)
+
+    def next_key(self) -> int:
+        """Return a key never used before."""
+        return next(self._keys)
+
+    def add(self, slot: ActiveTransfer) -> Tensor:
+        """Enter the slot; return its handle."""
+        self._slots[slot.key] = slot
+        return self._issue(slot, "handle")
+
+    def ticket(self, slot: ActiveTransfer) -> Tensor:
+        """Return the slot's ticket; the slot is entered, if it is not yet."""
+        self._slots[slot.key] = slot
+        return self._issue(slot, "ticket")
+
+    def find(self, tensor: Tensor, deed: str) -> ActiveTransfer:
+        """Return the slot that a handle or ticket stands for.
+
+        Raises `UsageError` for a copy of one: nothing says when it dies, and its number may have been rounded.
+        """
+        key, address = int(tensor.item()), tensor.data_ptr()
+        slot = self._slots.get(key)
+        if slot is not None and address in slot.owners.values():
+            return slot
+        label = dict(self._past).get(key, "a tensor") if slot is None else slot.label
+        raise UsageError(
+            f"cannot {deed} {label}: what autograd saved to bring it back was copied; run the compiled region outside "
+            "of saved_tensors_hooks that copy (save_on_cpu, for instance), since its tensors are offloaded already."
+        )
+
+    def pop_dead(self) -> tuple[ActiveTransfer, str] | None:
+        """Return a slot and which of its owners ("handle", "ticket") died, or None when no more did."""
+        if not self._dead:
+            return None
+        key, owner = self._dead.popleft()
+        slot = self._slots[key]
+        slot.owners.pop(owner, None)
+        if not slot.owners:
+            del self._slots[key]
+            self._past.append((key, slot.label))
+        return slot, owner
+
+    def clear(self) -> tuple[ActiveTransfer, ...]:
+        """Forget every slot and return them; deaths are ignored from now on."""
+        slots = tuple(self._slots.values())
+        self._slots.clear()
+        self._dead = deque()
+        return slots
+
+    def _issue(self, slot: ActiveTransfer, owner: str) -> Tensor:
+        array = np.array([slot.key], dtype=np.int64)
+        tensor = torch.from_numpy(array)
+        slot.owners[owner] = tensor.data_ptr()
+        # Bound to the deque alone, so that a tensor that lives on does not keep the engine alive.
+        weakref.finalize(array, self._dead.append, (slot.key, owner)).atexit = False
+        return tensor
+
+
+def new_token() -> Tensor:
+    """Return a fresh one-element tensor that stands for an order only."""
+    return torch.zeros(1, dtype=torch.int64, device="cpu")
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """Return a flat uint8 view of a dense tensor's memory, whatever its dtype and strides."""
+    start = tensor.storage_offset() * tensor.itemsize
+    with torch.inference_mode(False):
+        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return raw.set_(tensor.untyped_storage(), start, (tensor.numel() * tensor.itemsize,), (1,))

@@ -1,0 +1,76 @@
+"""Facts about single tensors, real or fake: storage, device, sizes."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import sympy
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tencache_fx.errors import TencacheError
+
+_NO_BOUND = 1 << 50  # torch's bound of a size that may be anything is one of 64-bit integers
+
+
+def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """Return the fake tensors a node makes or stands for; nothing for symbols, tokens and void ops."""
+    return tuple(_tensors_in(node.meta.get("val")))
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor; None for a sparse one, which has none: asking for it raises."""
+    return tensor.untyped_storage() if tensor.layout is torch.strided else None
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor's bytes are not its values: it is yet to be conjugated or negated."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def byte_hint(size: int | torch.SymInt) -> int:
+    """Return a size, a symbolic one at the value seen while tracing, or if only a run knows it, the most it can be.
+
+    Raises `TencacheError` if nothing bounds it.
+    """
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    if size.node.hint is not None:
+        return int(size.node.hint)
+    if (most := upper_bound(size)) is None:
+        raise TencacheError(
+            f"the size {size} is known only when the region runs, and nothing bounds it, so its memory cannot be "
+            "planned; bound it (torch._check(size <= most)), keep what has that size out of the region "
+            "(torch.compiler.disable), or set device_budget to None."
+        )
+    return most
+
+
+def upper_bound(size: torch.SymInt) -> int | None:
+    """Return the most that a size can be beside the others as seen while tracing; None if nothing bounds it."""
+    shape_env = size.node.shape_env
+    assert shape_env is not None
+    upper = shape_env.bound_sympy(size.node.expr.xreplace(dict(shape_env.backed_var_to_val))).upper
+    return int(upper) if isinstance(upper, sympy.Integer) and upper < _NO_BOUND else None
+
+
+def main_device(values: Iterable[object]) -> torch.device:
+    """Return the device whose memory is planned: the accelerator that holds most of the tensors, else the CPU."""
+    held = Counter(value.device for value in values if isinstance(value, torch.Tensor))
+    accelerators = {device: count for device, count in held.items() if device.type != "cpu"}
+    if not accelerators:
+        return torch.device("cpu")
+    return max(sorted(accelerators, key=str), key=lambda device: accelerators[device])
+
+
+def are_faked(values: Sequence[object]) -> bool:
+    """Say whether to compute with these values is to compute with fakes: some are, or a mode makes them of all."""
+    return torch._guards.active_fake_mode() is not None or any(isinstance(value, FakeTensor) for value in values)

@@ -1,0 +1,3 @@
+"""The version of this package, for caches and dumps."""
+
+__version__ = "0.1.0"

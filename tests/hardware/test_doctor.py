@@ -1,0 +1,153 @@
+"""`tencache doctor`: a report on this machine, and one finding for each thing that is wrong with a made-up one."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from tencache_fx.cli import main
+from tencache_fx.doctor import DiskReport, Report, device_findings, disk_findings, host_findings, show_report
+from tencache_fx.hardware import disk
+from tencache_fx.hardware.capacity import Space
+from tencache_fx.hardware.disk import Disk
+from tencache_fx.hardware.rates import Roofline
+from tencache_fx.planning.problem import Links
+
+pytestmark = pytest.mark.usefixtures("cache_folder")
+
+GB = 10**9
+DISK = DiskReport(
+    directory=Path("/scratch"),
+    filesystem="xfs",
+    rates=Disk(write_bytes_per_s=3 * GB, read_bytes_per_s=2 * GB, direct=True),
+    free_bytes=900 * GB,
+)
+LINKS = Links(
+    d2h_bytes_per_s=54 * GB, h2d_bytes_per_s=51 * GB, d2h_duplex_bytes_per_s=44 * GB, h2d_duplex_bytes_per_s=40 * GB
+)
+SOUND = Report(
+    device=torch.device("cuda", 0),
+    device_name="NVIDIA H200",
+    device_space=Space(total_bytes=150 * GB, available_bytes=149 * GB),
+    matmul_per_s=(("bfloat16", 720 * 10**12), ("float32", 45 * 10**12), ("tf32", 380 * 10**12)),
+    roofline=Roofline(
+        flops_per_s=(("bfloat16", 720 * 10**12),), memory_bytes_per_s=4000 * GB, launch_ns=2000, issue_ns=4000
+    ),
+    links=LINKS,
+    pageable=(15 * GB, 7 * GB),
+    pin_ns=300_000_000,
+    disks=(DISK,),
+    host_space=Space(total_bytes=137 * GB, available_bytes=130 * GB),
+    machine_bytes=137 * GB,
+    locked_bytes=None,
+    host_budget_bytes=104 * GB,
+)
+
+
+def findings(report):
+    return [*device_findings(report), *host_findings(report), *disk_findings(report)]
+
+
+def with_links(**rates):
+    return {"links": dataclasses.replace(LINKS, **rates)}
+
+
+def with_disk(**changes):
+    return {"disks": (dataclasses.replace(DISK, **changes),)}
+
+
+def test_a_sound_machine_has_no_findings():
+    assert findings(SOUND) == []
+    text = show_report(SOUND)
+    assert text.endswith("\n\nNothing looks wrong.")
+    for expected in ("NVIDIA H200", "720 TFLOP/s", "54 GB/s, 44 GB/s while both are busy, pageable 15 GB/s"):
+        assert expected in text
+    for expected in ("0.3 s/GiB", "xfs, direct I/O, write 3 GB/s, read 2 GB/s, 900 GB free", "4 TB/s", "tf32"):
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (with_links(d2h_bytes_per_s=6 * GB) | {"pageable": (2 * GB, 2 * GB)}, "The link out moves 6 GB/s"),
+        (with_links(h2d_bytes_per_s=6 * GB) | {"pageable": (2 * GB, 2 * GB)}, "The link in moves 6 GB/s"),
+        ({"pageable": (50 * GB, 7 * GB)}, "Pinned copies out (54 GB/s) are hardly faster than pageable ones (50 GB/s)"),
+        ({"pageable": (7 * GB, 50 * GB)}, "Pinned copies in (51 GB/s)"),
+        (with_links(d2h_duplex_bytes_per_s=27 * GB, h2d_duplex_bytes_per_s=26 * GB), "share one direction's rate"),
+        ({"pin_ns": None}, "refuses to pin"),
+        ({"pin_ns": 3_000_000_000}, "Pinning takes 3 s/GiB"),
+        ({"locked_bytes": 8 << 20}, "limit on locked memory, 8.39 MB, is below the host budget of 104 GB"),
+        ({"machine_bytes": 500 * GB}, "A cgroup allows 137 GB of the machine's 500 GB"),
+        ({"host_budget_bytes": 20 * GB}, "less than half of the device's memory"),
+        (with_disk(filesystem="tmpfs"), "is host memory: what is spilled there frees none"),
+        (
+            with_disk(filesystem="overlay", rates=Disk(write_bytes_per_s=GB, read_bytes_per_s=GB, direct=False)),
+            "/scratch (overlay) takes no direct I/O",
+        ),
+        (with_disk(filesystem="nfs4"), "a filesystem of another machine"),
+        (
+            with_disk(rates=Disk(write_bytes_per_s=GB, read_bytes_per_s=GB // 10, direct=True)),
+            "moves 100 MB/s, so a GiB there takes 11 s",
+        ),
+        (with_disk(free_bytes=10**8), "has 100 MB free"),
+        ({"device": torch.device("cpu"), "pageable": None, "pin_ns": None}, "No CUDA device is used"),
+    ],
+)
+def test_each_fault_is_one_finding_with_a_remedy(changes, expected):
+    report = dataclasses.replace(SOUND, **changes)
+    (found,) = findings(report)
+    assert expected in found
+    assert "; " in found
+    assert found.endswith(".")
+    assert "\n" not in found
+    assert show_report(report).endswith(f"\n\n* {found}")
+
+
+@pytest.mark.timeout(120)
+def test_the_command_reports_on_this_machine(capsys, tmp_path, cache_folder):
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    precision = torch.backends.cuda.matmul.fp32_precision
+    assert main(["doctor", "--device", "cpu", "--spill-dir", str(spill)]) == 0
+    out = capsys.readouterr().out
+    for expected in ("device ", "matmul float32", "link out", "host memory", "host budget", f"spill_dir {spill}"):
+        assert expected in out
+    assert "* No CUDA device is used" in out
+    assert list(spill.iterdir()) == []
+    assert sorted(path.name.split("-")[0] for path in cache_folder.iterdir()) == ["disk", "links", "roofline"]
+    assert torch.backends.cuda.matmul.fp32_precision == precision
+
+
+@pytest.mark.gpu
+def test_the_command_reports_on_a_gpu(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for expected in (torch.cuda.get_device_name(), "matmul tf32", "pinning", "pageable"):
+        assert expected in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "gpu"], "'gpu' is not a device; give cuda, cuda:1 or cpu."),
+        (["--device", "cuda:99"], "is not there: torch sees"),
+        (["--device", "meta"], "is not there: torch sees"),
+        (["--device", "cpu", "--spill-dir", "/nowhere"], "/nowhere is not a directory"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_code_2(capsys, arguments, message):
+    assert main(["doctor", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+
+
+def test_a_disk_without_direct_io_is_told_by_trying(monkeypatch, tmp_path):
+    def refuse(descriptor, command, flags=0):
+        if command == disk.fcntl.F_SETFL:
+            raise OSError(22, "Invalid argument")
+        return 0
+
+    monkeypatch.setattr(disk.fcntl, "fcntl", refuse)
+    assert disk.measure_disk(tmp_path).direct is False

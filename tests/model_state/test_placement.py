@@ -1,0 +1,266 @@
+"""Where updates run and state is: on the host, through the device, on the device; the same training each way."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from faulty_streams import FaultyCpuStreams
+from harness import Block
+from problems import trained_at_home
+from tied_model import ROOMY, TIGHT, TIGHT_BF16, batch, compiled, network, small_plan, train, trained, weights
+from torch import Tensor, nn
+
+import tencache_fx
+from tencache_fx.api import regions
+from tencache_fx.errors import InvariantError
+from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+from tencache_fx.optim import AdamW
+from tencache_fx.planning import search
+from tencache_fx.planning.parameter_schedule import first_homes, keep_resident, step_ns
+from tencache_fx.planning.plan import Plan, TransferKind
+from tencache_fx.planning.planner import floor_bytes, make_plan
+from tencache_fx.planning.problem import Kind, Problem, Recipe, Step
+from tencache_fx.planning.search import choose_for_region
+from tencache_fx.planning.verify import verify_plan
+from tencache_fx.runtime.buffers import Use
+from tencache_fx.runtime.engine_registry import engines, find_home, install_engine
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_that_stream_through_the_device_are_those_of_the_host(
+    new_engine: Callable[..., object], dtype: torch.dtype
+) -> None:
+    losses, after = trained(home=False, dtype=dtype, steps=6)
+    install_engine(new_engine(streams=FaultyCpuStreams(delay_s=0.002)))
+    (engine,) = engines()
+    engine.homes.updates.open_room(8 << 20)
+    model = tencache_fx.offload(network(dtype))
+    optimizer = AdamW(model.parameters(), weight_decay=0.1)
+    budget = TIGHT if dtype == torch.float32 else TIGHT_BF16
+    assert train(model, compiled(model, budget), optimizer, range(6)) == losses
+    assert all(torch.equal(value, after[name]) for name, value in weights(model).items())
+    counts = engine.stats.take()
+    updated = sum(home.parameter.requires_grad for home in engine.homes)
+    small = sum(parameter.requires_grad and find_home(parameter) is None for parameter in model.parameters())
+    assert 6 * small < counts["device_updates"] < counts["updates"] == 6 * (updated + small)
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_with_room_for_it_state_is_on_the_device_and_nothing_travels(now: bool) -> None:  # noqa: FBT001
+    losses, after = trained(home=False, dtype=torch.bfloat16, steps=6)
+    model = tencache_fx.offload(network(torch.bfloat16))
+    optimizer = AdamW(model.parameters(), weight_decay=0.1, step_in_backward=now)
+    assert train(model, compiled(model, ROOMY), optimizer, range(3)) == losses[:3]
+    (engine,) = engines()
+    updated = [home for home in engine.homes if home.parameter.requires_grad]
+    assert all(home.updated_here for home in updated)
+    assert not engine.pool.lent_for(Use.STATE)
+    record = regions()[-1]
+    state_bytes = sum(6 * home.nbytes for home in updated)
+    assert record.problem.outside_bytes - record.captured.outside_bytes == state_bytes
+    assert sum(home.state_here_bytes for home in updated) == state_bytes
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    tight = compiled(model, TIGHT_BF16)  # another region that has no room for it: it goes home, and the run goes on
+    assert train(model, tight, optimizer, range(3, 6)) == losses[3:]
+    assert not any(home.updated_here for home in updated if home.name not in regions()[-1].plan.updated_here)
+    assert engine.pool.lent_for(Use.STATE)
+    assert not torch.equal(saved["1.into.weight"], weights(model)["1.into.weight"])
+    assert all(torch.equal(value, after[name]) for name, value in weights(model).items())
+
+
+def test_nothing_of_it_is_on_the_device_between_steps() -> None:
+    model = tencache_fx.offload(network())
+    homes = [home for p in model.parameters() if (home := find_home(p)) is not None]
+    assert len(homes) == 1 + 3 * 2
+    assert not any(home.on_device for home in homes)
+    optimizer = AdamW(model.parameters())
+    train(model, compiled(model), optimizer, range(2))
+    record = regions()[-1]
+    away = [home for home in homes if home.name not in record.plan.resident]
+    assert len(away) >= 4
+    assert not any(home.on_device for home in away)
+    assert record.plan.forecast.peak_bytes <= 7e5
+    kinds = {storage.kind for storage in record.problem.storages}
+    assert kinds >= {Kind.FETCHED, Kind.SUNK}
+    (engine,) = engines()
+    optimizer.state_dict()
+    home_bytes = sum(home.buffer.nbytes for home in homes)
+    updated = [home for home in homes if home.parameter.requires_grad]
+    assert engine.pool.lent_for(Use.STATE) == sum(3 * home.nbytes for home in updated)
+    assert engine.stats.take()["host_lent_bytes"] == home_bytes + engine.pool.lent_for(Use.STATE)
+    del optimizer
+    gc.collect()
+    assert engine.stats.take()["host_lent_bytes"] == home_bytes
+
+
+def test_with_room_parameters_stay_and_are_not_copied_in() -> None:
+    model = tencache_fx.offload(network())
+    optimizer = AdamW(model.parameters())
+    train(model, compiled(model, None), optimizer, range(2))
+    optimizer.state_dict()  # waits for updates under way
+    (engine,) = engines()
+    assert all(home.on_device for home in engine.homes)
+    assert not any(home.updated_here for home in engine.homes)
+    updated = sum(home.nbytes for home in engine.homes if home.parameter.requires_grad)
+    assert engine.stats.take()["h2d_bytes"] == 2 * updated  # once after each update, and not for reading
+    with torch.no_grad():  # a region that has no room takes them away again, for as long as it runs
+        small = compiled(model, "400kB")
+        torch.testing.assert_close(small(batch(0)), compiled(model, None)(batch(0)))
+
+
+@pytest.mark.parametrize(
+    ("way", "change", "rule"),
+    [
+        (TransferKind.IN, {"prefetch_at": Step(0), "needed_at": Step(1)}, "move-in"),
+        (TransferKind.IN, {"nbytes": 1}, "same-bytes"),
+        (TransferKind.IN, {"kind": TransferKind.OUT}, "one-way"),
+        (TransferKind.OUT, {"freed_at": Step(0)}, "move-out"),
+        (TransferKind.OUT, {"needed_at": Step(0)}, "move-out"),
+        (TransferKind.IN, None, "every-move"),
+        (TransferKind.OUT, None, "every-move"),
+    ],
+)
+def test_each_rule_of_one_way_trips_is_checked(way: TransferKind, change: dict[str, object] | None, rule: str) -> None:
+    problem, plan = small_plan()
+    verify_plan(problem, plan)
+    victim = [spill for spill in plan.spills if spill.kind is way][-1]
+    others = [spill for spill in plan.spills if spill is not victim]
+    broken = others if change is None else [*others, replace(victim, **change)]
+    with pytest.raises(InvariantError, match=rule):
+        verify_plan(problem, replace(plan, spills=tuple(broken)))
+
+
+def test_a_step_takes_as_long_as_the_host_memory_does() -> None:
+    problem, plan = small_plan()
+    assert step_ns(problem, plan.forecast) == plan.forecast.makespan_ns  # nothing is known of the host's memory
+    slow = replace(problem, links=replace(problem.links, host_bytes_per_s=10**6))
+    sunk_bytes = sum(storage.nbytes for storage in problem.storages if storage.kind is Kind.SUNK)
+    moved_bytes = plan.forecast.d2h_bytes + plan.forecast.h2d_bytes
+    # of fp32: gradient and weight once, three arrays read and written
+    assert step_ns(slow, plan.forecast) >= (8 * sunk_bytes + moved_bytes) * 1000
+    least = make_plan(slow, "teraio")
+    assert least.forecast.d2h_bytes + least.forecast.h2d_bytes <= moved_bytes
+    fast = replace(problem, links=replace(problem.links, host_bytes_per_s=10**15))
+    assert step_ns(fast, plan.forecast) == plan.forecast.makespan_ns
+
+
+def test_a_plan_with_less_room_takes_the_state_off_the_device_before_it_runs() -> None:
+    """The first larger batch is planned anew in its call, and runs in what that plan counts."""
+    torch.manual_seed(0)
+    model = tencache_fx.offload(nn.Sequential(*(Block(160) for _ in range(3))))
+    optimizer = AdamW(model.parameters(), step_in_backward=True)
+    options = {"device_budget": "4MB", "compiler": "eager", "calibrate": False, "recompute": "none"}
+    run = torch.compile(model, backend="tencache", dynamic=True, options=options)
+    homes = list(engines()[0].homes)
+    seen = []
+
+    def look(*_: object) -> None:
+        seen.append((sum(home.updated_here for home in homes), sum(home.state_here_bytes for home in homes)))
+
+    model[2].norm.weight.register_hook(look)
+    for rows in (8, 8, 700, 700):
+        run(torch.randn(rows, 160)).square().mean().backward()
+    optimizer.state_dict()
+    assert seen[1] == (6, 6 * 12 * 160 * 160)
+    planned = len(regions()[-1].plan.updated_here)
+    assert planned < 6
+    assert seen[2] == seen[3] == (planned, planned * 12 * 160 * 160)
+
+
+def test_updates_that_run_by_themselves_are_begun_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next forward waits for those, and the host is busy with the others for a while."""
+    torch.manual_seed(0)
+    model = tencache_fx.offload(nn.Sequential(*(Block(160) for _ in range(3))))
+    optimizer, begun = AdamW(model.parameters()), []
+    options = {"device_budget": "2MB", "compiler": "eager", "calibrate": False, "recompute": "none"}
+    run, begin = torch.compile(model, backend="tencache", options=options), AdamW._update
+
+    def note(self: AdamW, parameter: Tensor, home: OffloadedParameter, gradient: Tensor) -> None:
+        begun.append(home.updated_here)
+        begin(self, parameter, home, gradient)
+
+    monkeypatch.setattr(AdamW, "_update", note)
+    run(torch.randn(8, 160)).square().mean().backward()
+    optimizer.step()
+    optimizer.state_dict()
+    assert begun == sorted(begun)
+    assert len(begun) == 6
+    assert 0 < sum(begun) < 6
+
+
+def test_weights_loaded_into_an_ordinary_model_are_taken_over_when_it_gets_homes_again() -> None:
+    model = tencache_fx.offload(nn.Sequential(nn.Linear(192, 192)))
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    for loaded in (False, True):
+        if loaded:
+            tencache_fx.close()
+            torch.compiler.reset()
+            with torch.no_grad():
+                model[0].weight.fill_(0.5)
+            tencache_fx.offload(model)
+        run = compiled(model, None)
+        run(torch.ones(4, 192)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weight = model.state_dict()["0.weight"]
+    assert (weight - 0.5).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.35, 0.6, 1.0])
+def test_room_goes_to_state_before_it_goes_to_weights_alone(share: float) -> None:
+    """A weight alone saves two copies; with its gradient and state it takes eight times the room, and saves more."""
+    count, nbytes = 64, 16
+    problem = trained_at_home(count, nbytes)
+    room_bytes = int(share * count * nbytes * 8)
+    plan = make_plan(problem.within(device_bytes=floor_bytes(problem) + room_bytes), "joint")
+    staying = keep_resident(problem, plan.resident, plan.updated_here)
+    verify_plan(staying.within(device_bytes=floor_bytes(problem) + room_bytes), plan)
+    assert len(plan.updated_here) >= int(share * count) - 2
+
+
+@pytest.mark.parametrize("room", [3, 11, 35])
+def test_weights_come_with_time_to_spare_where_it_costs_nothing(room: int) -> None:
+    """Updates keep the host busy longer than the device, however late weights come: that is no reason to come late."""
+    nbytes = 60  # a copy takes six tenths of an operation
+    problem = trained_at_home(24, nbytes)
+    problem = problem.within(device_bytes=floor_bytes(problem) + room * nbytes)
+    plan, late = make_plan(problem, "joint"), make_plan(problem, "joint", leads=(0.0,))
+    verify_plan(keep_resident(problem, plan.resident, plan.updated_here), plan)
+    for cost in ("makespan_ns", "d2h_bytes", "h2d_bytes"):
+        assert getattr(plan.forecast, cost) <= getattr(late.forecast, cost)
+    assert time_to_spare(plan) > time_to_spare(late)
+
+
+def time_to_spare(plan: Plan) -> int:
+    return sum(spill.needed_at - spill.prefetch_at for spill in plan.spills if spill.kind is TransferKind.IN)
+
+
+def test_what_is_recomputed_is_chosen_for_the_room_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searched beside no weights, two rooms for state, all weights; then beside those that stay in the fastest plan."""
+    problem, _ = small_plan()
+    problem = replace(problem.within(device_bytes=4_000_000), recipes=(Recipe(name="x", steps=(Step(1),)),))
+    some, every = (first_homes(problem, share) for share in (0.5, 1.0))
+    assert 0 < len(some) < len(every)
+    asked: list[Problem] = []
+
+    def choose(room: Problem) -> tuple[str, ...]:
+        asked.append(room)
+        return (f"{len(asked)}",)
+
+    def try_out(captured: Problem, names: tuple[str, ...]) -> search._Trial:
+        needed_ns = {"1": 5, "2": 3, "3": 4, "4": 6, "5": 2}[names[0]]
+        return search._Trial(needed_ns, some if names[0] in ("2", "5") else (), ())
+
+    monkeypatch.setattr(search, "choose_recomputed", choose)
+    monkeypatch.setattr(search, "_trial", try_out)
+    assert choose_for_region(problem) == ("5",)
+    first, *rooms, fourth, fifth = asked
+    assert first == problem
+    assert 4_000_000 > rooms[0].budgets.device_bytes > rooms[1].budgets.device_bytes >= floor_bytes(problem)
+    assert (fourth, fifth) == (keep_resident(problem, every), keep_resident(problem, some))
+    asked.clear()
+    unlimited = problem.within(device_bytes=None)
+    assert choose_for_region(unlimited) == ("1",)
+    assert len(asked) == 1

@@ -1,0 +1,184 @@
+"""Pieces that pass through the device, and two threads that share the work: nothing is lost, mixed up, or left."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from faulty_streams import FaultyCpuStreams
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tencache_fx.errors import InvariantError
+from tencache_fx.model_state.update_queue import Begun, Room, Updates
+
+
+@pytest.fixture
+def streams() -> Iterator[FaultyCpuStreams]:
+    made = FaultyCpuStreams(delay_s=0.001)
+    yield made
+    made.close()
+
+
+@settings(max_examples=15, deadline=None)
+@given(count=st.integers(1, 4000), room_bytes=st.integers(3 * 128 * 10, 30_000), seed=st.integers(0, 100))
+def test_what_streams_through_is_what_was_computed_in_one_piece(count: int, room_bytes: int, seed: int) -> None:
+    streams = FaultyCpuStreams(delay_s=0.0005, seed=seed)
+    try:
+        generator = torch.Generator().manual_seed(seed)
+        change = torch.randn(count, generator=generator).bfloat16()
+        total, rounded = torch.randn(count, generator=generator), torch.full((count,), -1.0).bfloat16()
+        expected = total + change
+
+        def work(pieces: list[Tensor]) -> None:
+            given, kept, result = pieces
+            kept.add_(given)
+            result.copy_(kept)
+
+        Room(streams, room_bytes).stream(count, [change, total], [total, rounded], work).synchronize()
+        assert torch.equal(total, expected)
+        assert torch.equal(rounded, expected.bfloat16())
+    finally:
+        streams.close()
+
+
+class Noted:
+    """An update that says where it ran."""
+
+    def __init__(self, name: str, done: list[str], gate: threading.Event | None = None) -> None:
+        self.name, self.done, self.gate, self.begun = name, done, gate, threading.Event()
+
+    def on_host(self) -> None:
+        self.begun.set()
+        if self.gate is not None:
+            assert self.gate.wait(30)
+        if self.name == "broken":
+            raise RuntimeError("injected")
+        time.sleep(0.001)
+        self.done.append(f"{self.name} on host")
+
+    def on_device(self, room: Room) -> Begun:
+        if self.name == "broken":
+            raise RuntimeError("injected")
+        time.sleep(0.001)
+        return Begun(lambda: False, lambda: self.done.append(f"{self.name} on device"))
+
+
+def test_the_most_urgent_that_can_begin_goes_first(streams: FaultyCpuStreams) -> None:
+    updates, done, gate = Updates(streams), [], threading.Event()
+    holding = Noted("first", done, gate)
+    first = updates.submit(holding, 9, lambda: True)
+    assert holding.begun.wait(30)
+    landed = threading.Event()
+    others = [updates.submit(Noted(name, done), urgency, lambda: True) for name, urgency in (("b", 2), ("a", 1))]
+    late = updates.submit(Noted("late", done), 0, landed.is_set)
+    gate.set()
+    for each in (first, *others):
+        each.result(30)
+    landed.set()
+    late.result(30)
+    updates.stop()
+    assert done == ["first on host", "a on host", "b on host", "late on host"]
+
+
+def test_both_threads_take_from_one_queue_and_one_failure_stops_nothing(streams: FaultyCpuStreams) -> None:
+    updates, done = Updates(streams), []
+    updates.open_room(8 << 20)
+    assert updates.streams_through_device
+    begin = threading.Event()
+    names = [*map(str, range(30)), "broken", *map(str, range(30, 60))]
+    futures = {name: updates.submit(Noted(name, done), 0, begin.is_set) for name in names}
+    begin.set()
+    with pytest.raises(RuntimeError, match="injected"):
+        futures.pop("broken").result(30)
+    for future in futures.values():
+        future.result(30)
+    updates.stop()
+    assert sorted(int(line.split()[0]) for line in done) == list(range(60))
+    assert {line.split()[-1] for line in done} == {"host", "device"}
+    assert not any(thread.name.startswith("tencache-update") for thread in threading.enumerate())
+
+
+def test_a_failure_beside_others_leaves_nothing_unfinished(streams: FaultyCpuStreams) -> None:
+    """Also where the device was given to updates only after some had been handed in."""
+    updates, done = Updates(streams), []
+    begin = threading.Event()
+    early = [updates.submit(Noted(f"{index}", done), 0, begin.is_set) for index in range(3)]
+    updates.open_room(8 << 20)
+    names = ["3", "broken", "4", "broken", "5"]
+    late = [updates.submit(Noted(name, done), 0, begin.is_set) for name in names]
+    begin.set()
+    for future in (*early, *late):
+        assert future.exception(30) is None or "injected" in str(future.exception())
+    updates.stop()
+    assert sorted(line.split()[0] for line in done) == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_room_that_is_too_small_to_be_of_use_is_not_taken(streams: FaultyCpuStreams) -> None:
+    updates = Updates(streams)
+    updates.open_room(1 << 20)
+    assert not updates.streams_through_device
+
+
+class Streamed:
+    """An update of so many pieces that passes through the device."""
+
+    def __init__(self, pieces: int, ended: list[int], before: Callable[[], object] = lambda: None) -> None:
+        self.pieces, self.ended, self.before = pieces, ended, before
+        self.change, self.total = torch.ones(pieces * PIECE), torch.zeros(pieces * PIECE)
+        self.issued = 0
+
+    def on_device(self, room: Room) -> Begun:
+        def work(pieces: list[Tensor]) -> None:
+            self.issued += 1
+            if self.issued == self.pieces:
+                self.before()
+            pieces[1].add_(pieces[0])
+
+        last = room.stream(len(self.total), [self.change, self.total], [self.total], work)
+
+        def finish() -> None:
+            last.synchronize()
+            self.ended.append(self.pieces)
+
+        return Begun(last.query, finish)
+
+
+PIECE = 1 << 18
+ROOM_BYTES = 3 * PIECE * 8
+
+
+def test_what_is_done_ends_while_a_long_one_is_still_issued() -> None:
+    streams = FaultyCpuStreams(delay_s=0.002)
+    updates, gate, ended = Updates(streams), threading.Event(), []
+    updates.open_room(ROOM_BYTES)
+    updates._on_host.submit(gate.wait, 30)  # busy with another one
+    seen: list[list[int]] = []
+    begin = threading.Event()
+    small = updates.submit(Streamed(1, ended), 0, begin.is_set)
+    large = updates.submit(Streamed(12, ended, lambda: seen.append(list(ended))), 1, begin.is_set)
+    begin.set()
+    small.result(30)
+    large.result(30)
+    gate.set()
+    updates.stop()
+    streams.close()
+    assert seen == [[1]]  # before the last piece of the large one was issued
+    assert ended == [1, 12]
+
+
+def test_a_failed_copy_fails_one_update_only() -> None:
+    streams = FaultyCpuStreams(failing=[3])
+    room, right = Room(streams, ROOM_BYTES), []
+    for _ in range(6):
+        update = Streamed(2, [])
+        try:
+            update.on_device(room).finish()
+        except InvariantError:
+            right.append(False)
+        else:
+            right.append(bool((update.total == 1).all()))
+    streams.close()
+    assert right == [False, *[True] * 5]

@@ -1,0 +1,264 @@
+"""What generated code holds: code in Inductor's style weighed by hand, and what happens when it is too much."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import INDUCTOR, compiled
+from torch import nn
+
+import tencache_fx
+from tencache_fx.passes.code_interface import Interface, Part
+from tencache_fx.passes.code_memory import UnreadableCodeError, code_peak_bytes
+from tencache_fx.region import candidate
+
+MATRIX = 64 * 64 * 4
+FORWARD = """
+def call(self, args):
+    primals_1, primals_2 = args
+    args.clear()
+    with torch.cpu.device(0):
+        buf0 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
+        extern_kernels.mm(primals_1, primals_2, out=buf0)
+        buf1 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
+        buf9 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+        kernel(buf0, buf1)
+        del buf0
+        buf2 = buf1; del buf1  # reuse
+        kernel(buf2)
+    return (buf2, primals_1, reinterpret_tensor(buf2, (4096, ), (1, ), 0))
+"""
+BACKWARD = """
+def call(self, args):
+    primals_1, saved, tangents_1 = args
+    args.clear()
+    with torch.cpu.device(0):
+        buf0 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
+        extern_kernels.mm(saved, tangents_1, out=buf0)
+        del saved
+        del tangents_1
+        del primals_1
+        buf1 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
+        kernel(buf0, buf1)
+    return (buf1, )
+"""
+
+
+def interface(
+    takes: Mapping[str, int],
+    returns: tuple[str, ...] = (),
+    made: Mapping[str, list[tuple[Part | None, ...]]] | None = None,
+    sizes: Mapping[str, int] | None = None,
+    device: str = "cpu",
+    scratch: Mapping[str, int] | None = None,
+) -> Interface:
+    """An interface whose inputs have these bytes, each a storage of its own."""
+    parts = {name: Part(key=key, nbytes=nbytes, shape=()) for key, (name, nbytes) in enumerate(takes.items())}
+    return Interface(
+        takes=parts,
+        inputs=tuple(takes),
+        returns=returns,
+        made=made or {},
+        scratch=scratch or {},
+        item_bytes={},
+        sizes=sizes or {},
+        device=torch.device(device),
+    )
+
+
+TWO = interface({"primals_1": MATRIX, "primals_2": MATRIX}, ("out", "primals_1", "saved"))
+BACK = interface({"primals_1": MATRIX, "saved": MATRIX, "tangents_1": MATRIX})
+
+
+def weigh(body: str, given: Interface = TWO) -> int:
+    """What lines of code hold besides their inputs, and other inputs than `args` may have been in."""
+    lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
+    entering = sum(part.nbytes for part in given.takes.values())
+    code = f"def call(self, args):\n    {', '.join(given.inputs)}, = args\n{lines}    return ()\n"
+    return code_peak_bytes([(given, code)], 0) - entering
+
+
+def test_a_forward_holds_its_inputs_and_what_is_alive_at_once() -> None:
+    assert code_peak_bytes([(TWO, FORWARD)], 1) == 4 * MATRIX
+
+
+def test_a_backward_begins_with_what_was_saved() -> None:
+    """Saved and returned are one storage, which the caller keeps: both inputs, it, the gradient, two buffers."""
+    assert code_peak_bytes([(TWO, FORWARD), (BACK, BACKWARD)], 1) == 6 * MATRIX
+
+
+def test_what_only_the_backward_holds_is_dropped_by_it() -> None:
+    assert code_peak_bytes([(TWO, FORWARD), (BACK, BACKWARD)], 0) == 5 * MATRIX
+
+
+def test_a_late_del_weighs_more() -> None:
+    late = BACKWARD.replace("        del saved\n", "").replace("kernel(buf0, buf1)", "kernel(buf0, buf1); del saved")
+    assert late != BACKWARD
+    assert code_peak_bytes([(TWO, FORWARD), (BACK, late)], 0) == 6 * MATRIX
+
+
+def test_names_and_views_share_what_they_name() -> None:
+    allocated = "buf0 = empty_strided_cpu((64, 64), (64, 1), torch.float32)\n"
+    view = "buf1 = reinterpret_tensor(buf0, (4096, ), (1, ), 0)\ndel buf0\n"
+    other = "buf2 = empty_strided_cpu((64, 64), (64, 1), torch.float32)\n"
+    assert weigh(allocated + view) == MATRIX
+    assert weigh(allocated + view + other) == 2 * MATRIX
+    assert weigh(allocated + view + "del buf1\n" + other) == MATRIX
+
+
+def test_strides_and_symbols_and_rounding() -> None:
+    assert weigh("buf0 = empty_strided_cpu((2, 3), (10, 1), torch.float64)") == 13 * 8
+    assert weigh("buf0 = empty_strided_cpu((0, 3), (3, 1), torch.float64)") == 0
+    dynamic = interface({"primals_1": 0}, sizes={"s77": 5})
+    assert weigh("buf0 = empty_strided_cpu((s77, max(2, s77 // 2)), (2, 1), torch.int8)", dynamic) == 10
+    cuda = interface({"primals_1": 0}, device="cuda")
+    assert weigh("buf0 = empty_strided_cuda((3, ), (1, ), torch.float32)", cuda) == 512
+
+
+def test_what_an_operation_returns() -> None:
+    """By the shape that the code asserts, if the graph calls the operation with several; fresh, or a view."""
+    small, large = (Part(key=1, nbytes=size * 4, shape=(size,)) for size in (8, 800))
+    made = {"sort": [(small, small), (large, large)], "view_as_real": [(replace(large, fresh=False),)]}
+    given = interface({"primals_1": 0}, made=made)
+    sort = "buf0 = torch.ops.aten.sort.stable(primals_1)\nbuf1 = buf0[0]\n"
+    sort += "assert_size_stride(buf1, ({}, ), (1, ), 'sort')\n"
+    assert weigh(sort.format(8), given) == 2 * 32
+    assert weigh(sort.format(800), given) == 2 * 3200
+    dropped = "del buf0\nbuf2 = empty_strided_cpu((9, ), (1, ), torch.int8)"
+    assert weigh(sort.format(8) + dropped, given) == 64
+    assert weigh(sort.format(8) + dropped.replace("9", "99"), given) == 32 + 99
+    assert weigh("buf0 = empty_strided_cpu((800, ), (1, ), torch.float32)", given) == 3200
+    viewed = (
+        "buf0 = empty_strided_cpu((800, ), (1, ), torch.float32)\nbuf1 = torch.ops.aten.view_as_real.default(buf0)\n"
+    )
+    assert weigh(viewed, given) == 3200
+    assert weigh(viewed + "del buf0\nbuf2 = empty_strided_cpu((9, ), (1, ), torch.int8)", given) == 3209
+    unknown = "buf0 = torch.ops.mine.op.default(primals_1)\nassert_size_stride(buf0, (10, ), (1, ), 'op')\n"
+    assert weigh(unknown, given) == 80
+    stated = "assert_tensor_metadata(buf0, (10, ), (1, ), torch.int16, 'op')\n"
+    assert weigh(unknown + stated, given) == 20
+    assert weigh(unknown, replace(given, item_bytes={(10,): 4})) == 40
+
+
+def test_what_an_operation_takes_for_itself_is_gone_when_it_is_done() -> None:
+    part = Part(key=1, nbytes=400, shape=(100,))
+    given = interface({"primals_1": 0}, made={"sort": [(part,)]}, scratch={"sort": 1000})
+    sort = "buf0 = torch.ops.aten.sort.default(primals_1)\n"
+    small = "buf1 = empty_strided_cpu((900, ), (1, ), torch.int8)\n"
+    assert weigh(sort, given) == 1400
+    assert weigh(small + sort, given) == 2300
+    assert weigh(sort + small, given) == 1400
+    assert weigh(sort + small.replace("900", "1001"), given) == 1401
+    written = small + "extern_kernels.sort(primals_1, out=buf1)\n"
+    assert weigh(written, given) == 1900
+
+
+def test_trips() -> None:
+    """What leaves is held until its release, what comes back from its prefetch on."""
+    out = "buf0 = empty_strided_cpu((64, 64), (64, 1), torch.float32)\n"
+    out += "buf1 = torch.ops.tencache.offload.default(buf0, 0, 'host', 'mm')\nbuf2 = buf1\ndel buf0\n"
+    other = "buf3 = empty_strided_cpu((64, 64), (64, 1), torch.float32)\n"
+    release = "torch.ops.tencache.release.default(buf2, buf0, 0)\n"
+    assert weigh(out + other) == 2 * MATRIX
+    assert weigh(out + release + other) == MATRIX
+    back = "buf4 = torch.ops.tencache.prefetch.default(buf2, 0)\nbuf5 = buf4\ndel buf4\n"
+    wait = "buf6 = torch.ops.tencache.wait.default(buf5, [64, 64], [64, 1], torch.float32, torch.device('cpu'), 0)\n"
+    assert weigh(out + release + back + wait) == MATRIX
+    assert weigh(out + release + back + other + wait) == 2 * MATRIX
+    assert weigh(out + release + back + wait + "del buf5\ndel buf6\n" + other) == MATRIX
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("buf0 = empty_strided_cpu((u0, ), (1, ), torch.float32)", "the size u0 has no value"),
+        ("buf0 = empty_strided_cpu(size, (1, ), torch.float32)", "size stands where a tuple should"),
+        ("buf0 = empty_strided_cpu((1, ), (1, ), dtype)", "dtype is no dtype"),
+        ("buf0 = torch.ops.tencache.prefetch.default(primals_1, 0)", "nothing waits for buf0"),
+        ("a, b, c = args", "it takes 3 inputs, its graph 2"),
+        ("assert_tensor_metadata(primals_1)", "IndexError"),
+        ("a = b = primals_1", "ValueError"),
+    ],
+)
+def test_code_of_another_style_is_not_guessed_at(line: str, complaint: str) -> None:
+    with pytest.raises(UnreadableCodeError, match=complaint):
+        weigh(line)
+
+
+class Tower(nn.Module):
+    """Layers that fuse plainly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().sum()
+
+
+@pytest.fixture
+def tower() -> tuple[nn.Module, torch.Tensor, int]:
+    """A tower, its input, and what the code for it holds without a plan."""
+    torch.manual_seed(0)
+    model, x = Tower(), torch.randn(1024, 64)
+    compiled(model, {**INDUCTOR, "device_budget": 1 << 30})(x)
+    record = tencache_fx.regions()[-1]
+    assert record.code_peak_bytes is not None
+    torch.compiler.reset()
+    return model, x, record.code_peak_bytes
+
+
+@pytest.mark.usefixtures("hollow_kernels")
+def test_code_that_holds_too_much_is_planned_and_generated_again(
+    tower: tuple[nn.Module, torch.Tensor, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tower fits what the graphs show; that the code held a tenth more would only be seen in the code."""
+    model, x, peak_bytes = tower
+    monkeypatch.setattr(
+        candidate, "code_peak_bytes", lambda code, outputs: code_peak_bytes(code, outputs) + peak_bytes // 10
+    )
+    with caplog.at_level("INFO", "tencache_fx"):
+        compiled(model, {**INDUCTOR, "device_budget": peak_bytes * 21 // 20})(x)
+    record = tencache_fx.regions()[-1]
+    assert record.plan.spills or record.plan.recomputed
+    assert record.code_peak_bytes is not None
+    assert record.code_peak_bytes <= peak_bytes * 21 // 20
+    assert "bytes too many; planning again" in caplog.text
+    assert "held by the code" in tencache_fx.report()
+
+
+@pytest.mark.usefixtures("hollow_kernels")
+def test_code_that_cannot_hold_less_is_refused_before_it_runs(
+    tower: tuple[nn.Module, torch.Tensor, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x, peak_bytes = tower
+    monkeypatch.setattr(candidate, "code_peak_bytes", lambda code, outputs: code_peak_bytes(code, outputs) + peak_bytes)
+    with pytest.raises(Exception, match=r"BudgetError: .*(\n.*)*outside this region's graphs"):
+        compiled(model, {**INDUCTOR, "device_budget": peak_bytes})(x)
+
+
+@pytest.mark.usefixtures("hollow_kernels")
+def test_code_that_cannot_be_read_runs_as_forecast(
+    tower: tuple[nn.Module, torch.Tensor, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: object) -> int:
+        raise UnreadableCodeError("it is new")
+
+    model, x, peak_bytes = tower
+    monkeypatch.setattr(candidate, "code_peak_bytes", refuse)
+    compiled(model, {**INDUCTOR, "device_budget": peak_bytes * 2})(x)
+    assert "what generated code holds is only a forecast: it is new." in caplog.text
+    assert tencache_fx.regions()[-1].code_peak_bytes is None
+
+
+@pytest.mark.usefixtures("hollow_kernels")
+def test_code_that_stays_too_large_says_so(
+    tower: tuple[nn.Module, torch.Tensor, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x, peak_bytes = tower
+    monkeypatch.setattr(candidate, "code_peak_bytes", lambda code, outputs: peak_bytes + 1000)
+    compiled(model, {**INDUCTOR, "device_budget": peak_bytes + 500})(x)
+    assert "its generated code holds 500 bytes more than the device budget of" in caplog.text

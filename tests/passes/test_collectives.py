@@ -1,0 +1,265 @@
+"""Collectives in the graph: they read and write beside what follows them, until they are waited for."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import capture_of
+from test_refreshes import graph_of
+from test_verify_graph import Written, breaks, carry_out
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tencache_fx.ops import RENEW, SETTLE
+from tencache_fx.passes.fake_aliasing import repair_view_fakes
+from tencache_fx.passes.graphs import RegionGraphs
+from tencache_fx.passes.lifetimes import StorageNodes, measure_lifetimes
+from tencache_fx.passes.parameter_transfers import write_renewals
+from tencache_fx.passes.verify_parameters import check_homes
+from tencache_fx.planning.liveness import inactive_intervals
+from tencache_fx.planning.problem import Kind, Step
+
+COLLECTIVES = torch.ops._c10d_functional
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def begin(given: Tensor) -> Tensor:
+    return COLLECTIVES.all_reduce(given, "sum", dist.group.WORLD.group_name)
+
+
+def chain(x: Tensor, *weights: Tensor) -> Tensor:
+    for weight in weights:
+        x = torch.tanh(x @ weight)
+    return x
+
+
+class LateInForward(torch.autograd.Function):
+    """Begin a collective, compute, wait for it: all in the forward."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, shard: Tensor, weight: Tensor) -> Tensor:
+        given = shard * 2
+        whole = begin(given)
+        x = chain(x, weight, weight, weight)
+        whole = COLLECTIVES.wait_tensor(whole)
+        ctx.save_for_backward(given, whole)
+        return x @ whole
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None, None]:
+        given, whole = ctx.saved_tensors
+        return gradient @ (whole + given).t(), None, None
+
+
+class LateInBackward(torch.autograd.Function):
+    """Begin a collective in the forward, and wait for it in the backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, shard: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(begin(shard * 2))
+        return x.sin() @ weight
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (whole,) = ctx.saved_tensors
+        gradient = gradient.exp().sin()
+        return gradient @ COLLECTIVES.wait_tensor(whole).t(), None, None
+
+
+class Large(torch.autograd.Function):
+    """Begin a collective, hold something as large as what it reads for a while, wait for it."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, shard: Tensor, weight: Tensor) -> Tensor:
+        whole = begin(shard * 2)
+        x = x + (x.t() @ x).sum()
+        whole = COLLECTIVES.wait_tensor(whole)
+        ctx.save_for_backward(whole)
+        return x @ whole
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (whole,) = ctx.saved_tensors
+        return gradient @ whole.t(), None, None
+
+
+def captured(late: type[torch.autograd.Function], *, rows: int = 512, layers: int = 5) -> RegionGraphs:
+    def program(x: Tensor, shard: Tensor, *weights: Tensor) -> Tensor:
+        return chain(late.apply(x, shard, weights[0]), *weights)
+
+    leaves = [torch.randn(64, 64, requires_grad=True) for _ in range(layers)]
+    capture = capture_of(program, torch.randn(rows, 64, requires_grad=True), torch.randn(64, 64), *leaves)
+    repair_view_fakes(capture)
+    return capture
+
+
+def measured(capture: RegionGraphs) -> tuple[dict[str, int], dict[str, StorageNodes]]:
+    """Return the steps by name, and the storages."""
+    steps = {node.name: step for step, node in enumerate(capture.nodes)}
+    return steps, {item.storage.name: item for item in measure_lifetimes(capture, {})}
+
+
+def test_a_wait_returns_what_the_collective_writes() -> None:
+    steps, found = measured(captured(LateInForward))
+    assert "wait_tensor" in steps
+    assert "wait_tensor" not in found
+    assert "wait_tensor" in {node.name for node in found["all_reduce"].members}
+
+
+@pytest.mark.parametrize("late", [LateInForward, LateInBackward])
+def test_nothing_leaves_while_a_collective_writes_it(late: type[torch.autograd.Function]) -> None:
+    capture = captured(late)
+    steps, found = measured(capture)
+    begun, waited = steps["all_reduce"], steps["wait_tensor"]
+    assert waited > begun + 2
+    whole = found["all_reduce"].storage
+    assert (whole.kind, whole.birth, whole.ready) == (Kind.ACTIVATION, begun, waited)
+    assert all(u >= waited for u, _ in inactive_intervals(whole))
+    if late is LateInForward:
+        assert whole.spillable
+        assert inactive_intervals(whole)
+
+
+@pytest.mark.parametrize("late", [LateInForward, LateInBackward])
+def test_what_a_collective_reads_stays_until_the_wait(late: type[torch.autograd.Function]) -> None:
+    steps, found = measured(captured(late))
+    begun, waited = steps["all_reduce"], steps["wait_tensor"]
+    given = found["mul"].storage
+    assert given.death == (waited + 1 if late is LateInBackward else given.uses[-1] + 1)
+    assert set(range(begun, waited + 1)) <= set(given.uses)
+
+
+def test_what_nobody_waits_for_stays() -> None:
+    capture = captured(LateInForward)
+    (wait,) = (node for node in capture.nodes if node.name == "wait_tensor")
+    wait.target = torch.ops.aten.alias.default
+    steps, found = measured(capture)
+    assert not found["all_reduce"].storage.spillable
+    assert found["mul"].storage.death == len(steps)
+
+
+def test_what_is_written_by_name_is_written() -> None:
+    """As `out=` of a collective is."""
+    capture = captured(LateInForward)
+    (begun,) = (node for node in capture.nodes if node.name == "all_reduce")
+    (other,) = (node for node in capture.nodes if node.name == "mul")
+    begun.target, begun.kwargs = COLLECTIVES.all_gather_into_tensor_out.default, {"out": other}
+    begun.meta["val"] = other.meta["val"]
+    repair_view_fakes(capture)
+    assert not measured(capture)[1]["mul"].storage.spillable
+    _, found = measured(captured(LateInForward))
+    assert found["mul"].storage.spillable
+
+
+@pytest.fixture
+def written() -> Written:
+    """A plan in which what a collective writes travels, and what it reads, which the backward reads too."""
+    found = carry_out(captured(LateInForward))
+    assert {"all_reduce", "mul"} <= {spill.name for spill in found.plan.spills}
+    return found
+
+
+def node_of(written: Written, name: str) -> fx.Node:
+    (node,) = (node for node in written.capture.forward.nodes if node.name == name)
+    return node
+
+
+def test_what_leaves_unfinished_is_found(written: Written) -> None:
+    begun = node_of(written, "all_reduce")
+    offload, release = (node_of(written, f"{role}_all_reduce") for role in ("offload", "release"))
+    assert offload.args[0] is release.args[1] is node_of(written, "wait_tensor")
+    offload.args, release.args = (begun, *offload.args[1:]), (release.args[0], begun, *release.args[2:])
+    written.check()
+    begun.append(offload)
+    with breaks("under-way"):
+        written.check()
+
+
+def test_what_is_released_while_a_collective_reads_it_is_found(written: Written) -> None:
+    release = node_of(written, "release_mul")
+    assert node_of(written, "wait_tensor") < release
+    node_of(written, "all_reduce").append(release)
+    with breaks("released-last"):
+        written.check()
+
+
+def test_a_wait_whose_fake_stands_alone_is_found(written: Written) -> None:
+    wait = node_of(written, "wait_tensor")
+    wait.meta["val"] = wait.meta["val"].clone()
+    with breaks("aliasing"):
+        written.check()
+
+
+def test_what_a_collective_reads_counts_until_the_wait_in_the_checker() -> None:
+    capture = captured(Large, rows=1, layers=1)
+    steps, found = measured(capture)
+    given, begun = found["mul"].storage, Step(steps["all_reduce"])
+    freed = replace(found["mul"], storage=replace(given, death=Step(begun + 1), uses=(given.birth, begun)))
+    with breaks("peak"):
+        carry_out(capture, [freed if item is found["mul"] else item for item in found.values()])
+    carry_out(captured(Large, rows=1, layers=1))
+
+
+def with_gather(*, wait_last: bool) -> fx.Graph:
+    """A backward that gathers a weight which stays, and whose update a sink begins before the gather is over."""
+    graph = graph_of("sink", "renew")
+    weight, _ = graph.find_nodes(op="placeholder")
+    (settle,) = graph.find_nodes(op="call_function", target=SETTLE)
+    (renew,) = graph.find_nodes(op="call_function", target=RENEW)
+    with graph.inserting_after(settle):
+        begun = graph.call_function(COLLECTIVES.all_gather_into_tensor.default, (weight, 1, "0"))
+    begun.meta["val"] = torch.ones(2, 2)
+    with graph.inserting_after(renew) if wait_last else graph.inserting_before(renew):
+        wait = graph.call_function(COLLECTIVES.wait_tensor.default, (begun,))
+    wait.meta["val"] = begun.meta["val"]
+    return graph
+
+
+def test_a_parameter_is_renewed_behind_the_gather_that_reads_it() -> None:
+    problem = SimpleNamespace(storages=[SimpleNamespace(name="change", home="weight")])
+    check_homes(problem, (with_gather(wait_last=False),))
+    with breaks("renewals"):
+        check_homes(problem, (graph := with_gather(wait_last=True),))
+    (renew,) = graph.find_nodes(op="call_function", target=RENEW)
+    renew.replace_all_uses_with(renew.args[0])
+    graph.erase_node(renew)
+    with FakeTensorMode() as mode:
+        for node in graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = mode.from_tensor(node.meta["val"])
+    write_renewals(SimpleNamespace(backward=graph), frozenset(), 0)
+    (renew,) = graph.find_nodes(op="call_function", target=RENEW)
+    (wait,) = graph.find_nodes(op="call_function", target=COLLECTIVES.wait_tensor.default)
+    assert wait < renew
+
+
+def test_two_ranks_wait_late_in_a_tight_budget(tmp_path: Path) -> None:
+    script = [sys.executable, str(Path(__file__).resolve().parents[1] / "support" / "late_waits.py")]
+    ranks = [
+        subprocess.Popen([*script, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        found = [json.loads(rank.communicate(timeout=200)[0].splitlines()[-1]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for each in found:
+        assert not each["free"]["trips"]
+        assert any(name.startswith("all_reduce") for name in each["tight"]["trips"])
+        assert each["free"]["error"] < 1e-4
+        assert each["tight"]["error"] < 1e-4

@@ -1,0 +1,178 @@
+"""No plan beats the bound, and the bound is near what plans reach."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import chain, combinations
+
+import pytest
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+from problems import GIB, links, problems, transformer
+
+from tencache_fx.errors import BudgetError
+from tencache_fx.planning.bounds import joint_lower_bound_ns
+from tencache_fx.planning.liveness import live_bytes
+from tencache_fx.planning.plan import Plan
+from tencache_fx.planning.planner import lower_bound_ns, make_plan
+from tencache_fx.planning.problem import Budgets, Kind, Op, Problem, Recipe, Step, Storage
+from tencache_fx.planning.recompute import recompute
+from tencache_fx.planning.search import plan_region, policy_floor_bytes
+
+
+@st.composite
+def problems_with_recipes(draw: st.DrawFn) -> Problem:
+    """Regions in which some saved activations can be made again, by steps that they may share."""
+    problem = draw(problems())
+    made = (replace(s, uses=tuple(sorted({s.birth, *s.uses}))) for s in problem.storages)  # what makes it touches it
+    problem = replace(problem, storages=tuple(made))
+    recipes = []
+    for storage in problem.storages:
+        early = storage.uses[0] < problem.boundary <= storage.uses[-1]
+        if storage.kind is Kind.ACTIVATION and early and len(recipes) < 4:
+            others = draw(st.sets(st.integers(0, problem.boundary - 1), max_size=3))
+            recipes.append(Recipe(name=storage.name, steps=tuple(map(Step, sorted({storage.birth, *others})))))
+    return replace(problem, recipes=tuple(recipes))
+
+
+def subsets(names: list[str]) -> list[tuple[str, ...]]:
+    return list(chain.from_iterable(combinations(names, size) for size in range(len(names) + 1)))
+
+
+def plan_or_none(problem: Problem, policy: str) -> Plan | None:
+    try:
+        return make_plan(problem, policy)
+    except BudgetError:
+        return None
+
+
+@settings(max_examples=300, deadline=None)
+@given(problem=problems_with_recipes())
+def test_no_plan_of_any_choice_of_recipes_beats_the_bound(problem: Problem) -> None:
+    bound = joint_lower_bound_ns(problem)
+    for names in subsets([recipe.name for recipe in problem.recipes]):
+        changed = recompute(problem, names)
+        for policy in ("10cache", "teraio"):
+            plan = plan_or_none(changed, policy)
+            if plan is not None:
+                event(f"recomputed {min(len(names), 2)}, stalls {plan.forecast.makespan_ns > plan.forecast.ideal_ns}")
+                assert bound <= plan.forecast.makespan_ns, names
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems_with_recipes(), data=st.data())
+def test_without_links_the_best_choice_of_recipes_does_not_beat_the_bound(
+    problem: Problem, data: st.DataObject
+) -> None:
+    """Where nothing can move, all choices can be tried, and most budgets ask for some of them."""
+    assume(problem.recipes)
+    choices = {}
+    for names in subsets([recipe.name for recipe in problem.recipes]):
+        changed = recompute(problem, names)
+        choices[names] = int(live_bytes(changed).max()), sum(op.duration_ns for op in changed.ops)
+    limit = data.draw(st.sampled_from(sorted({peak for peak, _ in choices.values()})))
+    best_ns = min(duration_ns for peak, duration_ns in choices.values() if peak <= limit)
+    stuck = replace(problem.within(device_bytes=limit), links=links(0))
+    bound = joint_lower_bound_ns(stuck)
+    event(f"recomputes {best_ns > choices[()][1]}, bound says so {bound > choices[()][1]}")
+    assert bound <= best_ns
+
+
+@settings(max_examples=100, deadline=None)
+@given(problem=problems_with_recipes())
+def test_joint_never_beats_the_bound(problem: Problem) -> None:
+    try:
+        planned_for, plan = plan_region(problem, "joint")
+    except BudgetError:
+        assume(False)
+    assert joint_lower_bound_ns(problem) <= plan.forecast.makespan_ns
+    assert planned_for == recompute(problem, plan.recomputed)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problem=problems())
+def test_without_recipes_the_bound_is_one_for_trips_alone(problem: Problem) -> None:
+    """And as good as the plain one, but for the steps it skips and the cells it rounds down to."""
+    plan = plan_or_none(problem, "teraio")
+    assume(plan is not None)
+    assert plan is not None
+    bound = joint_lower_bound_ns(problem)
+    assert 0.97 * lower_bound_ns(problem) - 1 <= bound <= plan.forecast.makespan_ns
+
+
+def test_a_step_that_two_recipes_share_is_counted_once() -> None:
+    saved = Storage(
+        name="a", nbytes=8, kind=Kind.ACTIVATION, birth=Step(1), death=Step(5), uses=(Step(1), Step(4)), spillable=True
+    )
+    other = replace(saved, name="b", nbytes=2, birth=Step(2), uses=(Step(2), Step(4)))
+    problem = Problem(
+        ops=tuple(Op(name=f"op_{step}", duration_ns=100) for step in range(5)),
+        boundary=Step(3),
+        storages=(saved, other, replace(saved, name="c", nbytes=9, birth=Step(3), death=Step(4), uses=(Step(3),))),
+        links=links(0),
+        budgets=Budgets(device_bytes=10, host_bytes=0),
+        recipes=(Recipe(name="a", steps=(Step(0), Step(1))), Recipe(name="b", steps=(Step(0), Step(2)))),
+    )
+    # At step 3 nine bytes are over: all of a (100 ns, and 8 parts in 10 of step 0's), half of b (100 ns and 2 parts).
+    assert joint_lower_bound_ns(problem) == 500 + (100 + 80) + (100 + 20) // 2
+    everything = recompute(problem, ["a", "b"])
+    assert sum(op.duration_ns for op in everything.ops) == 500 + 300
+
+
+def recipes_of_matmuls(problem: Problem) -> tuple[Recipe, ...]:
+    """Every saved activation that a single forward step makes, from what the step reads besides."""
+    kept = (s for s in problem.storages if s.kind is Kind.ACTIVATION and s.spillable)
+    saved = (s for s in kept if s.birth < problem.boundary <= s.uses[-1])
+    return tuple(Recipe(name=s.name, steps=(s.birth,)) for s in saved)
+
+
+def test_more_memory_lowers_the_bound_and_recipes_do_too() -> None:
+    problem = transformer(layers=4)
+    able = replace(problem, recipes=recipes_of_matmuls(problem))
+    peak = int(live_bytes(problem).max())
+    bounds = []
+    for share in (0.4, 0.6, 0.8, 1.0):
+        budgets = replace(problem.budgets, device_bytes=int(peak * share))
+        pair = [joint_lower_bound_ns(replace(p, budgets=budgets)) for p in (problem, able)]
+        assert pair[1] <= pair[0]
+        bounds.append(pair)
+    assert bounds[0][1] < bounds[0][0]
+    for column in zip(*bounds, strict=True):
+        assert list(column) == sorted(column, reverse=True)
+    assert bounds[-1] == [sum(op.duration_ns for op in problem.ops)] * 2
+
+
+def test_joint_comes_near_the_bound() -> None:
+    problem = transformer(layers=4, device_bytes=8 * GIB)
+    problem = replace(problem, recipes=recipes_of_matmuls(problem))
+    bound = joint_lower_bound_ns(problem)
+    _, plan = plan_region(problem, "joint")
+    assert plan.recomputed
+    assert bound <= plan.forecast.makespan_ns <= 1.05 * bound
+    assert bound > 1.02 * plan.forecast.ideal_ns
+
+
+def test_a_disk_slower_than_the_link_raises_the_bound() -> None:
+    times = [
+        joint_lower_bound_ns(transformer(layers=4, device_bytes=8 * GIB, host_bytes=host * GIB, disk_bytes=64 * GIB))
+        for host in (64, 1)
+    ]
+    assert times[1] > 1.5 * times[0]
+
+
+def test_the_floor_of_a_policy_is_where_it_fits() -> None:
+    problem = transformer(layers=2)
+    problem = replace(problem, recipes=recipes_of_matmuls(problem))
+    for policy in ("none", "teraio", "joint"):
+        floor = policy_floor_bytes(problem, policy)
+        budgets = replace(problem.budgets, device_bytes=floor)
+        _, plan = plan_region(replace(problem, budgets=budgets), policy)
+        assert plan.forecast.peak_bytes <= floor
+        if policy != "joint":
+            with pytest.raises(BudgetError):
+                plan_region(problem.within(device_bytes=floor - 1), policy)
+
+
+def test_planning_a_region_imports_no_torch() -> None:
+    code = "import sys, tencache_fx.planning.search, tencache_fx.planning.bounds; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

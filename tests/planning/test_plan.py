@@ -1,0 +1,166 @@
+"""The arithmetic of plan.py against the plainest code that says the same."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import GIB, between_bytes, problems, problems_with_trips, transformer
+
+from tencache_fx.errors import BudgetError
+from tencache_fx.planning.liveness import held_at, inactive_intervals, live_bytes, minimal_swaps
+from tencache_fx.planning.plan import Plan, Transfer
+from tencache_fx.planning.planner import floor_bytes, make_plan
+from tencache_fx.planning.pool_sizing import pool_classes, size_classes, staging_classes, total_bytes
+from tencache_fx.planning.problem import Problem, Step, Storage, Tier
+from tencache_fx.planning.simulator import program
+from tencache_fx.serialization import from_json, to_json
+from tencache_fx.units import round_up
+
+Trips = tuple[Problem, tuple[Transfer, ...]]
+LENT = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(1, 6), st.sampled_from((1, 5000, 130_000, 131_000, 140_000, 10**6))),
+    max_size=12,
+).map(lambda spans: [(Step(start), Step(start + length), nbytes) for start, length, nbytes in spans])
+
+
+@given(case=problems_with_trips())
+def test_live_bytes_counts_what_is_held(case: Trips) -> None:
+    problem, spills = case
+    live = live_bytes(problem, spills)
+    for step, op in enumerate(problem.ops):
+        held = held_at(problem, spills, Step(step))
+        beside = problem.outside_bytes + between_bytes(problem, step)
+        assert live[step] == sum(s.nbytes for s in held) + op.scratch_bytes + beside
+        away = {s.name for s in spills if s.freed_at <= step < s.prefetch_at}
+        assert {s.name for s in held} == {s.name for s in problem.storages if s.birth <= step < s.death} - away
+        assert [s.nbytes for s in held] == sorted((s.nbytes for s in held), reverse=True)
+
+
+def surely_away(problem: Problem, storage: Storage) -> list[range]:
+    """For each inactive interval, the steps at which the storage can be counted as away."""
+    found = []
+    for u, v in inactive_intervals(storage):
+        sides = {problem.boundary} if u < problem.boundary <= v else set()
+        leaves = {*problem.fences, *sides} if problem.fences else set(range(len(problem.ops) + 1))
+        comes = {*(fence + 1 for fence in problem.fences), *sides} if problem.fences else leaves
+        gone = min((k for k in leaves if k > u), default=v)
+        fetch = max((k for k in comes if k <= v), default=u)
+        found.append(range(gone, fetch))
+    return [away for away in found if away]
+
+
+@given(problem=problems())
+def test_bare_spills_are_the_longest_trips(problem: Problem) -> None:
+    def away_ns(away: range) -> int:
+        return sum(problem.ops[k].duration_ns for k in away)
+
+    trips = {spill.name: spill for spill in minimal_swaps(problem)}
+    for storage in problem.storages:
+        intervals = surely_away(problem, storage)
+        if storage.spillable and storage.nbytes >= problem.min_spill_bytes and intervals:
+            trip = trips.pop(storage.name)
+            assert (trip.copy_out_after, trip.needed_at) in inactive_intervals(storage)
+            assert range(trip.freed_at, trip.prefetch_at) in intervals
+            assert away_ns(range(trip.freed_at, trip.prefetch_at)) == max(map(away_ns, intervals))
+    assert not trips
+
+
+@settings(max_examples=200)
+@given(problem=problems())
+def test_floor_is_between_its_bound_and_the_peak(problem: Problem) -> None:
+    """No plan beats the bound in which a storage is away during all its inactive intervals."""
+    away = [
+        (steps, s.nbytes)
+        for s in problem.storages
+        if s.spillable and s.nbytes >= problem.min_spill_bytes
+        for steps in surely_away(problem, s)
+    ]
+    live = live_bytes(problem)
+    bound = max(int(live[k]) - sum(n for steps, n in away if k in steps) for k in range(len(problem.ops)))
+    assert bound <= floor_bytes(problem) <= int(live.max())
+    once = all(len(surely_away(problem, s)) <= 1 for s in problem.storages)
+    assert not once or bound == floor_bytes(problem)
+
+
+@given(lent=LENT)
+def test_size_classes_are_enough_and_no_more(lent: list[tuple[Step, Step, int]]) -> None:
+    classes = size_classes(lent)
+    tops = [pool.nbytes for pool in classes]
+    assert tops == sorted(set(tops), reverse=True)
+    assert all(top % 4096 == 0 for top in tops)
+    members: dict[int, list[tuple[Step, Step]]] = {top: [] for top in tops}
+    for start, stop, nbytes in lent:
+        top = min(top for top in tops if top >= nbytes)
+        assert round_up(nbytes, 4096) >= 0.97 * top
+        members[top].append((start, stop))
+    for pool in classes:
+        at_once = [sum(start <= gap < stop for start, stop in members[pool.nbytes]) for gap in range(16)]
+        assert pool.count == max(at_once)
+
+
+@given(case=problems_with_trips(), room=st.integers(0, 10))
+def test_pools_by_tier(case: Trips, room: int) -> None:
+    _, spills = case
+    on_disk = [spill for spill in spills if spill.tier is Tier.NVME]
+    staging = staging_classes(spills, room * 4096)
+    assert total_bytes(staging) == (4096 * max(1, min(4, len(on_disk), room)) if on_disk else 0)
+    for tier in (Tier.HOST, Tier.NVME):
+        lent = [(spill.copy_out_after, spill.needed_at, spill.nbytes) for spill in spills if spill.tier is tier]
+        assert pool_classes(spills, tier) == size_classes(lent)
+
+
+@given(case=problems_with_trips())
+def test_program_keeps_each_trips_order(case: Trips) -> None:
+    _, spills = case
+    events = program(spills)
+    assert [event.step for event in events] == sorted(event.step for event in events)
+    for spill in spills:
+        mine = [(event.verb, event.step) for event in events if event.spill == spill]
+        assert mine == [
+            ("offload", spill.copy_out_after + 1),
+            ("release", spill.freed_at),
+            ("prefetch", spill.prefetch_at),
+            ("wait", spill.needed_at),
+        ]
+
+
+@given(problem=problems())
+def test_problem_survives_json(problem: Problem) -> None:
+    assert from_json(Problem, to_json(problem)) == problem
+
+
+@given(problem=problems())
+def test_plan_survives_json(problem: Problem) -> None:
+    try:
+        plan = make_plan(problem, "teraio")
+    except BudgetError:
+        return
+    assert from_json(Plan, to_json(plan)) == plan
+
+
+def test_a_real_plan_survives_json() -> None:
+    plan = make_plan(transformer(layers=3, device_bytes=8 * GIB), "teraio")
+    assert plan.spills
+    assert hash(from_json(Plan, to_json(plan))) == hash(plan)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('"boundary"', '"border"'), "expected the fields"),
+        (('"host"', '"cloud"'), "cloud"),
+        (('"boundary": ', '"boundary": "x", "b": '), "expected"),
+    ],
+)
+def test_bad_json_is_refused(change: tuple[str, str], message: str) -> None:
+    plan = make_plan(transformer(layers=2, device_bytes=6 * GIB), "teraio")
+    text, kind = (to_json(plan), Plan) if change[0] == '"host"' else (to_json(transformer(layers=1)), Problem)
+    assert change[0] in text
+    with pytest.raises(ValueError, match=message):
+        from_json(kind, text.replace(*change, 1))
+
+
+def test_values_are_hashable() -> None:
+    problem = transformer(layers=1)
+    assert hash(problem) == hash(replace(problem))

@@ -1,0 +1,230 @@
+"""The simulator against a replay that moves one byte per nanosecond, tick by tick, and against sums done by hand."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import links, problems_with_trips
+
+from tencache_fx.planning.plan import PoolClass, Transfer
+from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Step, Storage, Tier
+from tencache_fx.planning.simulator import simulate
+
+Trips = tuple[Problem, tuple[Transfer, ...]]
+
+
+def ticking_replay(problem: Problem, spills: tuple[Transfer, ...], staging: int) -> tuple[list[int], int, int]:
+    """Return (step starts, time waited for copies out, time waited for copies in): one loop turn is one ns.
+
+    The links move one byte per ns, the disk one in two.
+    """
+    latency, disk_latency = problem.links.copy_latency_ns, problem.links.disk_latency_ns
+    todo: list[tuple[str, Transfer | int]] = []  # the whole program, ops and steps in order
+    for step in range(len(problem.ops)):
+        todo += [
+            ("offload", s) for s in sorted(spills, key=lambda s: (s.freed_at, s.name)) if s.copy_out_after == step - 1
+        ]
+        todo += [("release", s) for s in sorted(spills, key=lambda s: s.name) if s.freed_at == step]
+        todo += [("prefetch", s) for s in sorted(spills, key=lambda s: (s.needed_at, s.name)) if s.prefetch_at == step]
+        todo += [("wait", s) for s in sorted(spills, key=lambda s: s.name) if s.needed_at == step]
+        todo += [("step", step)]
+    queues: dict[str, list[Transfer]] = {"out": [], "write": [], "read": [], "in": []}
+    serving: dict[str, tuple[Transfer, int]] = {}  # what, until when
+    done: set[tuple[str, str]] = set()
+    starts: list[int] = []
+    busy_until = now = waited_out = waited_in = 0
+    while todo or now < busy_until:
+        for server in ("out", "in", "write", "read"):
+            if server in serving and serving[server][1] == now:
+                spill = serving.pop(server)[0]
+                done.add((server, spill.name))
+                if server == "out" and spill.tier is Tier.NVME:
+                    queues["write"].append(spill)
+                elif server == "read":
+                    queues["in"].append(spill)
+                elif spill.tier is Tier.NVME:
+                    staging += 1
+
+        def start_idle(now: int = now) -> None:
+            nonlocal staging
+            for server, queue in queues.items():
+                if server in serving or not queue:
+                    continue
+                if server == "read":
+                    if ("write", queue[0].name) not in done or staging == 0:
+                        continue
+                    staging -= 1
+                spill = queue.pop(0)
+                on_disk = server in ("write", "read")
+                took = 2 * spill.nbytes + disk_latency if on_disk else spill.nbytes + latency
+                serving[server] = spill, now + took
+
+        start_idle()
+        while todo and now >= busy_until:
+            verb, what = todo[0]
+            if isinstance(what, int):
+                starts.append(now)
+                busy_until = now + problem.ops[what].duration_ns
+            elif verb == "offload":
+                if what.tier is Tier.NVME and staging == 0:
+                    waited_out += 1
+                    break
+                staging -= what.tier is Tier.NVME
+                queues["out"].append(what)
+            elif verb == "release" and ("out", what.name) not in done:
+                waited_out += 1
+                break
+            elif verb == "prefetch":
+                queues["read" if what.tier is Tier.NVME else "in"].append(what)
+            elif verb == "wait" and ("in", what.name) not in done:
+                waited_in += 1
+                break
+            todo.pop(0)
+            start_idle()
+        now += 1
+        assert now < 10**5, "the replay does not end"
+    return [*starts, busy_until], waited_out, waited_in
+
+
+@settings(max_examples=500, deadline=None)
+@given(case=problems_with_trips(), staging=st.integers(1, 3), latency=st.integers(0, 3))
+def test_agrees_with_the_ticking_replay(case: Trips, staging: int, latency: int) -> None:
+    problem, spills = case
+    problem = replace(problem, links=links(copy_latency_ns=latency, disk_latency_ns=2 * latency))
+    starts, waited_out, waited_in = ticking_replay(problem, spills, staging)
+    replay = simulate(problem, spills, (PoolClass(nbytes=4096, count=staging),))
+    assert [*replay.starts_ns, replay.makespan_ns] == starts
+    assert (replay.stall_out_ns, replay.stall_in_ns) == (waited_out, waited_in)
+    assert replay.makespan_ns == replay.ideal_ns + replay.stall_out_ns + replay.stall_in_ns
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=problems_with_trips())
+def test_each_trip_is_told_in_order(case: Trips) -> None:
+    problem, spills = case
+    replay = simulate(problem, spills, (PoolClass(nbytes=4096, count=2),))
+    assert [trip.name for trip in replay.trips] == [spill.name for spill in spills]
+    assert sum(trip.stall_out_ns for trip in replay.trips) == replay.stall_out_ns
+    assert sum(trip.stall_in_ns for trip in replay.trips) == replay.stall_in_ns
+    for spill, trip in zip(spills, replay.trips, strict=True):
+        assert trip.out_start_ns + spill.nbytes == trip.out_end_ns <= trip.written_ns
+        assert trip.written_ns <= trip.read_start_ns <= trip.in_start_ns
+        assert trip.in_start_ns + spill.nbytes == trip.in_end_ns <= replay.starts_ns[spill.needed_at]
+        assert trip.out_end_ns <= replay.starts_ns[spill.freed_at]
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=problems_with_trips())
+def test_a_second_training_step_repeats_the_first(case: Trips) -> None:
+    """Two steps in a row take twice as long: why one replay is the steady state."""
+    problem, spills = case
+    count = len(problem.ops)
+
+    def later(spill: Transfer) -> Transfer:
+        offload, gone, fetch, back = (
+            Step(k + count) for k in (spill.copy_out_after, spill.freed_at, spill.prefetch_at, spill.needed_at)
+        )
+        return replace(
+            spill, name=f"{spill.name}_again", copy_out_after=offload, freed_at=gone, prefetch_at=fetch, needed_at=back
+        )
+
+    twice = replace(problem, ops=problem.ops * 2)
+    staging = (PoolClass(nbytes=4096, count=1),)
+    once = simulate(problem, spills, staging)
+    both = simulate(twice, (*spills, *map(later, spills)), staging)
+    assert both.makespan_ns == 2 * once.makespan_ns
+    assert both.starts_ns[count:] == tuple(once.makespan_ns + start for start in once.starts_ns)
+
+
+@dataclass
+class Small:
+    """Ten steps of 100 ns, and trips of x (0..4 -> 8) and y over them."""
+
+    rates: Links
+
+    def problem(self, **sizes: int) -> Problem:
+        return Problem(
+            ops=tuple(Op(name=f"op_{k}", duration_ns=100) for k in range(10)),
+            boundary=Step(5),
+            storages=tuple(
+                Storage(
+                    name=name,
+                    nbytes=nbytes,
+                    kind=Kind.ACTIVATION,
+                    birth=Step(0),
+                    death=Step(10),
+                    uses=(Step(0), Step(9)),
+                    spillable=True,
+                )
+                for name, nbytes in sizes.items()
+            ),
+            links=self.rates,
+            budgets=Budgets(device_bytes=None, host_bytes=10**6, disk_bytes=10**6),
+        )
+
+
+def trip(name: str, nbytes: int, offload: int, gone: int, fetch: int, back: int, tier: Tier = Tier.HOST) -> Transfer:
+    steps = {
+        "copy_out_after": Step(offload),
+        "freed_at": Step(gone),
+        "prefetch_at": Step(fetch),
+        "needed_at": Step(back),
+    }
+    return Transfer(name=name, nbytes=nbytes, tier=tier, **steps)
+
+
+def test_hidden_copies_cost_nothing() -> None:
+    replay = simulate(Small(links()).problem(x=100), (trip("x", 100, 0, 2, 7, 9),))
+    assert (replay.makespan_ns, replay.stall_out_ns, replay.stall_in_ns) == (1000, 0, 0)
+    assert replay.starts_ns == tuple(range(0, 1000, 100))
+    assert (replay.d2h_bytes, replay.h2d_bytes, replay.disk_write_bytes) == (100, 100, 0)
+
+
+def test_late_copies_are_stalls_where_compute_waits() -> None:
+    """150 bytes issued at 100 are out at 250, not at 200; fetched at 850 they are back at 1000, not at 950."""
+    replay = simulate(Small(links()).problem(x=150), (trip("x", 150, 0, 2, 8, 9),))
+    assert (replay.stall_out_ns, replay.stall_in_ns) == (50, 50)
+    assert (replay.trips[0].out_end_ns, replay.trips[0].in_end_ns) == (250, 1000)
+    assert replay.makespan_ns == 1100
+
+
+def test_both_directions_at_once_run_at_duplex_rates() -> None:
+    """In: 200 bytes from 200. Out: 200 bytes from 300. Alone for 100 ns, together at half the rate until 500."""
+    rates = links(d2h_duplex_bytes_per_s=5 * 10**8, h2d_duplex_bytes_per_s=5 * 10**8)
+    spills = (trip("x", 200, 0, 2, 3, 9), trip("y", 200, 3, 9, 9, 9))
+    replay = simulate(Small(rates).problem(x=200, y=200), spills)
+    x, y = replay.trips
+    assert (x.out_start_ns, x.out_end_ns, x.stall_out_ns) == (100, 300, 100)
+    assert (x.in_start_ns, y.out_start_ns) == (400, 500)
+    assert (x.in_end_ns, y.out_end_ns) == (700, 800)
+
+
+def test_an_offload_waits_for_a_staging_buffer() -> None:
+    """One buffer: x is out at 200 and written at 400; y, offloaded at 200, starts only then."""
+    spills = (trip("x", 100, 0, 4, 8, 9, Tier.NVME), trip("y", 100, 1, 6, 9, 9, Tier.NVME))
+    problem = Small(links()).problem(x=100, y=100)
+    one = simulate(problem, spills, (PoolClass(nbytes=4096, count=1),))
+    assert one.trips[0].written_ns == 400
+    assert (one.trips[1].out_start_ns, one.trips[1].stall_out_ns) == (400, 200)
+    two = simulate(problem, spills, (PoolClass(nbytes=4096, count=2),))
+    assert (two.trips[1].out_start_ns, two.trips[1].stall_out_ns) == (200, 0)
+
+
+def test_a_read_waits_for_its_own_write() -> None:
+    rates = links(disk_write_bytes_per_s=10**8)
+    replay = simulate(
+        Small(rates).problem(x=100), (trip("x", 100, 0, 2, 3, 9, Tier.NVME),), (PoolClass(nbytes=4096, count=4),)
+    )
+    (x,) = replay.trips
+    assert (x.out_end_ns, x.written_ns, x.read_start_ns, x.in_start_ns, x.in_end_ns) == (200, 1200, 1200, 1400, 1500)
+    assert replay.stall_in_ns == 600
+
+
+@pytest.mark.parametrize(
+    ("rates", "staging"), [(links(disk_write_bytes_per_s=0), 4096), (links(), 64), (links(), None)]
+)
+def test_what_cannot_travel_is_refused(rates: Links, staging: int | None) -> None:
+    pools = () if staging is None else (PoolClass(nbytes=staging, count=1),)
+    with pytest.raises(ValueError, match="storage x"):
+        simulate(Small(rates).problem(x=100), (trip("x", 100, 0, 2, 8, 9, Tier.NVME),), pools)

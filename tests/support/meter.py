@@ -1,0 +1,131 @@
+"""A CPU whose allocator counts as an accelerator's does, and models to train on it."""
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tencache_fx
+from tencache_fx.region import boundary_memory, environment, region
+
+ROWS, WIDTH = 1024, 64
+VALUE = 4 * ROWS * WIDTH  # bytes of one activation
+
+
+class Meter(TorchDispatchMode):
+    """Counts the bytes of a CPU's tensors, as an accelerator's allocator does: those made while it is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (list, tuple)) else (result,):
+            if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu" and each.layout is torch.strided:
+                self._meet(each.untyped_storage())
+        return result
+
+    def _meet(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._known or storage.nbytes() < 1024:
+            return
+        self._known.add(storage._cdata)
+        self.held += storage.nbytes()
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(storage, self._lose, storage._cdata, storage.nbytes())
+
+    def _lose(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.held -= nbytes
+
+
+def metered_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Meter]:
+    """Have the backend take a CPU for a device whose allocator counts."""
+    found = Meter()
+
+    def forget(device: torch.device) -> None:
+        found.peak = found.held
+
+    watched = boundary_memory.BoundaryMemory.watched
+
+    def metered(self: boundary_memory.BoundaryMemory, phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Count what a compiled forward makes: torch compiles nothing that is called under a mode."""
+
+        def run_metered(*args: Any) -> Any:
+            with found:
+                return run(*args)
+
+        run_metered._boxed_call = getattr(run, "_boxed_call", False)  # type: ignore[attr-defined]
+        return watched(self, phase, run if phase == "backward" else run_metered)
+
+    monkeypatch.setattr(boundary_memory.BoundaryMemory, "watched", metered)
+    for module in (region, environment, boundary_memory):
+        monkeypatch.setattr(module, "held_bytes", lambda device: found.held)
+    monkeypatch.setattr(boundary_memory, "peak_held_bytes", lambda device: found.peak)
+    monkeypatch.setattr(boundary_memory, "forget_peak", forget)
+    caplog.set_level(logging.INFO, "tencache_fx")
+    torch.compiler.reset()
+    gc.collect()  # optimizers of other tests might be expected to make state
+    yield found
+    torch.compiler.reset()
+    tencache_fx.close()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def layers(count: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer() for _ in range(count)))
+
+
+def wide_loss(result: Tensor) -> Tensor:
+    """Take twelve activations' worth of memory."""
+    return result.repeat(1, 4).cos().square().mean()
+
+
+def train(meter: Meter, forward: Callable[[Tensor], Tensor], model: nn.Module, steps: int = 6) -> tuple[list[int], Any]:
+    """Return the peak of each step, and the gradients of the last."""
+    peaks = []
+    inputs = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(steps):
+        model.zero_grad(set_to_none=True)
+        meter.peak = meter.held
+        result = forward(inputs)
+        with meter:
+            wide_loss(result).backward()
+        del result
+        peaks.append(meter.peak)
+    return peaks, [parameter.grad for parameter in model.parameters()]
+
+
+OPTIONS = {"compiler": "eager", "recompute": "none", "calibrate": False}
+
+
+def expected(model: nn.Module, steps: int = 6) -> Any:
+    inputs = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(steps):
+        model.zero_grad(set_to_none=True)
+        wide_loss(model(inputs)).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(torch.allclose(one, other, rtol=1e-4, atol=1e-7) for one, other in zip(found, wanted, strict=True))
+
+
+def over(text: str) -> int:
+    return text.count("more than device_budget")

@@ -1,0 +1,203 @@
+"""Two ranks over gloo: what went wrong without a word, or crashed, is refused in one sentence; the rest is right."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from harness import EAGER, compiled
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+import tencache_fx
+from tencache_fx.errors import OptionError, UsageError
+from tencache_fx.hardware.capacity import ranks_here
+from tencache_fx.optim import AdamW
+
+ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = ROOT / "tests" / "support"
+LIMIT_S = 120
+CLOSE = 4e-4  # what two steps of AdamW make of sums in another order
+
+Found = dict[str, dict[str, object]]
+
+
+def run_ranks(group: str, folder: Path) -> list[Found]:
+    """Return what came of a group of cases on each of two ranks; both have ended by then, however that went."""
+    settings = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    settings |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    with contextlib.ExitStack() as ends:
+        ranks = []
+        for rank in range(2):
+            command = [sys.executable, str(SUPPORT / "ranks.py"), group, str(rank), str(folder / "meeting")]
+            printed, errors = (ends.enter_context((folder / f"{name}{rank}").open("w")) for name in ("out", "err"))
+            ranks.append(
+                subprocess.Popen(command, env=os.environ | settings, cwd=folder, stdout=printed, stderr=errors)
+            )
+            ends.callback(ranks[-1].wait)
+            ends.callback(ranks[-1].kill)
+        until = time.monotonic() + LIMIT_S
+        codes = [rank.wait(timeout=max(0.0, until - time.monotonic())) for rank in ranks]
+    assert codes == [0, 0], "\n".join((folder / f"err{rank}").read_text()[-3000:] for rank in range(2))
+    return [json.loads((folder / f"out{rank}").read_text().splitlines()[-1]) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def reducers(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    return run_ranks("reducers", tmp_path_factory.mktemp("reducers"))
+
+
+@pytest.fixture(scope="module")
+def dtensors(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    return run_ranks("dtensors", tmp_path_factory.mktemp("dtensors"))
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    return run_ranks("shards", tmp_path_factory.mktemp("shards"))
+
+
+def test_a_reducer_and_updates_during_backward_are_refused_in_any_order(reducers):
+    for found in reducers:
+        refusals = {name: text for name, text in found["early"].items() if "compiled" in name}
+        assert len(refusals) == 8
+        for text in refusals.values():
+            assert re.match(r"UsageError: (module\.)?0\.0\.weight would be updated during backward, before Distr", text)
+        assert [found["early"][name] for name in found["early"] if name.endswith("changed by")] == [0.0] * 4
+
+
+def test_what_a_reducer_ignores_is_updated_during_backward(reducers):
+    assert all(found["ignored"]["changed by"] > 0 for found in reducers)
+
+
+def test_behind_a_reducer_step_is_right(reducers):
+    for found in reducers:
+        assert all(0 <= found["late"][name] < CLOSE for name in ("wrapped first", "wrapped inside summon")), found
+
+
+def test_a_reducer_around_what_is_at_home_is_refused(reducers):
+    for found in reducers:
+        for name in ("itself", "what contains it", "a later one"):
+            assert found["wrap"][name].startswith("UsageError: 0.0.weight has its home in host memory, where Distr")
+        assert found["wrap"]["a part"].startswith("UsageError: 1.0.weight has its home")
+        assert found["wrap"]["changed by"] == 0.0 < found["wrap"]["then trained by"]
+
+
+def test_what_is_at_home_is_not_sharded(dtensors):
+    for found in dtensors:
+        for name in ("itself", "what contains it", "several"):
+            assert found["at home"][name].startswith("UsageError: 0.0.weight has its home in host memory, where fully_")
+        assert found["at home"]["a part"].startswith("UsageError: 1.0.weight has its home")
+        assert found["at home"]["changed by"] == 0.0 < found["at home"]["then trained by"]
+
+
+def test_what_is_sharded_gets_no_home_and_no_optimizer_of_ours(dtensors):
+    for found in (each["sharded"] for each in dtensors):
+        for name, first in (
+            ("fully_shard", "0.0.weight"),
+            ("tensor parallel", "0.0.weight"),
+            ("DTensor", "1.0.weight"),
+        ):
+            assert found[name].startswith(f"OptionError: {first} is a DTensor, as fully_shard"), found[name]
+            assert found[f"optimizer of {name}"].startswith("OptionError: a parameter of size (192, 192) is a DTensor")
+            assert found[f"{name} is as it was"] is True
+        assert found["homes"] == 0
+
+
+@pytest.mark.parametrize("budget", ["budget", "no budget"])
+def test_no_norm_is_taken_of_a_shard(shards, budget):
+    for found in (each[budget] for each in shards):
+        assert found.pop("gradients at home") == 2
+        assert len(found) == 6
+        for name, text in found.items():
+            assert text.startswith("UsageError: a gradient of size (96, 192) is this rank's part"), f"{name}: {text}"
+
+
+def test_shards_train_without_clipping_and_with_a_norm_taken_by_hand(shards):
+    for found in shards:
+        assert all(0 <= found["train"][name] < CLOSE for name in ("not clipped", "clipped by hand")), found["train"]
+
+
+@pytest.fixture
+def early() -> Iterator[tuple[nn.Linear, AdamW]]:
+    """A layer that is updated during backward."""
+    tencache_fx.configure(host_budget="64MB", calibrate=False)
+    model = tencache_fx.offload(nn.Sequential(nn.Linear(160, 160)), "cpu")
+    yield model, AdamW(model.parameters(), lr=1e-2, step_in_backward=True)
+    tencache_fx.configure(reset=True)
+    tencache_fx.close()
+    torch.compiler.reset()
+
+
+def look(*_: object) -> None:
+    """A hook of somebody else."""
+
+
+@pytest.mark.parametrize("way", ["compiled", "uncompiled"])
+def test_a_hook_that_would_find_no_gradient_is_refused_before_anything_runs(early, way):
+    model, _ = early
+    model[0].weight.register_post_accumulate_grad_hook(look)
+    run = compiled(model, EAGER) if way == "compiled" else model
+    with pytest.raises(UsageError, match=r"0.weight is updated during backward, and the hook look on it"):
+        run(torch.ones(2, 160))
+
+
+@pytest.mark.parametrize("way", ["compiled", "uncompiled"])
+@pytest.mark.parametrize("place", ["parameter", "graph"])
+def test_such_a_hook_is_refused_in_the_backward_too(early, way, place):
+    model, _ = early
+    run = compiled(model, EAGER | {"device_budget": 1 << 20}) if way == "compiled" else model
+    run(torch.ones(2, 160)).square().mean().backward()
+    assert model[0].weight.grad is None, "updated during backward, and from the next one on where the gradient leaves"
+    with tencache_fx.summon(model, write=False):
+        before = model[0].weight.detach().clone()
+    loss = run(torch.ones(2, 160)).square().mean()
+    node = get_gradient_edge(model[0].weight).node
+    hooked = model[0].weight.register_post_accumulate_grad_hook if place == "parameter" else node.register_hook
+    seen: list[Tensor] = []
+    handle = hooked(lambda *_: seen.append(model[0].weight.grad))
+    match = "the hook .*<lambda> on it" if place == "parameter" else "a hook on its AccumulateGrad node"
+    with pytest.raises(UsageError, match=f"0.weight is updated during backward, and {match}"):
+        loss.backward()
+    handle.remove()
+    with tencache_fx.summon(model, write=False):
+        assert torch.equal(model[0].weight, before)
+    model.zero_grad()
+    run(torch.ones(2, 160)).square().mean().backward()
+    with tencache_fx.summon(model, write=False):
+        assert not torch.equal(model[0].weight, before)
+
+
+def test_ranks_of_a_host_share_what_auto_gives(monkeypatch, tmp_path):
+    host, disk = 100 << 30, 1000 << 30
+    space = {"total_bytes": disk, "available_bytes": host}
+    monkeypatch.setattr("tencache_fx.options.host_space", lambda: tencache_fx.hardware.capacity.Space(**space))
+    monkeypatch.setattr("tencache_fx.options.disk_space", lambda _: tencache_fx.hardware.capacity.Space(**space))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+    def budgets(own: int = 0) -> tuple[int, int]:
+        found = tencache_fx.options.Options.resolve(
+            {"spill_dir": tmp_path}, device=torch.device("cpu"), own_host_bytes=own, own_disk_bytes=own
+        )
+        return found.host_budget, found.spill_budget
+
+    assert budgets() == (host * 80 // 100, host * 90 // 100)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    share = host // 4
+    assert budgets() == (share * 80 // 100, share * 90 // 100)
+    space["available_bytes"] = host - 4 * (1 << 30)  # each of the four has one GiB by now
+    assert budgets(1 << 30) == (share * 80 // 100, share * 90 // 100), "what a rank has got is its own"
+
+
+@pytest.mark.parametrize("text", ["0", "two", "-1", ""])
+def test_a_number_of_ranks_that_is_none_is_refused(monkeypatch, text):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    with pytest.raises(OptionError, match=f"LOCAL_WORLD_SIZE='{text}' is no number of ranks"):
+        ranks_here()

@@ -1,0 +1,127 @@
+"""Training on a CUDA device within a budget: equal gradients under poison and late copies, and the budget kept."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from conftest import MIB, eventually, settled
+from faulty_streams import FaultyCudaStreams
+from torch import Tensor, nn
+
+import tencache_fx
+from tencache_fx.hardware.devices import resolve_device
+from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.engine_registry import install_engine
+
+pytestmark = pytest.mark.gpu
+
+LAYERS, WIDTH, BATCH = 8, 1024, 4096
+
+
+@pytest.fixture
+def faulty() -> Iterator[Engine]:
+    torch.compiler.reset()
+    device = resolve_device(torch.device("cuda"))
+    streams = FaultyCudaStreams(device, delay_cycles=1_000_000)
+    engine = Engine(device, host_budget_bytes=2048 * MIB, streams=streams)
+    install_engine(engine)
+    yield engine
+    assert eventually(lambda: settled(engine)), engine.stats.take()
+    engine.close()
+    torch.compiler.reset()
+
+
+class Block(nn.Module):
+    """A norm, a wide GELU layer and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks and a loss: what is computed outside a region is not in its plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).square().mean()
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().cuda()
+
+
+def options(**more: object) -> dict[str, object]:
+    return {"host_budget": 2048 * MIB, "calibrate": False, **more}
+
+
+def losses_and_gradients(model: nn.Module, run: Callable[[Tensor], Tensor], steps: int) -> list[Tensor]:
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+    seen = []
+    for step in range(steps):
+        x = torch.randn(BATCH, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+        sgd.zero_grad()
+        loss = run(x)
+        loss.backward()
+        sgd.step()
+        seen.append(loss.detach())
+    return [*seen, *(p.grad.clone() for p in model.parameters())]
+
+
+def tight_budget(compiler: str) -> int:
+    """Return a budget between what a step needs and its floor."""
+    model = build()
+    run = torch.compile(model, backend="tencache", options=options(device_budget=None, compiler=compiler))
+    losses_and_gradients(model, run, 1)
+    forecast = tencache_fx.regions()[-1].plan.forecast
+    torch.compiler.reset()
+    return (forecast.peak_bytes + forecast.floor_bytes) // 2
+
+
+def test_eager_is_bitwise_equal(faulty: Engine) -> None:
+    budget = tight_budget("eager")
+    model = build()
+    plain_run = torch.compile(model, backend="tencache", options=options(device_budget=None, compiler="eager"))
+    plain = losses_and_gradients(model, plain_run, 10)
+    del model, plain_run
+    torch.compiler.reset()
+    model = build()
+    run = torch.compile(model, backend="tencache", options=options(device_budget=budget, compiler="eager"))
+    ours = losses_and_gradients(model, run, 10)
+    assert faulty.stats.take()["offloads"] >= 10
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+def test_inductor_is_equal_within_rounding(faulty: Engine) -> None:
+    budget = tight_budget("inductor")
+    model = build()
+    plain = losses_and_gradients(model, torch.compile(model), 10)
+    del model
+    torch.compiler.reset()
+    model = build()
+    run = torch.compile(model, backend="tencache", options=options(device_budget=budget))
+    ours = losses_and_gradients(model, run, 10)
+    assert faulty.stats.take()["offloads"] >= 10
+    for mine, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_the_peak_is_within_the_budget(compiler: str) -> None:
+    budget = tight_budget(compiler)
+    model = build()
+    run = torch.compile(model, backend="tencache", options=options(device_budget=budget, compiler=compiler))
+    losses_and_gradients(model, run, 1)  # Triton's autotuning, in the first step, works on copies of its own
+    torch.cuda.reset_peak_memory_stats()
+    losses_and_gradients(model, run, 3)
+    record = tencache_fx.regions()[-1]
+    assert record.plan.spills
+    assert (record.code_peak_bytes is not None) == (compiler == "inductor"), "the code for a GPU was read, too"
+    assert torch.cuda.max_memory_allocated() <= budget
