@@ -339,8 +339,8 @@ FORKING = """
 import multiprocessing, os, pathlib, sys, torch
 from torch import nn
 import tencache_fx
-from tencache_fx.plan import Tier
-from tencache_fx.runtime.registry import open_engine
+from tencache_fx.planning.problem import Tier
+from tencache_fx.runtime.engine_registry import open_engine
 torch.set_num_threads(1)
 layers = [m for _ in range(16) for m in (nn.Linear(64, 64), nn.Tanh())]
 run = torch.compile(nn.Sequential(*layers), backend="tencache", options={

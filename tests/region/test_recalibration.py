@@ -302,8 +302,8 @@ def test_inference_is_timed_too() -> None:
 @pytest.mark.parametrize(
     ("where", "error", "level"),
     [
-        ("live.reconsider", BudgetError("there is no other plan."), "INFO"),
-        ("backend.verify_graphs", RuntimeError("a bug."), "WARNING"),
+        ("region.region.reconsider", BudgetError("there is no other plan."), "INFO"),
+        ("region.compilation.verify_graphs", RuntimeError("a bug."), "WARNING"),
     ],
 )
 @pytest.mark.usefixtures("slow_rates")

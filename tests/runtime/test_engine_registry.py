@@ -140,8 +140,8 @@ def test_a_process_that_ends_in_the_middle_ends_well(tmp_path: Path) -> None:
     """Threads, copies and writes under way, an exception on top: one traceback, and it is the user's."""
     program = f"""
 import pathlib, torch
-from tencache_fx.plan import Tier
-from tencache_fx.runtime.registry import open_engine
+from tencache_fx.planning.problem import Tier
+from tencache_fx.runtime.engine_registry import open_engine
 engine = open_engine(torch.device("cpu"), host_budget_bytes=1 << 26,
                      spill_dirs=(pathlib.Path({str(tmp_path)!r}),), spill_budget_bytes=1 << 26)
 handles = [engine.offload(torch.randn(1 << 18), tier) for tier in (Tier.HOST, Tier.NVME) * 4]
