@@ -1,10 +1,11 @@
 """Inputs that are written to where they are: found as Inductor finds them, which its code tells."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from harness import EAGER, Options, compiled, faulty_engine
 from torch import Tensor, fx
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -228,3 +229,44 @@ def test_the_plan_has_a_cache_as_often_as_the_code(function: Callable[..., Tenso
     record = tencache_fx.regions()[-1]
     made = [s for s in record.problem.storages if s.nbytes == inputs[0].nbytes and s.kind is not Kind.INPUT]
     assert len(made) == copies
+
+
+def keep_least(given: Tensor, x: Tensor, order: Tensor) -> Tensor:
+    """Autograd is to see what is written, so AOTAutograd writes it, behind the forward."""
+    given.index_reduce_(0, order, x, "amin")
+    return x * given.cos()
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("recompute", ["auto", "none"])
+@pytest.mark.parametrize("options", [EAGER], ids=["eager"])
+@pytest.mark.parametrize("write", [keep_least])
+def test_the_backward_has_what_an_overwritten_input_was(
+    write: Callable[..., Tensor], options: Options, recompute: str
+) -> None:
+    """By itself torch reads the input in the backward, and fails there, or with Inductor computes wrong gradients."""
+    given = torch.Generator().manual_seed(1)
+    weights = [torch.randn(64, 64, generator=given) / 8 for _ in range(6)]
+    written = [torch.randn(512, 64, generator=given) for _ in weights]
+    x, order = torch.randn(512, 64, generator=given), torch.randperm(512, generator=given)
+
+    def layers(x: Tensor, weights: Sequence[Tensor], written: Sequence[Tensor]) -> Tensor:
+        for weight, each in zip(weights, written, strict=True):
+            x = write(each, torch.tanh(x @ weight), order)
+        return x.square().mean()
+
+    def results(run: Callable[..., Tensor]) -> list[Tensor]:
+        parameters = [weight.clone().requires_grad_() for weight in weights]
+        own = [each.clone() for each in written]
+        loss = run(x, parameters, own)
+        loss.backward()
+        return [loss.detach(), *(each.detach() for each in own), *(each.grad for each in parameters)]
+
+    wanted = results(layers)
+    with faulty_engine() as engine:
+        for budget in (None, 3_900_000, 3_600_000):
+            torch.compiler.reset()
+            more = {"recompute": recompute, "device_budget": budget}
+            for found, want in zip(results(compiled(layers, {**options, **more})), wanted, strict=True):
+                torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-6)
+        assert engine.stats.take()["offloads"] > 0

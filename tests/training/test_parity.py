@@ -308,3 +308,45 @@ def test_without_inductor_random_numbers_are_those_of_torch(*, checkpointed: boo
             assert len(ours) == len(truth) == 40
             assert all(torch.equal(a, b) for a, b in zip(ours, truth, strict=True))
             assert (engine.stats.take()["offloads"] > 0) == travels
+
+
+class Numbers(nn.Module):
+    """Layers through complex numbers: the gradient of a product with one of Python's is a view of no tensor."""
+
+    def __init__(self, turn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers, self.turn = nn.ModuleList(nn.Linear(64, 64) for _ in range(6)), turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(self.turn(layer(x)).imag)
+        return x.square().mean()
+
+
+def times_i(y: Tensor) -> Tensor:
+    return 1j * y
+
+
+def times_a_number(y: Tensor) -> Tensor:
+    return y * (2 + 1j)
+
+
+def turned(y: Tensor) -> Tensor:
+    return torch.exp(1j * y)
+
+
+def turned_back(y: Tensor) -> Tensor:
+    return torch.conj(torch.exp(1j * y)) * (1 + 2j)
+
+
+@pytest.mark.parametrize("turn", [times_i, times_a_number, turned, turned_back])
+def test_complex_numbers(turn: Callable[[Tensor], Tensor]) -> None:
+    each = Case(name="numbers", build=lambda: Numbers(turn), batch=rows)
+    options = {**EAGER, "recompute": "none"}
+    plain, (problem,) = train_and_look(each, options, 2)
+    budget = planned_floor(problem) + (int(live_bytes(problem).max()) - planned_floor(problem)) // 3
+    torch.compiler.reset()
+    with faulty_engine() as engine:
+        ours = train(each, lambda model: compiled(model, {**options, "device_budget": budget}), 2)
+        assert engine.stats.take()["offloads"] >= 2
+    assert_equal(ours, plain)
