@@ -12,6 +12,8 @@ at once, and each parameter's next reader waits for its own update only. With `s
 during backward, as gradients land.
 """
 
+from typing import Any
+
 import torch
 from torch.optim.optimizer import ParamsT
 
@@ -48,3 +50,9 @@ class AdamW(OffloadedOptimizer):
             step_in_backward=step_in_backward,
             state_dtype=state_dtype,
         )
+
+
+def __getattr__(name: str) -> Any:
+    if name == "HomeOptimizer":
+        raise AttributeError("tencache_fx.optim.HomeOptimizer has a new name: tencache_fx.optim.OffloadedOptimizer.")
+    raise AttributeError(f"module 'tencache_fx.optim' has no attribute {name!r}; it has {', '.join(__all__)}.")

@@ -53,7 +53,7 @@ _Rounds = list[tuple[Engine, Round, list[Tensor]]]
 class OffloadedOptimizer(OptimizerState):
     """Any torch optimizer class that updates each element by itself, with an fp32 master weight, all state at home.
 
-        HomeOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        OffloadedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
 
     `options` are those of `optimizer_class`; they may differ by group. `params` are bf16, fp16 or fp32 parameters on
     one or more cuda or cpu devices, as for torch. A parameter that is changed from outside between two steps, by

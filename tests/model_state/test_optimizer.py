@@ -408,3 +408,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def test_the_old_name_of_the_optimizer_tells_the_new_one() -> None:
+    with pytest.raises(AttributeError, match="new name: tencache_fx.optim.OffloadedOptimizer"):
+        _ = tencache_fx.optim.HomeOptimizer
+    with pytest.raises(AttributeError, match="it has AdamW, OffloadedOptimizer"):
+        _ = tencache_fx.optim.Adamw
