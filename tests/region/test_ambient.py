@@ -1,0 +1,169 @@
+"""What tracing may leave changed: no trace sees it of the one before, and nobody of a compilation between two steps."""
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import EAGER
+from torch import Tensor
+
+import tencache_fx
+from tencache_fx.region import ambient_state
+from tencache_fx.region.compilation import Region
+from tencache_fx.region.registry import REGIONS
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def set_back() -> object:
+    with ambient_state.unchanged(CPU):
+        yield
+
+
+def layers(x: Tensor) -> Tensor:
+    for _ in range(6):
+        x = torch.exp(torch.tanh(x))
+    return x
+
+
+def ends_without_gradients(x: Tensor) -> Tensor:
+    result = layers(x)
+    torch.set_grad_enabled(False)
+    return result
+
+
+def ends_in_double(x: Tensor) -> Tensor:
+    result = layers(x) * torch.ones(x.shape[1])
+    torch.set_default_dtype(torch.float64)
+    return result
+
+
+def ends_deterministic(x: Tensor) -> Tensor:
+    result = layers(x)
+    torch.use_deterministic_algorithms(True)
+    return result
+
+
+def ends_without_forward_gradients(x: Tensor) -> Tensor:
+    result = layers(x)
+    torch._C._set_fwd_grad_enabled(False)
+    return result
+
+
+ENDS = (ends_without_gradients, ends_in_double, ends_deterministic, ends_without_forward_gradients)
+
+
+def state() -> dict[str, object]:
+    return {
+        "gradients": torch.is_grad_enabled(),
+        "forward gradients": torch._C._is_fwd_grad_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "drawn": torch.get_rng_state().tolist(),
+        "drawn by Python": random.getstate(),
+    }
+
+
+@pytest.fixture
+def twice_traced(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """Have the first code of each region hold too much; the list gets the state in which each trace begins."""
+    found: list[dict[str, object]] = []
+    lower_source = Region._lower_source
+
+    def trace(region: Region, *args: object) -> object:
+        found.append(state())
+        return lower_source(region, *args)
+
+    def weigh(region: Region) -> int:
+        assert region.record is not None
+        region.record = dataclasses.replace(region.record, code_peak_bytes=region.record.plan.forecast.peak_bytes)
+        return len(found) % 2
+
+    monkeypatch.setattr(Region, "_lower_source", trace)
+    monkeypatch.setattr(Region, "_weigh", weigh)
+    return found
+
+
+@pytest.mark.parametrize("function", ENDS)
+def test_each_trace_begins_alike(function: Callable[[Tensor], Tensor], twice_traced: list[dict[str, object]]) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    results, states = [], []
+    for backend, options in (
+        ("aot_eager_decomp_partition", None),
+        ("tencache", {**EAGER, "device_budget": 10_000_000}),
+    ):
+        torch.compiler.reset()
+        with ambient_state.unchanged(CPU):
+            results.append(torch.compile(function, backend=backend, options=options)(x))
+            states.append(state())
+    assert len(twice_traced) == 2
+    first, second = twice_traced
+    assert first == second
+    assert torch.equal(*results)
+    assert states[0] == states[1]
+    assert torch.is_grad_enabled()
+    (wanted,) = torch.autograd.grad(results[0].sum(), x)
+    (found,) = torch.autograd.grad(results[1].sum(), x)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("function", ENDS)
+def test_compiling_between_steps_changes_nothing(
+    function: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Larger inputs are planned for when they come. The mode of gradients AOTAutograd sets as the region does."""
+    draws, lower_source = [], Region._lower_source
+
+    def trace(region: Region, *args: object) -> object:
+        draws.append((torch.rand(1), random.random()))
+        torch.set_autocast_enabled("cpu", len(draws) > 1)
+        return lower_source(region, *args)
+
+    monkeypatch.setattr(Region, "_lower_source", trace)
+    run = torch.compile(function, backend="tencache", dynamic=True, options={**EAGER, "device_budget": 400_000})
+    with ambient_state.unchanged(CPU):
+        first = run(torch.randn(96, 64, requires_grad=True))
+    first.sum().backward()
+    before, compiled = state(), REGIONS.compilations
+    with torch.random.fork_rng():
+        x = torch.randn(128, 64, requires_grad=True)
+    result = run(x)
+    assert REGIONS.compilations > compiled, "it was not planned anew"
+    assert tencache_fx.regions()[-1].plan.spills
+    after = state()
+    assert after.pop("gradients") is (function is not ends_without_gradients)
+    before.pop("gradients")
+    assert {name for name in after if after[name] != before[name]} == set()
+    with torch.enable_grad():
+        (found,) = torch.autograd.grad(result.sum(), x)
+        (wanted,) = torch.autograd.grad(layers(x).sum(), x)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_autocast_and_random_numbers_are_set_back() -> None:
+    before = state()
+    with ambient_state.unchanged(CPU):
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_autocast_dtype("cpu", torch.float16)
+        torch.set_autocast_cache_enabled(False)
+        torch.rand(3)
+        random.random()
+        assert state() != before
+    assert state() == before
+    assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_what_fails_is_set_back_too() -> None:
+    def fail() -> None:
+        with ambient_state.unchanged(CPU):
+            torch.set_grad_enabled(False)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert torch.is_grad_enabled()
