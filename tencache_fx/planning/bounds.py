@@ -1,6 +1,7 @@
 """What no plan can beat: a relaxation of keep, recompute, host and NVMe decided together. No torch, no policy's code.
 
 Look at one step k. What lives there and is over the budget is either away on a trip, or will be computed again later.
+The time between the two graphs counts as such a step, without a duration.
 Say m bytes are away, and the rest is recomputed:
 
     the m bytes have gone out before k, no faster than the link (and, what host memory cannot hold, the disk) carries
@@ -13,6 +14,7 @@ the bound lower than what can be reached, never higher.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from tencache_fx.planning.liveness import inactive_intervals, is_candidate, live
 from tencache_fx.planning.problem import Problem, Storage
 
 _Floats = np.ndarray[Any, np.dtype[np.float64]]
+_Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 _STEPS = 64  # so many steps are looked at: the fullest of as many stretches
 _CELLS = 256  # m is searched in so many cells, twice
@@ -36,10 +39,25 @@ def joint_lower_bound_ns(problem: Problem) -> int:
     limit = problem.budgets.device_bytes
     if limit is None or not problem.ops:
         return ideal_ns
-    over = live_bytes(problem) - limit
     relaxed = _Relaxation(problem)
-    bounds = (relaxed.at(step, int(over[step])) for step in _fullest(over, problem.boundary))
-    return int(max(ideal_ns, max(bounds, default=0.0)))
+    over = live_bytes(replace(problem, between_bytes=0)) - limit
+    bounds = [relaxed.at(step, int(over[step])) for step in _fullest(over, problem.boundary)]
+    over_between = _bytes_between(problem) - limit
+    if over_between > 0:
+        bounds.append(relaxed.between(over_between))
+    return int(max([ideal_ns, *bounds]))
+
+
+def _bytes_between(problem: Problem) -> int:
+    """Return the bytes in use between the graphs if nothing is away: apart from the first backward step's.
+
+    Recomputing puts other steps first in the backward graph, and what others hold between the graphs counts there.
+    """
+    boundary = problem.boundary
+    if boundary >= len(problem.ops):
+        return 0
+    across = sum(s.nbytes for s in problem.storages if s.birth < boundary < s.death)
+    return across + problem.between_bytes + problem.outside_bytes
 
 
 def _fullest(over: "np.ndarray[Any, np.dtype[np.int64]]", boundary: int) -> Iterator[int]:
@@ -88,8 +106,26 @@ class _Relaxation:
 
     def at(self, step: int, over_bytes: int) -> float:
         """Return what every plan needs because of `step`, in ns; 0 if no plan can make it fit."""
-        away = (self.used < step) & (step < self.back)
-        freed, cost_ns = self._prices((self.last_early < step) & (step < self.first_late))
+        return self._least_ns(
+            over_bytes,
+            away=(self.used < step) & (step < self.back),
+            recomputed=(self.last_early < step) & (step < self.first_late),
+            span=(step, step + 1),
+        )
+
+    def between(self, over_bytes: int) -> float:
+        """Return what every plan needs because of the time between the graphs, in ns; 0 if no plan can make it fit."""
+        boundary = self.problem.boundary
+        return self._least_ns(
+            over_bytes,
+            away=(self.used < boundary) & (boundary <= self.back),
+            recomputed=self.last_early < boundary,
+            span=(boundary, boundary),
+        )
+
+    def _least_ns(self, over_bytes: int, away: _Mask, recomputed: _Mask, span: tuple[int, int]) -> float:
+        """Return the least time in which `over_bytes` are not there while the steps of `span` run."""
+        freed, cost_ns = self._prices(recomputed)
         low = max(0.0, over_bytes - float(freed[-1]))
         high = min(float(over_bytes), float(self.moved_bytes[away].sum()), self.tiers)
         if low > high:
@@ -100,20 +136,21 @@ class _Relaxation:
             gone_ns = self._carried(moved, self.made_ns[away], self.moved_bytes[away], self.out, self.write)
             back_ns = self._carried(moved, self.tail_ns[away], self.moved_bytes[away], self.into, self.read)
             # In a cell, at least its lower end is moved, and at least what its upper end leaves is recomputed.
-            cells = self._makespan(step, recomputed_ns[1:], gone_ns[:-1], back_ns[:-1])
+            cells = self._makespan(span, recomputed_ns[1:], gone_ns[:-1], back_ns[:-1])
             if last:
                 break
-            reached = self._makespan(step, recomputed_ns, gone_ns, back_ns).min()
+            reached = self._makespan(span, recomputed_ns, gone_ns, back_ns).min()
             near = np.flatnonzero(cells <= reached)
             moved = np.linspace(moved[near[0]], moved[near[-1] + 1], _CELLS + 1)
         return float(cells.min())
 
-    def _makespan(self, step: int, recomputed_ns: _Floats, gone_ns: _Floats, back_ns: _Floats) -> _Floats:
-        """Return the least time of a region in which copies take that long before and after `step`."""
-        here = float(self.durations[step])
-        before, after = float(self.ends[step]) - here, float(self.ends[-1] - self.ends[step])
+    def _makespan(self, span: tuple[int, int], recomputed_ns: _Floats, gone_ns: _Floats, back_ns: _Floats) -> _Floats:
+        """Return the least time of a region in which copies take that long before and after the steps of `span`."""
+        first, last = span
+        before, here = float(self.durations[:first].sum()), float(self.durations[first:last].sum())
+        after = float(self.durations[last:].sum())
         gone_by, rest = np.maximum(before, gone_ns), np.maximum(after, back_ns)
-        if step < self.problem.boundary:  # what runs again does so later
+        if last <= self.problem.boundary:  # the steps that run again do so later
             rest = np.maximum(rest, after + recomputed_ns)
         least: _Floats = here + np.maximum(before + after + recomputed_ns, gone_by + rest)
         return least
@@ -132,7 +169,7 @@ class _Relaxation:
             least = np.maximum(least, on_disk / disk)
         return least
 
-    def _prices(self, mask: "np.ndarray[Any, np.dtype[np.bool_]]") -> tuple[_Floats, _Floats]:
+    def _prices(self, mask: _Mask) -> tuple[_Floats, _Floats]:
         """Return a curve: bytes freed by recomputing, and the least time it takes, cheapest bytes first.
 
         A step that several recipes need is shared out among them by bytes, so that no choice is charged for more than

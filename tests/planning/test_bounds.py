@@ -100,6 +100,35 @@ def test_without_recipes_the_bound_is_one_for_trips_alone(problem: Problem) -> N
     assert 0.97 * lower_bound_ns(problem) - 1 <= bound <= plan.forecast.makespan_ns
 
 
+def test_memory_held_between_the_graphs_counts_where_the_backward_begins_after_recomputing() -> None:
+    """What others hold between the graphs is not held at a step that recomputing puts behind the first one."""
+    saved = Storage(
+        name="free",
+        nbytes=2,
+        kind=Kind.ACTIVATION,
+        birth=Step(0),
+        death=Step(5),
+        uses=(Step(0), Step(3)),
+        spillable=False,
+    )
+    costly = replace(saved, name="costly", birth=Step(1), death=Step(5), uses=(Step(1), Step(4)))
+    gradient = Storage(
+        name="g", nbytes=1, kind=Kind.INPUT, birth=Step(3), death=Step(4), uses=(Step(3),), spillable=False
+    )
+    problem = Problem(
+        ops=tuple(Op(name=f"op_{step}", duration_ns=int(step == 1)) for step in range(5)),
+        boundary=Step(3),
+        storages=(replace(saved, death=Step(4)), costly, gradient),
+        links=links(0),
+        budgets=Budgets(device_bytes=6, host_bytes=GIB),
+        between_bytes=4,
+        recipes=(Recipe(name="free", steps=(Step(0),)), Recipe(name="costly", steps=(Step(1),))),
+    )
+    changed = recompute(problem, ["free"])
+    assert int(live_bytes(problem).max()) > 6 >= int(live_bytes(changed).max())
+    assert joint_lower_bound_ns(problem) == sum(op.duration_ns for op in changed.ops) == 1
+
+
 def test_a_step_that_two_recipes_share_is_counted_once() -> None:
     saved = Storage(
         name="a", nbytes=8, kind=Kind.ACTIVATION, birth=Step(1), death=Step(5), uses=(Step(1), Step(4)), spillable=True
