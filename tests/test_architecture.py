@@ -274,4 +274,4 @@ def test_one_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     source = (ROOT / "tencache_fx" / "version.py").read_text()
     assert f'__version__ = "{project["version"]}"' in source
-    assert f"\n## {project['version']}\n" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\n## [{project['version']}]\n" in (ROOT / "CHANGELOG.md").read_text()
