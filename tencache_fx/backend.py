@@ -13,11 +13,13 @@ from typing import Any
 from torch import fx
 
 from tencache_fx import compat
+from tencache_fx.model_state import parameter_ops as _parameter_kernels  # noqa: F401  (registers the ops' kernels)
+from tencache_fx.model_state.parameter_store import find_homes
 from tencache_fx.options import Options
 from tencache_fx.region.compilation import Compiled, Region
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.runtime import op_kernels as _kernels  # noqa: F401  (registers the ops' kernels)
-from tencache_fx.runtime.engine_registry import find_homes, usage
+from tencache_fx.runtime.engine_registry import usage
 from tencache_fx.tensors import main_device
 
 log = logging.getLogger("tencache_fx")

@@ -27,7 +27,7 @@ Inductor data edges, and their death tells the runtime that a trip was abandoned
 runtime that serves the op; it is a literal in the graph, so nothing is looked up by context at run time.
 
 Defined through `torch.library.Library`, not `custom_op`, whose dispatch costs 30 us a call instead of 5.
-The kernels are registered by `tencache_fx.runtime.op_kernels`.
+The kernels are registered by `tencache_fx.runtime.op_kernels` and `tencache_fx.model_state.parameter_ops`.
 """
 
 from collections.abc import Sequence

@@ -53,24 +53,6 @@ TORCH_FREE = (
 )
 """These, and all of `planning`, start without torch: commands answer at once."""
 
-NOT_YET = {
-    ("runtime.engine", "model_state.disk_state"),
-    ("runtime.engine", "model_state.host_gradient"),
-    ("runtime.engine", "model_state.parameter_store"),
-    ("runtime.engine", "model_state.pending_backwards"),
-    ("runtime.engine_registry", "model_state.offloaded_parameter"),
-    ("runtime.transfers", "model_state.host_gradient"),
-    ("runtime.trips", "model_state.offloaded_parameter"),
-}
-"""Imports up the list that are still there: the engine has yet to be split into transfers and parameters' half."""
-
-CIRCULAR = {
-    ("model_state.offloaded_parameter", "model_state.disk_state"),
-    ("model_state.offloaded_parameter", "model_state.host_gradient"),
-    ("model_state.offloaded_parameter", "model_state.host_state"),
-}
-"""Imports for types only that close a circle: a parameter names the classes of its state and of its gradient."""
-
 MOST_LINES = 400
 MOST_TEST_LINES = 600
 MOST_FUNCTION_LINES = 70
@@ -132,10 +114,7 @@ def upward(trees: Mapping[str, ast.AST]) -> set[tuple[str, str]]:
 
 def cycles(trees: Mapping[str, ast.AST]) -> list[tuple[str, ...]]:
     """Return chains of modules that import each other in a circle, for types, too."""
-    reads = {
-        name: {other for other in ours(imported(tree)) - {name} if (name, other) not in NOT_YET | CIRCULAR}
-        for name, tree in trees.items()
-    }
+    reads = {name: ours(imported(tree)) - {name} for name, tree in trees.items()}
     found, done = [], set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
@@ -185,7 +164,7 @@ def test_no_public_name_is_hidden_by_a_module():
 
 
 def test_imports_point_down_the_list():
-    assert upward(TREES) == NOT_YET
+    assert upward(TREES) == set()
 
 
 def test_no_import_cycles():

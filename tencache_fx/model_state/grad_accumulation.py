@@ -6,13 +6,13 @@ the device for the host. One pass adds and takes the norm of the sum, which clip
 
 import functools
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
+from tencache_fx.runtime.object_buffers import ObjectBuffers
 from tencache_fx.thread_safe import compile_for_threads
 
 _EXAMPLE_LENGTH = 1 << 20  # so many elements that a kernel is compiled for all threads
@@ -22,10 +22,10 @@ _LEAST_INFINITE = {torch.float16: 65520.0}  # what is rounded to infinity, where
 class GradientAccumulator:
     """Additions that have begun, carried out in their order. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: ObjectBuffers) -> None:
+        self.buffers = buffers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tencache-add")
         self._lock = threading.Lock()
-        self._pending: deque[Future[Tensor]] = deque()
         self._closed = False
 
     def begin(self, work: Callable[[], Tensor]) -> "Future[Tensor] | None":
@@ -33,23 +33,9 @@ class GradientAccumulator:
         with self._lock:
             if self._closed:
                 return None
-            while self._pending and self._pending[0].done():
-                self._pending.popleft()
-            self._pending.append(self._thread.submit(work))
-            return self._pending[-1]
-
-    def wait_for_one(self) -> bool:
-        """Block until the first addition under way is done, well or not; say whether there was one."""
-        with self._lock:
-            first = self._pending.popleft() if self._pending else None
-        if first is not None:
-            first.exception()
-        return first is not None
-
-    def wait(self) -> None:
-        """Block until no addition is under way."""
-        while self.wait_for_one():
-            pass
+            begun = self._thread.submit(work)
+            self.buffers.expect(begun)  # it gives the second gradient's buffer back
+            return begun
 
     def stop(self) -> None:
         """Finish all that has begun, and join the thread."""

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tencache_fx.errors import InvariantError, UsageError
-from tencache_fx.model_state.grad_accumulation import kernel_of
-from tencache_fx.model_state.parameter_store import ParameterStore
+from tencache_fx.model_state.grad_accumulation import GradientAccumulator, kernel_of
 from tencache_fx.runtime.buffers import Buffer
 from tencache_fx.runtime.streams import Event
 from tencache_fx.runtime.transfers import Layout
@@ -34,7 +33,7 @@ class HostGradientBuffer:
 
     def __init__(
         self,
-        homes: ParameterStore,
+        additions: GradientAccumulator,
         buffer: Buffer,
         layout: Layout,
         landed: Event,
@@ -48,11 +47,11 @@ class HostGradientBuffer:
         self._readers: list[Future[Any]] = []  # somebody reads `_host` until these are done
         self._on_device: Tensor | None = None
         self._landed = landed
-        self._additions = homes.updates.additions
+        self._additions = additions
         self._host = torch.empty(0, dtype=layout.dtype, device="cpu").set_(
             buffer.memory.untyped_storage(), 0, layout.size, layout.stride
         )
-        weakref.finalize(self, homes.give_back_later, buffer).atexit = False
+        weakref.finalize(self, additions.buffers.give_back_later, buffer).atexit = False
 
     def scale(self, factor: Tensor) -> None:
         """Multiply by a number, a tensor of one element that nobody changes, later."""

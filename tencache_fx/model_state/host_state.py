@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tencache_fx.model_state.parameter_store import ParameterStore
 from tencache_fx.planning.problem import Tier
+from tencache_fx.runtime.buffers import Use
+from tencache_fx.runtime.object_buffers import ObjectBuffers
 from tencache_fx.units import round_up
 
 _ALIGN_BYTES = 64
@@ -24,7 +25,7 @@ class State:
     """
 
     def __init__(
-        self, homes: ParameterStore, parameter: Tensor, dtypes: Mapping[str, torch.dtype], *, on_device: bool
+        self, buffers: ObjectBuffers, parameter: Tensor, dtypes: Mapping[str, torch.dtype], *, on_device: bool
     ) -> None:
         self.layout = parameter.size(), parameter.stride()
         self.dtypes = dict(dtypes)
@@ -38,8 +39,8 @@ class State:
             device = parameter.device if on_device else "cpu"
             self.arrays = tuple(torch.empty(count, dtype=dtype, device=device) for dtype in dtypes.values())
         else:
-            buffer = homes.lend_state(self.nbytes)
-            weakref.finalize(self, homes.discard_later, buffer).atexit = False
+            buffer = buffers.lend_settled(self.nbytes, Use.STATE)
+            weakref.finalize(self, buffers.discard_later, buffer).atexit = False
             self.arrays = tuple(
                 own_storage(buffer.memory[start : start + count * dtype.itemsize], dtype)
                 for start, dtype in zip(starts, dtypes.values(), strict=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tencache_fx.errors import UsageError
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
-from tencache_fx.runtime.engine_registry import find_home
+from tencache_fx.model_state.parameter_store import find_home
 
 
 class _Guard:

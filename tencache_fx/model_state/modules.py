@@ -26,11 +26,12 @@ from tencache_fx.model_state.arguments import find_device, need_model
 from tencache_fx.model_state.module_guards import guard, keep_loadable
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.offloading import Offloading, wants_home
+from tencache_fx.model_state.parameter_store import find_home, parameters_of
 from tencache_fx.model_state.sharding import guard_from_sharding, refuse_shards
 from tencache_fx.model_state.step_hooks import check_updates_in_backward
 from tencache_fx.options import Options
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.engine_registry import find_engine, find_home, open_engine, usage
+from tencache_fx.runtime.engine_registry import find_engine, open_engine, usage
 
 _READ_THEIR_CHILDRENS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # parameters, without calling these
 
@@ -131,7 +132,7 @@ def _take_over(home: OffloadedParameter, given: Tensor) -> bool:
     home.forget()
     parameter.data = given
     if wants_home(parameter, home.name, adapts=False):
-        engine.homes.settle_in(parameter, home.name, engine.device)
+        parameters_of(engine).settle_in(parameter, home.name, engine.device)
     return False
 
 

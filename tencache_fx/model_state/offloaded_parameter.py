@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +16,13 @@ from torch.autograd.graph import increment_version
 
 from tencache_fx import compat
 from tencache_fx.errors import InvariantError, UsageError
+from tencache_fx.model_state.disk_state import DiskState
+from tencache_fx.model_state.host_gradient import HostGradientBuffer
+from tencache_fx.model_state.host_state import State
 from tencache_fx.planning.problem import STATE_BYTES, Tier
 from tencache_fx.runtime.buffers import Buffer
 from tencache_fx.runtime.streams import Event, Lane, Streams
 from tencache_fx.runtime.transfers import Layout, raw_bytes
-
-if TYPE_CHECKING:
-    from tencache_fx.model_state.disk_state import DiskState
-    from tencache_fx.model_state.host_gradient import HostGradientBuffer
-    from tencache_fx.model_state.host_state import State
 
 
 class OffloadedParameter:
@@ -135,6 +133,10 @@ class OffloadedParameter:
     def on_device(self) -> bool:
         """Say whether the parameter's bytes are on the device, too."""
         return is_on_device(self.parameter)
+
+    def has_left(self) -> bool:
+        """Return True if no copy reads what is at home any more."""
+        return self.left is None or self.left.query()
 
     @property
     def updating(self) -> bool:

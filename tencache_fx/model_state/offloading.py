@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tencache_fx.errors import OptionError
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+from tencache_fx.model_state.parameter_store import parameters_of
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
 
@@ -65,16 +66,16 @@ class Offloading:
         _check_makers(model)
         sizes = []
         for name, parameter in model.named_parameters():
-            if self._engine.homes.find(parameter) is None and _may_leave(parameter, adapts=self._adapts):
+            if parameters_of(self._engine).find(parameter) is None and _may_leave(parameter, adapts=self._adapts):
                 if not parameter.is_meta:  # else it is made dense
                     wants_home(parameter, name, adapts=self._adapts)
                 sizes.append(parameter.nbytes)
         self.nbytes = sum(sizes)
-        engine.homes.drain()
+        engine.object_buffers.drain()
         engine.pool.make_room(sizes, Use.HOME)
 
     def __enter__(self) -> "Offloading":
-        self._undo.callback(self._engine.homes.drain)
+        self._undo.callback(self._engine.object_buffers.drain)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -107,7 +108,7 @@ class Offloading:
 
     def move(self, parameter: nn.Parameter, name: str) -> int:
         """Give a parameter a home, if it wants one and has none, else have it on the device; return the bytes moved."""
-        homes = self._engine.homes
+        homes = parameters_of(self._engine)
         if homes.find(parameter) is not None:
             return 0
         before = parameter.data

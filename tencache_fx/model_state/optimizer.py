@@ -26,6 +26,7 @@ from tencache_fx.model_state.modules import engine_of, roomy_engine
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.optimizer_checks import check_group
 from tencache_fx.model_state.optimizer_state import OptimizerState
+from tencache_fx.model_state.parameter_store import find_home, parameters_of
 from tencache_fx.model_state.staged_update import PIECE_BYTES, Piece, Round, open_round, work_at_home
 from tencache_fx.model_state.step_hooks import check_last, check_node, hook, is_hooked_once, is_watched_in_graph
 from tencache_fx.model_state.step_kernel import find_rule
@@ -44,7 +45,6 @@ from tencache_fx.model_state.update import (
 )
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.engine_registry import find_home
 from tencache_fx.runtime.streams import Event
 
 _Rounds = list[tuple[Engine, Round, list[Tensor]]]
@@ -277,12 +277,13 @@ class OffloadedOptimizer(OptimizerState):
             count=partial(self._count, parameter, step.after),
             stats=engine.stats,
         )
-        update.prepare(engine.homes.updates)
+        updates = parameters_of(engine).updates
+        update.prepare(updates)
         home.come_home()
 
         def submit() -> "Future[None]":
-            where = {"on_disk": held.place is Tier.NVME}
-            return engine.homes.updates.submit(update, self._urgency[parameter], lambda: lease.has_landed, **where)
+            on_disk = held.place is Tier.NVME
+            return updates.submit(update, self._urgency[parameter], lambda: lease.has_landed, on_disk=on_disk)
 
         lease.note_reader(home.begin_update(submit, readers))
         home.note_update()

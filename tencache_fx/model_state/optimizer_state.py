@@ -17,11 +17,11 @@ from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.optimizer_checks import find_misfit
+from tencache_fx.model_state.parameter_store import find_home
 from tencache_fx.model_state.placement import StatePlacement, hold_state, is_in, on_cpu, saved_of, shown_of
 from tencache_fx.model_state.step_kernel import MASTER, Rule, Step
 from tencache_fx.model_state.update import dense_like, weakly
 from tencache_fx.planning.problem import Tier
-from tencache_fx.runtime.engine_registry import find_home
 
 
 class OptimizerState(torch.optim.Optimizer):

@@ -4,42 +4,49 @@ A home is found by its parameter's storage, which every alias of the parameter s
 """
 
 import contextlib
-import threading
+import os
+import warnings
 import weakref
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tencache_fx.errors import UsageError
+from tencache_fx.errors import InvariantError, UsageError
+from tencache_fx.model_state.disk_state import DiskLine
+from tencache_fx.model_state.grad_accumulation import GradientAccumulator
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+from tencache_fx.model_state.pending_backwards import PendingBackwards
 from tencache_fx.model_state.update_queue import Updates
-from tencache_fx.runtime.buffers import Buffer, Use
-from tencache_fx.runtime.pool import Pool
-from tencache_fx.runtime.streams import Streams
+from tencache_fx.runtime.buffers import Use
+from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.engine_registry import find_engine, inherited_engines
+
+_MOST_ROOM_BYTES = 192 << 20
 
 
 class ParameterStore:
-    """All homes of one device, and the thread that works on them (`updates`)."""
+    """All homes of one device, with the threads that update them and add up their gradients.
 
-    def __init__(self, pool: Pool, streams: Streams) -> None:
-        self.updates = Updates(streams)
+    It is the attachment of the device's engine, made when the first parameter is offloaded (`parameters_of`).
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.updates = Updates(engine.streams)
+        self.additions = GradientAccumulator(engine.object_buffers)
+        self.pending = PendingBackwards()
         self.kept = WeakTensorKeyDictionary()  # trained parameters without a home, which stay with all that is theirs
-        self._pool = pool
-        self._streams = streams
+        self._engine, self._buffers = engine, engine.object_buffers
+        self._disk_line: DiskLine | None = None
         self._by_storage: dict[int, OffloadedParameter] = {}
-        self._gone: deque[Buffer] = deque()
-        self._discarded: deque[Buffer] = deque()
-        self._left_behind: deque[OffloadedParameter] = deque()
         self._guards: list[Any] = []  # hooks of torch's, while there are homes
-        self._draining = threading.Lock()  # threads take turns; finalizers only append
-        pool.keep_free(self._state_to_come)
+        engine.pool.keep_free(self._state_to_come)
 
     def __iter__(self) -> Iterator[OffloadedParameter]:
         for key, home in tuple(self._by_storage.items()):
@@ -49,6 +56,13 @@ class ParameterStore:
 
     def __len__(self) -> int:
         return len(self._by_storage)
+
+    @property
+    def disk_line(self) -> DiskLine:
+        """Return what keeps optimizers' state in the store; raises `OptionError` when there is no store."""
+        if self._disk_line is None:
+            self._disk_line = DiskLine(self._engine.pool, self._engine.trips.need_store(), self._engine.stats.add)
+        return self._disk_line
 
     def find(self, tensor: Tensor) -> OffloadedParameter | None:
         """Return the home of a parameter, or of an alias of it; None if it has none here."""
@@ -66,15 +80,15 @@ class ParameterStore:
 
         Raises `BudgetError` when the host budget has no room for it; then, as after any error, it is as it was.
         """
-        self.drain()
+        self._buffers.drain()
         value = parameter.detach()
-        buffer = self._pool.lend(value.numel() * value.itemsize, Use.HOME)
+        buffer = self._engine.pool.lend(value.numel() * value.itemsize, Use.HOME)
         with contextlib.ExitStack() as undo:
-            undo.callback(self._pool.discard, buffer)
+            undo.callback(self._engine.pool.discard, buffer)
             undo.callback(setattr, parameter, "data", value)
             empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
-            home = OffloadedParameter(empty, name, buffer, self._streams)
-            self._streams.settle(buffer.after)
+            home = OffloadedParameter(empty, name, buffer, self._engine.streams)
+            self._engine.streams.settle(buffer.after)
             buffer.after = ()
             home.fill(value)
             parameter.data = empty
@@ -90,53 +104,37 @@ class ParameterStore:
             self._guards.append(register_module_module_registration_hook(self._refuse_wrapper))
         return home
 
-    def lend(self, nbytes: int, use: Use) -> Buffer:
-        """Lend a buffer, rather when an addition under way is done than a new one before; raises `BudgetError`."""
-        self.drain()
-        while (buffer := self._pool.lend_at_hand(nbytes, use)) is None and self.updates.additions.wait_for_one():
-            self.drain()
-        return self._pool.lend(nbytes, use) if buffer is None else buffer
+    def stop(self, *, at_exit: bool) -> None:
+        """Finish all work on parameters and their state; bring all to the device, but for `at_exit`."""
+        with contextlib.ExitStack() as steps:  # runs last first, and every step even if one raises
+            if not at_exit:
+                steps.callback(self._bring_all)
+            if self._disk_line is not None:
+                steps.callback(self._disk_line.stop)
+                if not at_exit:
+                    steps.callback(self._disk_line.bring_back)
+            steps.callback(self.additions.stop)
+            steps.callback(self.updates.stop)
 
-    def lend_state(self, nbytes: int) -> Buffer:
-        """Lend a buffer for an optimizer's state, as it comes: clean or not; raises `BudgetError`."""
-        buffer = self.lend(nbytes, Use.STATE)
-        self._streams.settle(buffer.after)
-        buffer.after = ()
-        return buffer
-
-    def discard_later(self, buffer: Buffer) -> None:
-        """Have a buffer's memory given back to the system by the next call of ours: safe to call from a finalizer."""
-        self._discarded.append(buffer)
-
-    def give_back_later(self, buffer: Buffer) -> None:
-        """Have a buffer given back by the next call of ours: safe to call from a finalizer."""
-        self._gone.append(buffer)
-
-    def drain(self) -> None:
-        """Give back the buffers of what has died; those of homes once no copy reads them.
-
-        The memory of a home goes with the last tensor that shares it, such as one of a `state_dict`.
-        """
-        with self._draining:
-            while self._gone:
-                self._pool.give_back(self._gone.popleft())
-            while self._discarded:
-                self._pool.discard(self._discarded.popleft())
-            for _ in range(len(self._left_behind)):
-                home = self._left_behind.popleft()
-                if home.left is None or home.left.query():
-                    self._pool.discard(home.buffer)
-                else:
-                    self._left_behind.append(home)
-
-    def forget_all(self) -> None:
+    def forget(self) -> None:
         """Let go of all homes; parameters that are not on the device are lost."""
         self._by_storage.clear()
-        self._gone.clear()
-        self._discarded.clear()
-        self._left_behind.clear()
         while self._guards:
             self._guards.pop().remove()
+
+    def _bring_all(self) -> None:
+        for home in self:
+            try:
+                home.settle()
+            except InvariantError as error:
+                warnings.warn(str(error), stacklevel=2)
+            try:
+                home.bring()
+            except UsageError as error:
+                warnings.warn(str(error), stacklevel=2)
+            except torch.OutOfMemoryError:
+                home.move_out(torch.device("cpu"))
+                warnings.warn(f"{home.name} is on the CPU now: {self._engine.device} has no room for it.", stacklevel=2)
 
     def _state_to_come(self) -> int:
         """Return the bytes of host memory that optimizers may yet take for state that they have not made so far."""
@@ -147,7 +145,7 @@ class ParameterStore:
     def _forget(self, key: int, home: OffloadedParameter) -> None:
         if self._by_storage.get(key) is home:
             del self._by_storage[key]
-        self._left_behind.append(home)
+        self._buffers.discard_later(home.buffer, home.has_left)
 
     def _refuse(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Stop an optimizer that would change parameters whose bytes are not where it looks for them."""
@@ -175,3 +173,75 @@ class ParameterStore:
                     "the model first and call tencache_fx.offload then, or wrap it inside "
                     "`with tencache_fx.summon(model):`."
                 )
+
+
+def parameters_of(engine: Engine) -> ParameterStore:
+    """Return the offloaded parameters of an engine; the first call attaches an empty store."""
+    if (found := _attached_to(engine)) is not None:
+        return found
+    with engine.trips.lock:
+        if (found := _attached_to(engine)) is None:
+            engine.attachment = found = ParameterStore(engine)
+        return found
+
+
+def _attached_to(engine: Engine) -> ParameterStore | None:
+    """Return the offloaded parameters of an engine, if it ever had some. Takes no lock: a fork may leave one held."""
+    assert engine.attachment is None or isinstance(engine.attachment, ParameterStore)
+    return engine.attachment
+
+
+def _find(engine: Engine, parameter: Tensor) -> OffloadedParameter | None:
+    return None if (store := _attached_to(engine)) is None else store.find(parameter)
+
+
+def find_home(parameter: Tensor) -> OffloadedParameter | None:
+    """Return a parameter's home; None if it has none.
+
+    Raises `UsageError` in a forked process, where the parent's homes are not.
+    """
+    if parameter.device.type not in ("cpu", "cuda") or is_functorch_wrapped_tensor(parameter):
+        return None
+    engine = find_engine(parameter.device)
+    home = None if engine is None else _find(engine, parameter)
+    if home is None:
+        _refuse_inherited(parameter)
+    return home
+
+
+def _refuse_inherited(parameter: Tensor) -> None:
+    """Raise `UsageError` for a parameter that is at home in the process from which this one was forked."""
+    for engine in inherited_engines():
+        home = _find(engine, parameter)
+        if home is not None and not home.on_device:
+            raise UsageError(
+                f"{home.name} is at home in the memory of the process from which process {os.getpid()} was forked, "
+                "which has none of it; start the process by spawn, with a model and a state_dict() of its own."
+            )
+
+
+def find_homes(values: Sequence[object], device: torch.device) -> dict[int, OffloadedParameter]:
+    """Return the homes of the parameters among `values`, by position; what only shares memory with one is none."""
+    engine = find_engine(device) if device.type in ("cpu", "cuda") else None
+    homes = None if engine is None else _attached_to(engine)
+    if not homes:
+        return {}
+    tensors = ((index, value) for index, value in enumerate(values) if isinstance(value, torch.Tensor))
+    found = ((index, homes.find(tensor)) for index, tensor in tensors if tensor.device == device)
+    return {index: home for index, home in found if home is not None and home.parameter is values[index]}
+
+
+def follow(device: torch.device, results: object, homes: Mapping[str, OffloadedParameter]) -> None:
+    """Note a region's call, whose backward may come; see `PendingBackwards`."""
+    if (engine := find_engine(device)) is not None:
+        parameters_of(engine).pending.follow(results, homes)
+
+
+def open_update_room(device: torch.device, device_budget_bytes: int | None) -> None:
+    """Let updates of parameters with a home run on a GPU, too, in a fiftieth of its budget, 192 MiB at most."""
+    engine = find_engine(device)
+    if engine is not None and device.type == "cuda":
+        most = _MOST_ROOM_BYTES
+        parameters_of(engine).updates.open_room(
+            most if device_budget_bytes is None else min(most, device_budget_bytes // 50)
+        )

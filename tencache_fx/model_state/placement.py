@@ -12,11 +12,11 @@ from tencache_fx.model_state.disk_state import DiskState, line_bytes
 from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.modules import engine_of, roomy_engine
 from tencache_fx.model_state.offloading import LEAST_BYTES
+from tencache_fx.model_state.parameter_store import find_home, parameters_of
 from tencache_fx.model_state.staged_update import ROUND_BYTES
 from tencache_fx.model_state.step_kernel import MASTER
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
-from tencache_fx.runtime.engine_registry import find_home
 
 
 class StatePlacement:
@@ -36,7 +36,7 @@ class StatePlacement:
         """Return where a parameter's state is to be, given where it is now."""
         home = find_home(parameter)
         if home is None:  # for a small one the host would wait, and the device then for the host
-            stays = parameter.nbytes < LEAST_BYTES or parameter in engine_of(parameter.device).homes.kept
+            stays = parameter.nbytes < LEAST_BYTES or parameter in parameters_of(engine_of(parameter.device)).kept
             return Tier.DEVICE if stays else Tier.HOST
         if home.updated_here:
             return Tier.DEVICE
@@ -76,7 +76,7 @@ def hold_state(
     engine, home = roomy_engine(parameter.device), find_home(parameter)
     if place is not Tier.NVME:
         try:
-            held = State(engine.homes, parameter, dtypes, on_device=place is Tier.DEVICE)
+            held = State(engine.object_buffers, parameter, dtypes, on_device=place is Tier.DEVICE)
         except BudgetError:
             if engine.store is None or home is None:
                 raise
@@ -89,7 +89,7 @@ def hold_state(
                     tensor.fill_(value)
             return held
     label = "a parameter" if home is None else home.name
-    return DiskState(engine.disk_line, parameter, dtypes, values, label)
+    return DiskState(parameters_of(engine).disk_line, parameter, dtypes, values, label)
 
 
 def shown_of(held: State | DiskState) -> dict[str, Tensor]:

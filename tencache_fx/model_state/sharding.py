@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+from tencache_fx.model_state.parameter_store import parameters_of
 from tencache_fx.runtime.engine_registry import engines
 
 
@@ -75,4 +76,4 @@ def _home_below(module: nn.Module) -> OffloadedParameter | None:
 
 
 def _find(parameter: Tensor) -> OffloadedParameter | None:
-    return next((home for engine in engines() if (home := engine.homes.find(parameter)) is not None), None)
+    return next((home for engine in engines() if (home := parameters_of(engine).find(parameter)) is not None), None)

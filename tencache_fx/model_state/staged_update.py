@@ -52,7 +52,7 @@ def open_round(engine: Engine, count: int, most_bytes: int = PIECE_BYTES) -> Ite
     lent: list[Buffer] = []
     try:
         while len(lent) < _SOURCES * min(count, _DEPTH):
-            lent.append(engine.homes.lend(most_bytes, Use.ROUND))
+            lent.append(engine.object_buffers.lend(most_bytes, Use.ROUND))
         yield tuple(zip(*(lent[k::_SOURCES] for k in range(_SOURCES)), strict=True))
     except BaseException:
         # Whoever handles this may free what is still being copied.

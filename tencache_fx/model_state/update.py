@@ -14,11 +14,12 @@ from tencache_fx.model_state.host_gradient import HostGradient, HostGradientBuff
 from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.modules import engine_of
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+from tencache_fx.model_state.parameter_ops import homed, sink
+from tencache_fx.model_state.parameter_store import find_home
 from tencache_fx.model_state.step_hooks import step_hooks
 from tencache_fx.model_state.step_kernel import Step
 from tencache_fx.model_state.update_queue import Begun, Room, Updates
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.engine_registry import find_home
 from tencache_fx.runtime.stats import Stats
 
 _CPU = torch.device("cpu")
@@ -160,11 +161,9 @@ def set_master(master: Tensor, weight: Tensor) -> None:
 
 def send_home(engine: Engine, gradient: Tensor) -> HostGradient:
     """Return a gradient in host memory for one on the device."""
-    handle = engine.sink(gradient)
+    handle = sink(engine, gradient)
     engine.release(handle, gradient)
-    homed = engine.homed(handle)
-    assert isinstance(homed, HostGradient)
-    return homed
+    return homed(engine, handle)
 
 
 def gradient_at_home(parameter: Tensor, gradient: Tensor) -> HostGradient:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from tencache_fx.errors import TencacheError
-from tencache_fx.model_state.grad_accumulation import GradientAccumulator
 from tencache_fx.runtime.streams import Event, Lane, Streams
 
 _T = TypeVar("_T")
@@ -242,7 +241,6 @@ class Updates:
     """The threads and their tasks. Thread-safe."""
 
     def __init__(self, streams: Streams) -> None:
-        self.additions = GradientAccumulator()
         self._streams = streams
         self._count = itertools.count()
         self._shared, self._disk = _Queue(), _Queue()
@@ -290,7 +288,6 @@ class Updates:
         if self._on_device is not None:
             self._on_device.stop()
             self._on_device = None  # and with it the device memory
-        self.additions.stop()
 
     def _one_on_host(self) -> None:
         """Do one task, if the other thread has left one: this is called once for each task."""

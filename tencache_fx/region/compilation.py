@@ -12,7 +12,9 @@ from torch import fx
 from tencache_fx import compat
 from tencache_fx.errors import BudgetError
 from tencache_fx.hardware.device_memory import avoid_fragmentation, open_workspaces
+from tencache_fx.model_state import parameter_ops as _parameter_kernels  # noqa: F401  (registers the ops' kernels)
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+from tencache_fx.model_state.parameter_store import open_update_room
 from tencache_fx.ops import RUNTIME_OPS
 from tencache_fx.options import Options
 from tencache_fx.passes.barriers import PinOrder
@@ -40,7 +42,6 @@ from tencache_fx.region.timers import PhaseClock
 from tencache_fx.reporting.dump import write_region
 from tencache_fx.reporting.tables import show_summary
 from tencache_fx.runtime import op_kernels as _kernels  # noqa: F401  (registers the ops' kernels)
-from tencache_fx.runtime.engine_registry import open_update_room
 
 log = logging.getLogger("tencache_fx")
 

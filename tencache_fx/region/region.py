@@ -15,6 +15,7 @@ from tencache_fx.errors import BudgetError, StoreError, TencacheError, UsageErro
 from tencache_fx.hardware.cache import cached
 from tencache_fx.hardware.device_memory import held_bytes, most_bytes, peak_held_bytes
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+from tencache_fx.model_state.parameter_store import find_homes, follow
 from tencache_fx.model_state.step_hooks import check_updates_in_backward
 from tencache_fx.options import Options
 from tencache_fx.planning.plan import Plan
@@ -30,7 +31,7 @@ from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.timers import CallTimes, PhaseClock
 from tencache_fx.reporting.dump import write_measured
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.engine_registry import find_homes, follow, open_engine
+from tencache_fx.runtime.engine_registry import open_engine
 from tencache_fx.tensors import are_faked
 from tencache_fx.units import format_ns
 

@@ -4,22 +4,17 @@ import atexit
 import ctypes
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
-from tencache_fx.errors import InvariantError, TencacheError, UsageError
+from tencache_fx.errors import InvariantError, TencacheError
 from tencache_fx.hardware.devices import resolve_device
-from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.store import Store
-
-_MOST_ROOM_BYTES = 192 << 20
 
 
 class Registry:
@@ -46,15 +41,9 @@ class Registry:
             self._engines = {index: engine for index, engine in self._engines.items() if not engine.closed}
             return tuple(engine for engine in self._engines.values() if not engine.inherited)
 
-    def refuse_inherited(self, parameter: Tensor) -> None:
-        """Raise `UsageError` for a parameter that is at home in the process from which this one was forked."""
-        for engine in self._engines.values():
-            home = engine.homes.find(parameter) if engine.inherited and not engine.closed else None
-            if home is not None and not home.on_device:
-                raise UsageError(
-                    f"{home.name} is at home in the memory of the process from which process {os.getpid()} was forked, "
-                    "which has none of it; start the process by spawn, with a model and a state_dict() of its own."
-                )
+    def inherited_engines(self) -> tuple[Engine, ...]:
+        """Return the engines that the process from which this one was forked had open."""
+        return tuple(engine for engine in self._engines.values() if engine.inherited and not engine.closed)
 
     def install(self, engine: Engine) -> None:
         """Make `engine` its device's; raises `InvariantError` when the device has another open one."""
@@ -127,44 +116,6 @@ def find_engine(device: torch.device) -> Engine | None:
     return next((engine for engine in engines() if engine.device == device), None)
 
 
-def find_home(parameter: Tensor) -> OffloadedParameter | None:
-    """Return a parameter's home; None if it has none.
-
-    Raises `UsageError` in a forked process, where the parent's homes are not.
-    """
-    if parameter.device.type not in ("cpu", "cuda") or is_functorch_wrapped_tensor(parameter):
-        return None
-    engine = find_engine(parameter.device)
-    home = None if engine is None else engine.homes.find(parameter)
-    if home is None:
-        _REGISTRY.refuse_inherited(parameter)
-    return home
-
-
-def find_homes(values: Sequence[object], device: torch.device) -> dict[int, OffloadedParameter]:
-    """Return the homes of the parameters among `values`, by position; what only shares memory with one is none."""
-    engine = find_engine(device) if device.type in ("cpu", "cuda") else None
-    if engine is None or not engine.homes:
-        return {}
-    tensors = ((index, value) for index, value in enumerate(values) if isinstance(value, torch.Tensor))
-    found = ((index, engine.homes.find(tensor)) for index, tensor in tensors if tensor.device == engine.device)
-    return {index: home for index, home in found if home is not None and home.parameter is values[index]}
-
-
-def follow(device: torch.device, results: object, homes: Mapping[str, OffloadedParameter]) -> None:
-    """Note a region's call, whose backward may come; see `flights`."""
-    if (engine := find_engine(device)) is not None:
-        engine.flights.follow(results, homes)
-
-
-def open_update_room(device: torch.device, device_budget_bytes: int | None) -> None:
-    """Let updates of parameters with a home run on a GPU, too, in a fiftieth of its budget, 192 MiB at most."""
-    engine = find_engine(device)
-    if engine is not None and device.type == "cuda":
-        most = _MOST_ROOM_BYTES
-        engine.homes.updates.open_room(most if device_budget_bytes is None else min(most, device_budget_bytes // 50))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """What a device's runtime has taken from the system, and how much of that is lent to values that are away.
@@ -204,6 +155,11 @@ def engine_by_id(index: int) -> Engine:
 def engines() -> tuple[Engine, ...]:
     """Return all open engines."""
     return _REGISTRY.open_engines()
+
+
+def inherited_engines() -> tuple[Engine, ...]:
+    """Return the engines of the process from which this one was forked; it has none of their memory."""
+    return _REGISTRY.inherited_engines()
 
 
 def install_engine(engine: Engine) -> None:

@@ -17,7 +17,6 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,9 +27,6 @@ from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Buffer
 from tencache_fx.runtime.store import Extent
 from tencache_fx.runtime.streams import Event
-
-if TYPE_CHECKING:
-    from tencache_fx.model_state.host_gradient import HostGradientBuffer
 
 _REMEMBERED = 4096
 """How many trips that are over can still be named in an error."""
@@ -92,7 +88,7 @@ class ActiveTransfer:
     read: "Future[None] | None" = None
     dst: Tensor | None = None
     copied_in: Event | None = None
-    lease: "HostGradientBuffer | None" = None  # of a gradient that has left
+    payload: object | None = None  # who owns the value in host memory, if that is not the trip: a gradient
     owners: dict[str, int] = field(default_factory=dict)  # "handle", "ticket": the address of its key
 
     def refusal(self) -> str:

@@ -12,20 +12,21 @@ import contextlib
 import threading
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from functools import partial
 
 from torch import Tensor
 
 from tencache_fx.errors import BudgetError, InvariantError, OptionError, StoreError, TencacheError
-from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.planning.plan import PoolClass
+from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Buffer, Use
 from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.stats import Stats
 from tencache_fx.runtime.store import WORKERS, Extent, Store
 from tencache_fx.runtime.streams import Event, Lane, Streams
-from tencache_fx.runtime.transfers import ActiveTransfer, Stage, TransferTable, raw_bytes
+from tencache_fx.runtime.transfers import ActiveTransfer, Layout, Stage, TransferTable, raw_bytes
 
 
 class TripLifecycle:
@@ -45,13 +46,20 @@ class TripLifecycle:
         self._warned = False
         self._writers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tencache-writer")
         self._readers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tencache-reader")
-        self._fetchers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tencache-fetcher")  # they wait for updates
+        self._fetchers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tencache-fetcher")
 
     def need_store(self) -> Store:
         """Return the store; raises `OptionError` when there is none."""
         if self.store is None:
             raise OptionError("a tensor was sent to disk, but there is no spill_dir; name one.")
         return self.store
+
+    def begin(self, src: Tensor, layout: Layout, label: str, tier: Tier, buffer: Buffer) -> ActiveTransfer:
+        """Issue the copy of `src` to its buffer; return the trip that begins so. Lock held."""
+        source, after = raw_bytes(src), (self._streams.record_compute(), *buffer.after)
+        copied_out = self._streams.copy(Lane.OUT, buffer.memory[: layout.nbytes], source, after)
+        buffer.after = (copied_out,)
+        return ActiveTransfer(self.slots.next_key(), label, tier, layout, copied_out, source, buffer)
 
     def start_write(self, slot: ActiveTransfer, buffer: Buffer, extent: Extent) -> None:
         """Let a worker write the buffer once its copy out has landed. Lock held."""
@@ -71,18 +79,12 @@ class TripLifecycle:
             self._leave_buffer(slot, buffer)
         else:
             assert slot.extent is not None
-            slot.read = self._readers.submit(self._read, slot, slot.extent, dst, allocated)
-            slot.reading = True
+            self._issue_later(self._readers, slot, partial(self._read, slot, slot.extent, dst, allocated))
         slot.dst = dst
 
-    def bring_home(self, slot: ActiveTransfer, home: OffloadedParameter, dst: Tensor, allocated: Event) -> None:
-        """Issue the copy in of a parameter, behind an update under way. Lock held."""
-        if home.updating:
-            slot.read = self._fetchers.submit(self._read_home, slot, home, dst, allocated)
-            slot.reading = True
-        else:
-            home.settle()
-            slot.copied_in = home.copy_in(dst, (allocated,))
+    def bring_later(self, slot: ActiveTransfer, dst: Tensor, issue: Callable[[], Event]) -> None:
+        """Have a thread `issue` the copy to `dst`, which may block first; it returns the copy's event. Lock held."""
+        self._issue_later(self._fetchers, slot, issue)
         slot.dst = dst
 
     def arrived(self, slot: ActiveTransfer) -> bool:
@@ -185,20 +187,15 @@ class TripLifecycle:
                     self._pool.park(buffer)
                 self._pool.give_back(buffer)
 
-    def _read(self, slot: ActiveTransfer, extent: Extent, dst: Tensor, allocated: Event) -> None:
-        """Read an extent into a staging buffer and issue the copy in."""
+    def _issue_later(self, threads: ThreadPoolExecutor, slot: ActiveTransfer, issue: Callable[[], Event]) -> None:
+        slot.read = threads.submit(self._issue, slot, issue)
+        slot.reading = True
+
+    def _issue(self, slot: ActiveTransfer, issue: Callable[[], Event]) -> None:
+        """Issue the copy in; nothing is read any more from here on."""
         copied_in = None
         try:
-            buffer = self.lend(extent.nbytes, Use.STAGING, slot.label)
-            try:
-                self._streams.settle(buffer.after)
-                buffer.after = ()
-                self.need_store().read(extent, buffer.view)
-                self._stats.add(disk_read_bytes=extent.nbytes)
-                copied_in = self._streams.copy(Lane.IN, raw_bytes(dst), buffer.memory[: extent.nbytes], (allocated,))
-                buffer.after = (copied_in,)
-            finally:
-                self._pool.give_back(buffer)
+            copied_in = issue()
         finally:
             with self.lock:
                 slot.reading = False
@@ -207,18 +204,19 @@ class TripLifecycle:
                 if slot.stage is Stage.DROPPED:
                     self._abandon(slot)
 
-    def _read_home(self, slot: ActiveTransfer, home: OffloadedParameter, dst: Tensor, allocated: Event) -> None:
-        """Issue the copy in once the update is done."""
-        copied_in = None
+    def _read(self, slot: ActiveTransfer, extent: Extent, dst: Tensor, allocated: Event) -> Event:
+        """Read an extent into a staging buffer and issue the copy in; return its event."""
+        buffer = self.lend(extent.nbytes, Use.STAGING, slot.label)
         try:
-            home.settle()
-            copied_in = home.copy_in(dst, (allocated,))
+            self._streams.settle(buffer.after)
+            buffer.after = ()
+            self.need_store().read(extent, buffer.view)
+            self._stats.add(disk_read_bytes=extent.nbytes)
+            copied_in = self._streams.copy(Lane.IN, raw_bytes(dst), buffer.memory[: extent.nbytes], (allocated,))
+            buffer.after = (copied_in,)
+            return copied_in
         finally:
-            with self.lock:
-                slot.reading = False
-                slot.copied_in = copied_in
-                if slot.stage is Stage.DROPPED:
-                    self._abandon(slot)
+            self._pool.give_back(buffer)
 
     def _leave_buffer(self, slot: ActiveTransfer, buffer: Buffer) -> None:
         """End the trip's hold; a write that has not begun is not needed any more."""
@@ -237,7 +235,7 @@ class TripLifecycle:
 
     def _drop(self, slot: ActiveTransfer) -> None:
         """End a trip whose owner died. A read or write that runs sees `DROPPED` when it ends."""
-        stage, slot.stage, slot.lease = slot.stage, Stage.DROPPED, None
+        stage, slot.stage, slot.payload = slot.stage, Stage.DROPPED, None
         self._stats.add(dropped=1)
         if slot.src is not None:
             self._limbo.append((slot.copied_out, slot.src))

@@ -17,6 +17,7 @@ import tencache_fx
 from tencache_fx.errors import InvariantError
 from tencache_fx.model_state import placement
 from tencache_fx.model_state.disk_state import DiskState, line_bytes
+from tencache_fx.model_state.parameter_store import parameters_of
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
@@ -121,7 +122,7 @@ def test_a_piece_that_cannot_be_read_is_named_by_whoever_reads_the_parameter(tmp
     io.read_errors = [5] * 1000
     with pytest.raises(InvariantError, match="could not be updated.*go back to a checkpoint"):
         train(model, run, optimizer, range(1, 3))
-    for home in engine.homes:
+    for home in parameters_of(engine):
         home.wait()  # an update that has yet to read would find a disk that works again
     io.read_errors = []
     with pytest.warns(UserWarning, match="could not be updated"):
@@ -139,7 +140,7 @@ def test_nothing_is_left_of_an_optimizer_that_is_gone(tmp_path: Path) -> None:
 
     def is_free() -> bool:
         gc.collect()
-        engine.disk_line.drain()
+        parameters_of(engine).disk_line.drain()
         return engine.stats.take()["disk_lent_bytes"] == 0
 
     assert eventually(is_free)
@@ -154,7 +155,7 @@ def test_a_kept_piece_is_read_and_updated_again_while_it_is_written(tmp_path: Pa
     engine = engine_with(tmp_path, io)
     parameter = torch.zeros(2 * PIECE + 7)
     dtypes = {"a": torch.float32, "b": torch.bfloat16}  # numbers that bfloat16 has
-    state = DiskState(engine.disk_line, parameter, dtypes, {"a": parameter, "b": 1.0}, "it")
+    state = DiskState(parameters_of(engine).disk_line, parameter, dtypes, {"a": parameter, "b": 1.0}, "it")
 
     def add(part: slice, arrays: Sequence[Tensor]) -> None:
         arrays[0].add_(1)
@@ -164,7 +165,7 @@ def test_a_kept_piece_is_read_and_updated_again_while_it_is_written(tmp_path: Pa
         for step in range(12):
             io.write_errors = [5] if step % 3 == 0 else []
             state.begin(add).result(30)
-            engine.disk_line.run(state, lambda part, arrays: None, writes=False)
+            parameters_of(engine).disk_line.run(state, lambda part, arrays: None, writes=False)
 
     with pytest.warns(UserWarning, match="with this in host memory"):
         update_twelve_times()
@@ -196,7 +197,9 @@ def test_states_that_die_while_the_store_is_closed_are_no_obstacle(tmp_path: Pat
     engine = engine_with(tmp_path, io)
     parameter = torch.zeros(PIECE)
     dtypes = {"a": torch.float32}
-    states = [DiskState(engine.disk_line, parameter, dtypes, {"a": float(k)}, f"state {k}") for k in range(6)]
+    states = [
+        DiskState(parameters_of(engine).disk_line, parameter, dtypes, {"a": float(k)}, f"state {k}") for k in range(6)
+    ]
     kept = states[3]
     io.read_gate = threading.Event()
     closing = threading.Thread(target=tencache_fx.close)
@@ -213,13 +216,13 @@ def test_the_line_goes_on_when_no_buffer_can_be_written(tmp_path: Path) -> None:
     """All its buffers are where pieces are from then on: it takes others."""
     io = FaultyIO()
     engine = engine_with(tmp_path, io)
-    state = DiskState(engine.disk_line, torch.zeros(7 * PIECE), {"a": torch.float32}, {"a": 0.0}, "it")
+    state = DiskState(parameters_of(engine).disk_line, torch.zeros(7 * PIECE), {"a": torch.float32}, {"a": 0.0}, "it")
 
     def fill(part: slice, arrays: Sequence[Tensor]) -> None:
         arrays[0].fill_(3)
 
     def filled() -> torch.Tensor:
-        engine.disk_line.run(state, fill)
+        parameters_of(engine).disk_line.run(state, fill)
         return state.read()["a"]  # waits for the writes that fail, where `run` does not
 
     io.write_errors = [28] * 1000

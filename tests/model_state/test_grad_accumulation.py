@@ -17,10 +17,11 @@ from tencache_fx.errors import InvariantError
 from tencache_fx.model_state import host_gradient
 from tencache_fx.model_state.grad_accumulation import kernel_of
 from tencache_fx.model_state.host_gradient import HostGradient
+from tencache_fx.model_state.parameter_store import parameters_of
 from tencache_fx.model_state.update import send_home
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.plan import PoolClass
-from tencache_fx.runtime.buffers import PAGE_BYTES
+from tencache_fx.runtime.buffers import PAGE_BYTES, Use
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import engines
 from tencache_fx.units import round_up
@@ -157,7 +158,7 @@ def test_a_state_takes_the_place_of_what_is_being_added(new_engine: Callable[...
     gradient = send_home(engine, numbers(0))
     gradient.add_(send_home(engine, numbers(1)))
     threading.Timer(0.2, gate.opened.set).start()
-    state = engine.homes.lend_state(8 * COUNT)
+    state = engine.object_buffers.lend_settled(8 * COUNT, Use.STATE)
     torch.testing.assert_close(gradient.clone(), numbers(0) + numbers(1))
     engine.pool.give_back(state)
 
@@ -334,11 +335,11 @@ def test_a_step_with_an_addition_that_failed_leaves_the_weights(monkeypatch: pyt
         tokens = batch(part)
         nn.functional.cross_entropy(run(tokens), (tokens * 7 + 3) % 128).backward()
     (engine,) = engines()
-    before = {home.name: home.host.clone() for home in engine.homes}
+    before = {home.name: home.host.clone() for home in parameters_of(engine)}
     assert any(isinstance(p.grad, HostGradient) for p in model.parameters())
     optimizer.step()
     with pytest.raises(InvariantError, match="could not be updated: .*injected"):
         run(batch(0))
-    assert [home.name for home in engine.homes if not torch.equal(home._host, before[home.name])] == []
+    assert [home.name for home in parameters_of(engine) if not torch.equal(home._host, before[home.name])] == []
     with pytest.warns(UserWarning, match="could not be updated"):
         tencache_fx.close()

@@ -15,6 +15,7 @@ import tencache_fx
 from tencache_fx.api import regions
 from tencache_fx.errors import BudgetError, InvariantError, OptionError, UsageError
 from tencache_fx.model_state.host_gradient import HostGradient
+from tencache_fx.model_state.parameter_store import find_home, parameters_of
 from tencache_fx.model_state.update import ParameterUpdate
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.liveness import live_bytes
@@ -23,7 +24,7 @@ from tencache_fx.planning.plan import TransferKind
 from tencache_fx.planning.planner import floor_bytes, make_plan
 from tencache_fx.planning.problem import Kind
 from tencache_fx.planning.recompute import recompute
-from tencache_fx.runtime.engine_registry import engines, find_home, install_engine
+from tencache_fx.runtime.engine_registry import engines, install_engine
 
 
 @pytest.mark.parametrize(
@@ -140,12 +141,12 @@ def test_it_runs_and_trains_without_being_compiled() -> None:
     plain, model = network(), tencache_fx.offload(network())
     with torch.no_grad():
         assert torch.equal(model(batch(0)), plain(batch(0)))
-    assert not any(home.on_device for home in engines()[0].homes)
+    assert not any(home.on_device for home in parameters_of(engines()[0]))
     tied_bytes = model[0].weight.nbytes  # which comes for each of its two modules
-    assert tencache_fx.stats()["h2d_bytes"] == sum(home.nbytes for home in engines()[0].homes) + tied_bytes
+    assert tencache_fx.stats()["h2d_bytes"] == sum(home.nbytes for home in parameters_of(engines()[0])) + tied_bytes
     expected = train(plain, plain, AdamW(plain.parameters()), range(3))
     assert train(model, model, AdamW(model.parameters()), range(3)) == expected
-    assert not any(home.on_device for home in engines()[0].homes)
+    assert not any(home.on_device for home in parameters_of(engines()[0]))
 
 
 def test_inference_streams_parameters() -> None:
@@ -293,7 +294,7 @@ def test_a_failing_update_is_raised_where_the_parameter_is_read(monkeypatch: pyt
     with pytest.raises(InvariantError, match="injected.*go back to a checkpoint"):
         run(tokens)
     assert int(optimizer.state[model[1].into.weight]["step"]) == 1
-    for home in engines()[0].homes:
+    for home in parameters_of(engines()[0]):
         assert torch.equal(home.host, before[home.name])
     with pytest.warns(UserWarning, match="could not be updated"):
         tencache_fx.close()
@@ -424,7 +425,7 @@ def test_what_is_done_to_a_gradient_after_a_step_does_not_change_that_step() -> 
         blocker = torch.futures.Future() if later else None
         (engine,) = engines()
         if blocker is not None:
-            engine.homes.updates.submit(SimpleNamespace(on_host=blocker.wait), -1, lambda: True)
+            parameters_of(engine).updates.submit(SimpleNamespace(on_host=blocker.wait), -1, lambda: True)
         optimizer.step()
         if blocker is not None:
             model.weight.grad.mul_(0)

@@ -11,8 +11,9 @@ from torch import nn
 import tencache_fx
 from tencache_fx.errors import OptionError
 from tencache_fx.model_state import modules, offloading
+from tencache_fx.model_state.parameter_store import find_home, parameters_of
 from tencache_fx.runtime.buffers import Use
-from tencache_fx.runtime.engine_registry import engines, find_home
+from tencache_fx.runtime.engine_registry import engines
 
 HIDDEN = 192
 LARGE_BYTES = HIDDEN * HIDDEN * 4
@@ -98,7 +99,7 @@ def test_memory_that_one_parameter_has_left_is_not_shared_with_the_next(start: s
     with torch.device(start):
         model = nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN) for _ in range(64)))
     tencache_fx.offload(model, "cpu")
-    assert len(engines()[0].homes) == 64
+    assert len(parameters_of(engines()[0])) == 64
 
 
 def test_parameters_on_meta_that_share_memory_are_refused() -> None:
@@ -168,7 +169,7 @@ def test_what_a_frozen_model_trains_stays_with_all_that_belongs_to_it(
     model = tencache_fx.offload(adapted(), "cpu")
     (trained,) = (p for p in model.parameters() if p.requires_grad)
     assert trained.nbytes == LARGE_BYTES > offloading.LEAST_BYTES
-    assert len(engines()[0].homes) == 31
+    assert len(parameters_of(engines()[0])) == 31
     model.compile(backend="tencache", options={"device_budget": "1MB", "compiler": "eager"})
     optimizer = optimizer_class([trained], lr=1e-3)
     losses = []
@@ -185,14 +186,14 @@ def test_what_a_frozen_model_trains_stays_with_all_that_belongs_to_it(
 
 def test_what_is_trained_has_a_home_if_it_is_more_than_a_few() -> None:
     model = tencache_fx.offload(adapted(HIDDEN + 8), "cpu")
-    assert len(engines()[0].homes) == 32
+    assert len(parameters_of(engines()[0])) == 32
     assert not find_home(model[1].weight).on_device
 
 
 def test_a_new_head_beside_small_matrices_stays() -> None:
     small = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(80))).requires_grad_(False)
     model = tencache_fx.offload(nn.Sequential(small, nn.Linear(100, 200, bias=False)), "cpu")
-    assert len(engines()[0].homes) == 0
+    assert len(parameters_of(engines()[0])) == 0
     optimizer = tencache_fx.optim.AdamW(model[1].parameters())
     model(torch.ones(4, 100)).sum().backward()
     optimizer.step()

@@ -13,9 +13,10 @@ from harness import EAGER, compiled
 from torch import Tensor, nn
 
 import tencache_fx
+from tencache_fx.model_state.parameter_store import find_home, parameters_of
 from tencache_fx.model_state.update import ParameterUpdate
 from tencache_fx.optim import AdamW
-from tencache_fx.runtime.engine_registry import engines, find_home
+from tencache_fx.runtime.engine_registry import engines
 
 WIDTH = 256
 WAYS = ("modules", "1MB", "64MB")  # run by themselves, compiled with weights that travel, and with some that stay
@@ -247,10 +248,10 @@ def test_who_summoned_first_decides() -> None:
             with tencache_fx.summon(model, write=False):
                 model[2].weight.fill_(2.0)
         assert model[0].weight.mean() == 1.0
-        assert all(home.summoned for home in engines()[0].homes)
+        assert all(home.summoned for home in parameters_of(engines()[0]))
     assert model.state_dict()["0.weight"].mean() == 1.0
     assert model.state_dict()["2.weight"].mean() == 2.0
-    assert not any(home.on_device for home in engines()[0].homes)
+    assert not any(home.on_device for home in parameters_of(engines()[0]))
 
 
 def test_a_factor_is_read_when_it_is_given() -> None:
@@ -355,7 +356,7 @@ def test_an_update_is_no_change_by_somebody_else(way: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         model.state_dict()
-        versions.append([home.version for home in engines()[0].homes])
+        versions.append([home.version for home in parameters_of(engines()[0])])
     assert versions[1:] == versions[:-1]
 
 
@@ -376,7 +377,7 @@ def test_an_old_state_dict_is_refused_where_the_device_is_newer() -> None:
         run(torch.randn(8, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert all(home.updated_here for home in engines()[0].homes)
+    assert all(home.updated_here for home in parameters_of(engines()[0]))
     old["0.weight"].zero_()
     with pytest.raises(tencache_fx.UsageError, match=r"0\.weight .* call state_dict\(\) anew"):
         run(torch.randn(8, WIDTH))
@@ -420,7 +421,7 @@ def test_what_passes_through_a_module_brings_nothing_back() -> None:
         for layer in layers:
             x, c = layer(x, c)
         (x.square().mean() + c.sum()).backward()
-        assert not any(home.on_device for home in engines()[0].homes if not home.name.endswith("bias"))
+        assert not any(home.on_device for home in parameters_of(engines()[0]) if not home.name.endswith("bias"))
         optimizer.step()
 
 

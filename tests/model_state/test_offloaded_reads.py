@@ -17,8 +17,9 @@ from torch import Tensor, nn
 import tencache_fx
 from tencache_fx import compat
 from tencache_fx.errors import UsageError
+from tencache_fx.model_state.parameter_store import find_home, parameters_of
 from tencache_fx.optim import AdamW
-from tencache_fx.runtime.engine_registry import engines, find_home
+from tencache_fx.runtime.engine_registry import engines
 
 HINT = r"is at home, in host memory, and nothing has brought it.*summon"
 
@@ -51,7 +52,7 @@ def compiling_elsewhere() -> Iterator[None]:
 
 
 def nothing_here() -> bool:
-    return not any(home.on_device for home in engines()[0].homes)
+    return not any(home.on_device for home in parameters_of(engines()[0]))
 
 
 @compiles_in_threads

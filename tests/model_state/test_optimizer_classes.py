@@ -15,6 +15,7 @@ import tencache_fx
 from tencache_fx.api import regions
 from tencache_fx.errors import OptionError
 from tencache_fx.model_state import placement
+from tencache_fx.model_state.parameter_store import parameters_of
 from tencache_fx.model_state.step_kernel import _rounded, find_rule
 from tencache_fx.model_state.step_tracing import trace_step
 from tencache_fx.optim import AdamW, OffloadedOptimizer
@@ -178,7 +179,7 @@ def test_training_with_homes_is_that_without(make: type[torch.optim.Optimizer], 
     assert train(model, run, optimizer, range(4)) == expected
     torch.testing.assert_close(weights(model), weights(plain), rtol=0, atol=0)
     each_bytes = 4 * (2 + (make is torch.optim.RMSprop))
-    homes = [home for home in engines()[0].homes if home.parameter.requires_grad]
+    homes = [home for home in parameters_of(engines()[0]) if home.parameter.requires_grad]
     assert homes
     assert all(home.state_bytes == each_bytes * home.parameter.numel() for home in homes)
     region = regions()[-1]

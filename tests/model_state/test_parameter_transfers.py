@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tencache_fx
-from tencache_fx.runtime.engine_registry import find_home
+from tencache_fx.model_state.parameter_store import find_home
 
 
 def network() -> nn.Module:

@@ -16,6 +16,7 @@ import tencache_fx
 from tencache_fx.api import regions
 from tencache_fx.errors import InvariantError
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+from tencache_fx.model_state.parameter_store import find_home, parameters_of
 from tencache_fx.optim import AdamW
 from tencache_fx.planning import search
 from tencache_fx.planning.parameter_schedule import first_homes, keep_resident, step_ns
@@ -25,7 +26,7 @@ from tencache_fx.planning.problem import Kind, Problem, Recipe, Step
 from tencache_fx.planning.search import choose_for_region
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.runtime.buffers import Use
-from tencache_fx.runtime.engine_registry import engines, find_home, install_engine
+from tencache_fx.runtime.engine_registry import engines, install_engine
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -35,14 +36,14 @@ def test_updates_that_stream_through_the_device_are_those_of_the_host(
     losses, after = trained(home=False, dtype=dtype, steps=6)
     install_engine(new_engine(streams=FaultyCpuStreams(delay_s=0.002)))
     (engine,) = engines()
-    engine.homes.updates.open_room(8 << 20)
+    parameters_of(engine).updates.open_room(8 << 20)
     model = tencache_fx.offload(network(dtype))
     optimizer = AdamW(model.parameters(), weight_decay=0.1)
     budget = TIGHT if dtype == torch.float32 else TIGHT_BF16
     assert train(model, compiled(model, budget), optimizer, range(6)) == losses
     assert all(torch.equal(value, after[name]) for name, value in weights(model).items())
     counts = engine.stats.take()
-    updated = sum(home.parameter.requires_grad for home in engine.homes)
+    updated = sum(home.parameter.requires_grad for home in parameters_of(engine))
     small = sum(parameter.requires_grad and find_home(parameter) is None for parameter in model.parameters())
     assert 6 * small < counts["device_updates"] < counts["updates"] == 6 * (updated + small)
 
@@ -54,7 +55,7 @@ def test_with_room_for_it_state_is_on_the_device_and_nothing_travels(now: bool) 
     optimizer = AdamW(model.parameters(), weight_decay=0.1, step_in_backward=now)
     assert train(model, compiled(model, ROOMY), optimizer, range(3)) == losses[:3]
     (engine,) = engines()
-    updated = [home for home in engine.homes if home.parameter.requires_grad]
+    updated = [home for home in parameters_of(engine) if home.parameter.requires_grad]
     assert all(home.updated_here for home in updated)
     assert not engine.pool.lent_for(Use.STATE)
     record = regions()[-1]
@@ -101,9 +102,9 @@ def test_with_room_parameters_stay_and_are_not_copied_in() -> None:
     train(model, compiled(model, None), optimizer, range(2))
     optimizer.state_dict()  # waits for updates under way
     (engine,) = engines()
-    assert all(home.on_device for home in engine.homes)
-    assert not any(home.updated_here for home in engine.homes)
-    updated = sum(home.nbytes for home in engine.homes if home.parameter.requires_grad)
+    assert all(home.on_device for home in parameters_of(engine))
+    assert not any(home.updated_here for home in parameters_of(engine))
+    updated = sum(home.nbytes for home in parameters_of(engine) if home.parameter.requires_grad)
     assert engine.stats.take()["h2d_bytes"] == 2 * updated  # once after each update, and not for reading
     with torch.no_grad():  # a region that has no room takes them away again, for as long as it runs
         small = compiled(model, "400kB")
@@ -153,7 +154,7 @@ def test_a_plan_with_less_room_takes_the_state_off_the_device_before_it_runs() -
     optimizer = AdamW(model.parameters(), step_in_backward=True)
     options = {"device_budget": "4MB", "compiler": "eager", "calibrate": False, "recompute": "none"}
     run = torch.compile(model, backend="tencache", dynamic=True, options=options)
-    homes = list(engines()[0].homes)
+    homes = list(parameters_of(engines()[0]))
     seen = []
 
     def look(*_: object) -> None:

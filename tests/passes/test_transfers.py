@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from problems import legal_trip
 from torch import Tensor, fx
 
+import tencache_fx.model_state.parameter_ops
 import tencache_fx.runtime.op_kernels  # noqa: F401  (registers the ops' kernels)
 from tencache_fx.hardware.rates import FIXED_LINKS
 from tencache_fx.ops import RUNTIME_OPS

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import tencache_fx
 from tencache_fx.errors import BudgetError, OptionError
 from tencache_fx.model_state.modules import roomy_engine
+from tencache_fx.model_state.parameter_store import parameters_of
 from tencache_fx.optim import AdamW
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine_registry import engines, open_engine, usage
@@ -76,7 +77,7 @@ def test_a_refused_offload_changes_nothing_and_with_more_room_it_works() -> None
     expected = model.eval()(torch.ones(4, HIDDEN))
     tencache_fx.configure(host_budget="64MB")
     tencache_fx.offload(model)
-    assert len(engines()[0].homes) == 2
+    assert len(parameters_of(engines()[0])) == 2
     assert torch.equal(model(torch.ones(4, HIDDEN)), expected)
     assert engines()[0].pool.budget_bytes == 64_000_000
 
@@ -92,13 +93,13 @@ def test_an_offload_that_fails_half_way_brings_all_back(trained: bool) -> None: 
         tencache_fx.offload(model, "cpu")
     assert state_of(model) == before
     assert all(map(torch.equal, values_of(model[:3]), values))
-    assert not engines()[0].homes
-    assert not engines()[0].homes.kept
+    assert not parameters_of(engines()[0])
+    assert not parameters_of(engines()[0]).kept
     assert lent_bytes() == 0
     assert engines()[0].pool.allocated_bytes == 0
     fragile.reset_parameters = lambda: torch.arange(8, out=fragile.angles)
     tencache_fx.offload(model, "cpu")
-    assert len(engines()[0].homes) == 3
+    assert len(parameters_of(engines()[0])) == 3
     assert torch.equal(model.state_dict()["0.weight"], values[0])
 
 
@@ -195,7 +196,7 @@ def test_a_regions_small_budget_limits_its_plan_only() -> None:
     (engine,) = engines()
     assert engine.pool.budget_bytes == 1_100_000, "nobody else has asked for anything"
     model = tencache_fx.offload(network())
-    assert len(engine.homes) == 7
+    assert len(parameters_of(engine)) == 7
     assert engine.pool.budget_bytes > 1 << 28
     whole_bytes = engine.pool.budget_bytes
     again = torch.compile(tower(), backend="tencache", options=spilling(host_budget=4_000_000))
