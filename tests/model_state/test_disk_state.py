@@ -49,7 +49,7 @@ def options(tmp_path: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("now", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_training_is_that_with_all_state_in_memory(tmp_path: Path, dtype: torch.dtype, now: bool) -> None:  # noqa: FBT001
     losses, after = trained(home=False, dtype=dtype, steps=6)
     io = FaultyIO(seed=1)

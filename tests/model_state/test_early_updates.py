@@ -79,7 +79,7 @@ def watched(model: nn.Module) -> None:
         (once, watched, False),
     ],
 )
-@pytest.mark.parametrize("budget", ["1MB", None])
+@pytest.mark.parametrize("budget", ["1MB", pytest.param(None, marks=pytest.mark.slow)])
 def test_they_are_those_of_a_step(
     monkeypatch: pytest.MonkeyPatch,
     loss_of: Loss,

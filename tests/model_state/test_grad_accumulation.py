@@ -65,7 +65,7 @@ def numbers(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(COUNT, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_sum_and_its_norm_are_those_of_torch(engine: Engine, dtype: torch.dtype) -> None:
     gradient, expected = send_home(engine, numbers(0, dtype)), numbers(0, dtype)
     for seed in (1, 2, 3):

@@ -30,7 +30,7 @@ from tencache_fx.runtime.engine_registry import engines, install_engine
 @pytest.mark.parametrize(
     ("dtype", "budget"),
     [
-        (torch.float32, TIGHT),
+        pytest.param(torch.float32, TIGHT, marks=pytest.mark.slow),
         (torch.bfloat16, TIGHT_BF16),
         pytest.param(torch.float32, ROOMY, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, None, marks=pytest.mark.slow),
@@ -66,6 +66,7 @@ def test_late_copies_and_dirty_buffers_change_nothing(new_engine: Callable[..., 
     assert all(torch.equal(after_home[name], value) for name, value in after.items())
 
 
+@pytest.mark.slow
 def test_inductor_trains_it_the_same() -> None:
     found = []
     for home in (False, True):
@@ -80,7 +81,9 @@ def test_inductor_trains_it_the_same() -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
-@pytest.mark.parametrize(("dtype", "to_plain"), [(torch.float32, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize(
+    ("dtype", "to_plain"), [pytest.param(torch.float32, True, marks=pytest.mark.slow), (torch.bfloat16, False)]
+)
 def test_a_run_goes_on_elsewhere_as_if_it_had_not_stopped(dtype: torch.dtype, to_plain: bool) -> None:  # noqa: FBT001
     losses, _ = trained(home=True, dtype=dtype)
     model = tencache_fx.offload(network(dtype))
@@ -161,6 +164,7 @@ def test_inference_streams_parameters() -> None:
     assert not any(spill.kind is TransferKind.OUT for spill in record.plan.spills)
 
 
+@pytest.mark.slow
 def test_a_graph_that_serves_several_modules_fetches_each_ones_own() -> None:
     model, plain = tencache_fx.offload(network()), network()
     for block in model[1:4]:
@@ -178,6 +182,7 @@ def test_a_model_that_gets_homes_after_it_has_run_is_planned_anew() -> None:
     assert first + train(model, run, optimizer, range(2, 4)) == losses
 
 
+@pytest.mark.slow
 def test_homes_that_leave_no_plan_are_refused_at_each_call() -> None:
     model = network()
     run = compiled(model, "2MB", host_budget="1MiB")  # the homes fit, and gradients beside them do not

@@ -97,7 +97,7 @@ def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "LEAST_BYTES", 0)
 
 
-@pytest.fixture(autouse=True, params=["small", "large"])
+@pytest.fixture(autouse=True, params=["small", pytest.param("large", marks=pytest.mark.slow)])
 def small_or_large(request: pytest.FixtureRequest) -> None:
     """State on the device and in host memory, wherever that is for parameters of these sizes."""
     if request.param == "large":
@@ -114,7 +114,7 @@ def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("small_pieces", [2048], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_fifty_steps_are_those_of_torch(dtype: torch.dtype) -> None:
     model = network(dtype)
     other = copy.deepcopy(model)
@@ -247,6 +247,7 @@ def test_the_memory_format_may_change_between_steps() -> None:
     assert torch.equal(run(turn=False), run(turn=True))
 
 
+@pytest.mark.slow
 def test_many_sorts_of_parameters_and_settings_are_not_too_many() -> None:
     parameters = [
         nn.Parameter(torch.ones(size, dtype=dtype))

@@ -95,7 +95,7 @@ def test_what_is_traced_of_a_class_does_what_it_does(
     ("optimizer_class", "options"),
     [
         (Lion, {}),
-        (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.3}),
+        pytest.param(torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.3}, marks=pytest.mark.slow),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in CLASSES),
     ],
 )
@@ -384,7 +384,7 @@ def test_what_would_go_wrong_later_is_refused_at_once(change: Callable[..., None
         OffloadedOptimizer([nn.Parameter(torch.ones(4))], other(change))
 
 
-@pytest.mark.parametrize("at_home", [False, True])
+@pytest.mark.parametrize("at_home", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_options_and_state_may_be_changed_on_the_way(at_home: bool) -> None:  # noqa: FBT001
     """Momentum comes and goes, groups change places, state is forgotten."""
 

@@ -29,7 +29,7 @@ from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine_registry import engines, install_engine
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_updates_that_stream_through_the_device_are_those_of_the_host(
     new_engine: Callable[..., object], dtype: torch.dtype
 ) -> None:
@@ -48,7 +48,7 @@ def test_updates_that_stream_through_the_device_are_those_of_the_host(
     assert 6 * small < counts["device_updates"] < counts["updates"] == 6 * (updated + small)
 
 
-@pytest.mark.parametrize("now", [False, True])
+@pytest.mark.parametrize("now", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_with_room_for_it_state_is_on_the_device_and_nothing_travels(now: bool) -> None:  # noqa: FBT001
     losses, after = trained(home=False, dtype=torch.bfloat16, steps=6)
     model = tencache_fx.offload(network(torch.bfloat16))

@@ -41,7 +41,7 @@ def network() -> nn.Module:
     return nn.Sequential(*(Block(HIDDEN) for _ in range(3)))
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_each_is_renewed_behind_its_last_reader(monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
     known: dict[str, list[bool]] = {}
     end = OffloadedParameter.end_readers

@@ -61,9 +61,9 @@ def arrivals(record: RegionRecord) -> int:
 @pytest.mark.parametrize(
     ("compiler", "budget", "times", "now"),
     [
-        ("eager", "3MB", 2, False),
+        pytest.param("eager", "3MB", 2, False, marks=pytest.mark.slow),
         ("eager", "5MB", 0, True),
-        ("inductor", "3MB", 2, True),
+        pytest.param("inductor", "3MB", 2, True, marks=pytest.mark.slow),
         ("inductor", "5MB", 0, False),
     ],
 )

@@ -97,7 +97,7 @@ def random_plan(problem: Problem, draw: random.Random) -> Plan:
     return build_plan(problem, "teraio", tuple(trips.values()))
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_code_does_what_any_plan_says(
     program: str, seed: int, hollow_kernels: None, caplog: pytest.LogCaptureFixture

@@ -35,7 +35,7 @@ def train(wrap: Callable[[nn.Module], Callable[..., Tensor]]) -> Iterator[Tensor
 
 
 @pytest.mark.filterwarnings("ignore:.*jagged layout")
-@pytest.mark.parametrize("options", [EAGER, INDUCTOR], ids=["eager", "inductor"])
+@pytest.mark.parametrize("options", [EAGER, pytest.param(INDUCTOR, marks=pytest.mark.slow)], ids=["eager", "inductor"])
 def test_they_train_within_a_budget(options: Options) -> None:
     expected = list(train(lambda model: model))
     budget = "2MB" if options is EAGER else "1.3MB"

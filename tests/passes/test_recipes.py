@@ -149,7 +149,7 @@ def slow_links() -> None:
     pretend_slow_links()
 
 
-QUICK = ("gpt2", "vit", "convnet-autocast", "views")
+QUICK = ("gpt2", "convnet-autocast", "views")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def check_split(seen: Seen) -> None:
     assert own <= late, "what the user checkpoints still runs again"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "views", "convnet"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "views", "convnet"])
 def test_what_autograd_saves_can_be_made_again_too(name: str) -> None:
     """With the default partitioner far more is saved, views of one storage among it."""
     (seen, _) = look(case(name), recompute="none")

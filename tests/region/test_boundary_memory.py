@@ -370,7 +370,7 @@ def test_learned_durations_hold_with_a_pause_and_without(meter: Meter, monkeypat
     assert names[0] == names[1]
 
 
-@pytest.mark.parametrize("wide", [2, 4])
+@pytest.mark.parametrize("wide", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_parameters_at_home_make_room_as_well(wide: int, meter: Meter, caplog: pytest.LogCaptureFixture) -> None:
     """What the first plan keeps between the graphs are activations, and parameters that are on their way by then."""
     hidden, budget = 256, 34 * 2 * 256 * 256

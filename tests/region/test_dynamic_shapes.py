@@ -147,7 +147,7 @@ VIEWS: dict[str, tuple[Callable[[int], Tensor], Callable[[Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("dynamic", [pytest.param(True, marks=pytest.mark.slow), None])
 @pytest.mark.parametrize("view", VIEWS)
 def test_what_is_behind_any_view_is_read_from_it(view: str, *, dynamic: bool | None) -> None:
     """The shape of `tokens[:, :-1]` tells neither the length nor, with it, the bytes of what it is a view of."""
@@ -182,6 +182,7 @@ def test_a_batch_too_large_is_refused_before_anything_runs() -> None:
         del run, caught
 
 
+@pytest.mark.slow
 def test_two_dimensions_that_do_not_fit_together_are_planned_one_by_one() -> None:
     model = tower()
     with faulty_engine(), plannings() as again:

@@ -74,6 +74,7 @@ def test_train_gpt_stays_in_its_budget_on_all_three_tiers(compiler, tmp_path):
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.slow
 def test_train_gpt_takes_budgets_and_a_directory_and_says_so_where_there_is_no_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     output = run_example(
@@ -147,8 +148,9 @@ def test_ablate_plans_as_we_do_and_says_what_recomputation_is_worth(bench, tmp_p
     assert less.split()[1] > whole.split()[3]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 20)
-@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_bench_runs_a_case_side_by_side(bench, compiler, tmp_path):
     lines_path, markdown = tmp_path / "lines.jsonl", tmp_path / "table.md"
     markdown.write_text("before\n<!-- bench:tiny -->\nold\n<!-- /bench:tiny -->\nbehind\n")

@@ -332,6 +332,7 @@ def test_a_loss_of_one_number_is_none_to_refuse(loss_fn: Callable[[Tensor], Any]
         assert tencache_fx.fit(model, torch.randn(ROWS, WIDTH), loss_fn=loss_fn, device="cpu", **GIVEN).fits
 
 
+@pytest.mark.slow
 def test_nothing_is_allocated_for_fifty_billion_parameters(factories: Path) -> None:
     program = (
         "import resource, sys, torch\n"

@@ -165,6 +165,7 @@ def test_bf16_weights_with_fp32_masters_are_those_of_plain_torch(finetune: Modul
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_saves_goes_on_as_if_it_had_not_been(
     finetune: ModuleType, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -209,6 +210,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_as_if_it_had_not_been(
     )
 
 
+@pytest.mark.slow
 def test_what_plain_torch_has_saved_is_gone_on_with(finetune: ModuleType, tmp_path: Path) -> None:
     plain = Plain(finetune)
     for _ in range(3):
@@ -239,6 +241,7 @@ def test_the_export_is_a_plain_state_dict_to_begin_with(finetune: ModuleType, un
     assert torch.equal(plain.model.head.weight, shown.weight)
 
 
+@pytest.mark.slow
 def test_other_settings_are_refused_and_a_missing_checkpoint_is_a_new_run(
     finetune: ModuleType, uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

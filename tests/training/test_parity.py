@@ -63,11 +63,12 @@ def above_floor(problem: Problem, options: Options) -> int:
 
 # Each of these is a part of another case: `gpt2-dropout`, `gpt2-checkpoint-dropout`.
 PARTS = ("gpt2", "gpt2-checkpoint")
+LONG = ("t5", "vit", "gpt2-autocast", "gpt2-accumulate", "gpt2-checkpoint-dropout", "convnet-autocast")
 
 
 @pytest.mark.parametrize(
     "each",
-    [pytest.param(each, marks=pytest.mark.slow if each.name in PARTS else ()) for each in CASES],
+    [pytest.param(each, marks=pytest.mark.slow if each.name in (*PARTS, *LONG) else ()) for each in CASES],
     ids=lambda each: each.name,
 )
 def test_eager_is_bitwise_equal(each: Case) -> None:
@@ -121,6 +122,7 @@ def test_inductor_zoo(each: Case) -> None:
     check_inductor(each, 20)
 
 
+@pytest.mark.slow
 def test_two_models_share_the_engine() -> None:
     cases = (Case(name="gpt2", build=Gpt2, batch=text), Case(name="llama", build=Llama, batch=text))
     budgets = [tight(problems_of(each, EAGER), EAGER) for each in cases]
@@ -243,7 +245,7 @@ def test_what_is_computed_from_an_overwritten_buffer_is_not_computed_again(
 
 
 @pytest.mark.parametrize("options", [EAGER, INDUCTOR], ids=["eager", "inductor"])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("optimizer", [pytest.param(torch.optim.SGD, marks=pytest.mark.slow), torch.optim.AdamW])
 def test_a_compiled_step_updates_the_parameters_themselves(
     options: Options, optimizer: type[torch.optim.Optimizer]
 ) -> None:
