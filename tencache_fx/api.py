@@ -1,4 +1,4 @@
-"""What is going on in this process: its options, its regions, their reports, the runtime's counters."""
+"""Looks into this process: its options, its regions, their reports, the runtime's counters."""
 
 import contextlib
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def configure(*, reset: bool = False, **options: object) -> Mapping[str, object]
     `host_budget`, `spill_dir` and `spill_budget` count at once for what is open already, up or down: after a
     `BudgetError`, raise the budget and try again. Values that are in other directories are read there.
 
-    Raises `OptionError`, and changes nothing, when a name or a value is wrong, or a budget is below what is lent now.
+    Raises `OptionError`, and changes nothing, when a name or a value is wrong, or a budget is below what is in use.
     Whether other sizes fit the machine is checked when a model is compiled, because only then the device is known.
     """
     before = SETTINGS.given
@@ -36,7 +36,7 @@ def configure(*, reset: bool = False, **options: object) -> Mapping[str, object]
 def _carry_over(engine: Engine, options: Mapping[str, object], undo: contextlib.ExitStack) -> None:
     """Have an open engine as it was configured by `options`; `undo` takes that back."""
     undo.callback(setattr, engine, "serves_all", engine.serves_all)
-    engine.serves_all = False  # who serves all asks anew
+    engine.serves_all = False  # a region that needs all of it asks again
     if "host_budget" in options:
         chosen = options_of_process(engine.device, spill_dir=None, spill_budget="auto")
         undo.callback(engine.resize_host_budget, engine.pool.budget_bytes)
@@ -61,12 +61,12 @@ def _carry_over(engine: Engine, options: Mapping[str, object], undo: contextlib.
 
 
 def regions() -> tuple[RegionRecord, ...]:
-    """Return what was decided for each live region, oldest first."""
+    """Return the record of each live region's plan, oldest first."""
     return tuple(region.record for region in REGIONS.live() if region.record is not None)
 
 
 def report() -> str:
-    """Return, for every live region, what was planned, the pinned buffers it needs, and what was measured so far."""
+    """Return, for every live region, its plan, the pinned buffers it needs, and what was measured so far."""
     parts = []
     for region in REGIONS.live():
         if region.record is not None:

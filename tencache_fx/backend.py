@@ -1,9 +1,9 @@
-"""`torch.compile(model, backend="tencache")`: the pipeline, top to bottom.
+"""`torch.compile(model, backend="tencache")`: the entry point. `region/compilation.py` tells the way from here.
 
-tencache()        torch.compile hands over one captured region
-Region            compiles it, and again if more device memory is held beside it than the plan was made for
-Region.partition  joint graph -> forward and backward -> plan (-> more recomputed: once more) -> rewritten graphs
-Region.lower      one graph -> Inductor (or eager), its order pinned and checked
+tencache()         torch.compile hands over one captured region
+RegionSource       the region as it was handed over, with its options
+Region             compiles it, and again if more device memory is held beside it than the plan was made for
+compile_region()   joint graph -> forward and backward -> plan -> rewritten graphs -> code: a `CompiledRegion`
 """
 
 import logging
@@ -16,8 +16,10 @@ from tencache_fx import compat
 from tencache_fx.model_state import parameter_ops as _parameter_kernels  # noqa: F401  (registers the ops' kernels)
 from tencache_fx.model_state.parameter_store import find_homes
 from tencache_fx.options import Options
-from tencache_fx.region.compilation import Compiled, Region
+from tencache_fx.region.compiled_region import Compiled
+from tencache_fx.region.region import Region
 from tencache_fx.region.registry import REGIONS
+from tencache_fx.region.source import RegionSource
 from tencache_fx.runtime import op_kernels as _kernels  # noqa: F401  (registers the ops' kernels)
 from tencache_fx.runtime.engine_registry import usage
 from tencache_fx.tensors import main_device
@@ -40,8 +42,8 @@ def tencache(
     own = usage(device)
     resolved = Options.resolve(options, device=device, own_host_bytes=own.host_bytes, own_disk_bytes=own.disk_bytes)
     settings = compat.inductor_settings(mode, dict(resolved.inductor))
-    region = Region(gm, example_inputs, resolved, device, settings, find_homes(example_inputs, device))
-    region.compile(example_inputs)
+    source = RegionSource(index=REGIONS.next_index(), graph=gm, options=resolved, device=device, settings=settings)
+    region = Region(source, example_inputs, find_homes(example_inputs, device))
     if region.record is not None and region.record.plan.spills and (lost := compat.overruled(settings)):
         log.warning("region %d has a plan, and so it runs without %s.", region.index, ", ".join(lost))
     REGIONS.add(region)

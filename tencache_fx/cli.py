@@ -63,11 +63,11 @@ def _parser() -> argparse.ArgumentParser:
         "--what",
         choices=_VIEWS,
         default="summary",
-        help="which part, as text (default: summary); why plans anew what else could be done, which takes its time",
+        help="which part, as text (default: summary); why also plans every other choice, which takes longer",
     )
     dump.set_defaults(run=_dump)
 
-    plan = commands.add_parser("plan", help="plan a problem anew, with another policy or other budgets")
+    plan = commands.add_parser("plan", help="plan a problem again, with another policy or other budgets")
     plan.add_argument("problem", type=Path, metavar="PROBLEM.json", help="a problem, or a region's record.json")
     plan.add_argument(
         "--policy",

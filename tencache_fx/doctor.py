@@ -1,4 +1,4 @@
-"""`tencache doctor`: what this machine can do, measured anew, and what about it looks wrong."""
+"""`tencache doctor`: the rates of this machine, measured again, and warnings about what looks wrong."""
 
 import contextlib
 import mmap
@@ -42,7 +42,7 @@ class DiskReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was measured. `matmul_per_s` is FLOP/s by precision; a CPU has neither `pageable` rates nor pinning.
+    """The measured rates. `matmul_per_s` is FLOP/s by precision; a CPU has neither `pageable` rates nor pinning.
 
     `pageable` is bytes per second out and in; `pin_ns` what pinning one GiB takes, None where it was refused.
     """
@@ -119,8 +119,8 @@ def device_findings(report: Report) -> Iterator[str]:
     ):
         if rate < _SLOW_LINK:
             yield (
-                f"The link {name} moves {format_rate(rate)}, so a GiB takes {_GiB / rate:.2g} s, and fewer tensors can "
-                "travel unnoticed; look at the slot's PCIe generation and width (nvidia-smi -q -d PCIE, lspci -vv)."
+                f"The link {name} moves {format_rate(rate)}, so a GiB takes {_GiB / rate:.2g} s, and fewer transfers "
+                "are hidden; look at the slot's PCIe generation and width (nvidia-smi -q -d PCIE, lspci -vv)."
             )
         if rate < pageable * 3 // 2:
             yield (
@@ -166,7 +166,7 @@ def host_findings(report: Report) -> Iterator[str]:
     if report.host_budget_bytes < report.device_space.total_bytes // 2:
         yield (
             f"The host budget, {format_bytes(report.host_budget_bytes)}, is less than half of the device's memory, so "
-            "little can travel to host memory; free some, or name a spill_dir on a fast disk."
+            "little can be offloaded to host memory; free some, or name a spill_dir on a fast disk."
         )
 
 
@@ -251,7 +251,7 @@ def _pageable_rates(device: torch.device) -> tuple[int, int]:
 
 
 def _pin_ns(device: torch.device) -> int | None:
-    """Return what pinning a GiB takes, the way the runtime pins; None if the driver refuses."""
+    """Return the time to pin a GiB, the way the runtime pins; None if the driver refuses."""
     streams = open_streams(device)
     memory = np.frombuffer(mmap.mmap(-1, _PIN_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
     try:

@@ -3,8 +3,8 @@
 Where the region would run, its outputs' sizes are returned, so that torch goes on to the next region.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,19 +14,20 @@ from tencache_fx.errors import BudgetError
 from tencache_fx.options import Options
 from tencache_fx.passes.graphs import output_args
 from tencache_fx.planning.problem import Problem
+from tencache_fx.records import RegionRecord
+from tencache_fx.region.ambient_state import unchanged
 from tencache_fx.region.candidate import Candidate, RegionPlanner
-from tencache_fx.region.compilation import Phase, Region
-from tencache_fx.region.dynamic_shapes import Sizes
+from tencache_fx.region.compilation import Compilation
+from tencache_fx.region.compiled_region import Compiled, Phase
 from tencache_fx.region.environment import Environment
-from tencache_fx.region.graph_copy import copy_module
+from tencache_fx.region.lowering import record_of
+from tencache_fx.region.source import RegionSource
 from tencache_fx.tensors import byte_hint
-
-Compiled = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settler:
-    """A parameter that would have a home."""
+class WouldBeOffloaded:
+    """A parameter that would be offloaded."""
 
     name: str
     nbytes: int
@@ -36,73 +37,71 @@ class Settler:
     state_here_bytes: int = 0
 
 
-class DryRun(Region):
-    """One captured region and, in `draft`, the plan for it or why there is none; None where it cannot be planned.
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """One region as planned for some options: `run` stands for it; `refusal` says why there is no plan.
 
-    `settlers` are the parameters with a home, by their position among the inputs.
+    Without a plan there is no `record`; a region that cannot be planned before it runs has no `captured` problem.
     """
 
+    run: Compiled
+    captured: Problem | None
+    record: RegionRecord | None
+    refusal: str
+
+
+class DryRegion:
+    """One captured region to plan for several options, with the parameters that would be offloaded, by position."""
+
     def __init__(
-        self,
-        gm: fx.GraphModule,
-        inputs: Sequence[object],
-        options: Options,
-        device: torch.device,
-        settings: Mapping[str, Any],
-        settlers: Mapping[int, Settler],
-        around: Environment,
+        self, source: RegionSource, offloaded: Mapping[int, WouldBeOffloaded], environment: Environment
     ) -> None:
-        super().__init__(gm, inputs, options, device, settings, {})
-        self.draft: Candidate | None = None
-        self.settlers = settlers
-        self._around = around
+        self._source, self._offloaded, self._environment = source, offloaded, environment
 
-    @property
-    def captured(self) -> Problem | None:
-        """The region's problem as it was captured, before anything was chosen."""
-        return self._captured
+    def plan(self, inputs: Sequence[Any]) -> DryRun:
+        """Return the region as planned for its own options, while torch captures it."""
+        return self._run(self._source, inputs)
 
-    def compile(self, inputs: Sequence[Any], sizes: tuple[Sizes, Sizes] | None = None) -> None:
-        """Capture and plan the region, for what others hold on the device now."""
-        self._home_names = {index: settler.name for index, settler in self.settlers.items()}
-        by_name = {settler.name: settler for settler in self.settlers.values()}
-        self._drafts = RegionPlanner(
-            self.options, self._settings, self.device, self._fakes(), sizes, 0, by_name, self._around
-        )
-        self._compiled = self._lower_source(copy_module(self._source), inputs)
+    def plan_for(self, options: Options) -> DryRun:
+        """Return the region as planned for other options, any time later."""
+        source = replace(self._source, options=options)
+        with torch._guards.tracing(source.context), unchanged(source.device):
+            return self._run(source, source.fakes())
 
-    def compile_for(self, options: Options) -> None:
-        """Capture and plan it anew, with other options."""
-        self.options, self.draft, self.record = options, None, None
-        self._compile_anew(None)
+    def _run(self, source: RegionSource, inputs: Sequence[Any]) -> DryRun:
+        names = {index: parameter.name for index, parameter in self._offloaded.items()}
+        by_name = {parameter.name: parameter for parameter in self._offloaded.values()}
+        planner = RegionPlanner(source, None, 0, by_name, self._environment)
+        lowering = StandIns()
+        run = Compilation(source, planner, names, frozenset(), lowering).run(inputs)
+        if (candidate := lowering.candidate) is None:
+            return DryRun(run=run, captured=None, record=None, refusal="")
+        if isinstance(candidate.plan, BudgetError):
+            return DryRun(run=run, captured=candidate.original, record=None, refusal=str(candidate.plan))
+        record = record_of(source, candidate, candidate.plan)
+        return DryRun(run=run, captured=candidate.original, record=record, refusal="")
 
-    def __call__(self, *args: Any) -> Any:
-        """Return fakes like what the region returns."""
-        assert self._compiled is not None
-        return self._compiled(*args)
 
-    def _carry_out(self, draft: Candidate) -> None:
-        self.draft = draft
-        if not isinstance(draft.plan, BudgetError):
-            self._keep(draft, draft.plan, ())
+class StandIns:
+    """A lowering that writes no plan, and lowers a graph to a function that returns fakes like its results."""
+
+    def __init__(self) -> None:
+        self.candidate: Candidate | None = None
+
+    def write(self, candidate: Candidate) -> None:
+        """Leave the graphs as they are, and go on without a plan, too."""
+        self.candidate = candidate
 
     def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
-        """Return what stands for the graph."""
-        if phase == "inference":
-            self._plan_inference(gm)
-        return _stand_in(gm.graph)
+        """Return a stand-in for the graph: a function that returns fakes of the mode it is called in."""
+        returned = [value.meta["val"] if isinstance(value, fx.Node) else value for value in output_args(gm.graph)]
 
+        def run(args: list[Any]) -> list[Any]:
+            args.clear()
+            return [_like(value) for value in returned]
 
-def _stand_in(graph: fx.Graph) -> Compiled:
-    """Return a function that returns fakes, of the mode it is called in, like what `graph` returns."""
-    returned = [value.meta["val"] if isinstance(value, fx.Node) else value for value in output_args(graph)]
-
-    def run(args: list[Any]) -> list[Any]:
-        args.clear()
-        return [_like(value) for value in returned]
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
 
 
 def _like(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """`tencache fit`: does a model fit, in which tiers, how fast? From fake tensors, without memory for it anywhere.
 
-The model is captured and planned by the backend itself, region by region, as if `tencache_fx.offload` had given every
-large parameter a home and `tencache_fx.optim.AdamW` trained it. What cannot be known so: what the generated code holds
-beyond the graphs, what libraries keep on the device for themselves, and ops that no earlier run has timed.
+The model is captured and planned by the backend itself, region by region, as if every large parameter were offloaded
+by `tencache_fx.offload` and trained by `tencache_fx.optim.AdamW`. Not included: memory that the generated code holds
+beyond the graphs, memory that libraries keep on the device, and the time of ops that no earlier run has measured.
 """
 
 import re
@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from tencache_fx import compat
-from tencache_fx.errors import BudgetError, OptionError, TencacheError, UsageError
-from tencache_fx.fitting.dry_run import DryRun, Settler
+from tencache_fx.errors import OptionError, TencacheError, UsageError
+from tencache_fx.fitting.dry_run import DryRegion, DryRun, WouldBeOffloaded
 from tencache_fx.fitting.fake_model import FactoryResult, call_factory, fake_model
 from tencache_fx.hardware.device_memory import is_input
 from tencache_fx.hardware.devices import resolve_device
@@ -32,6 +32,8 @@ from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import STATE_BYTES, Kind, Problem, Step
 from tencache_fx.planning.search import policy_floor_bytes
 from tencache_fx.region.environment import Environment
+from tencache_fx.region.registry import REGIONS
+from tencache_fx.region.source import RegionSource
 from tencache_fx.reporting.dump import write_region
 from tencache_fx.reporting.fit_report import Fit, RegionFit
 from tencache_fx.runtime.engine_registry import Usage
@@ -70,7 +72,7 @@ def fit(
 
 
 def fit_factory(name: str, device: str | None, options: Mapping[str, object]) -> Fit:
-    """Return how what the factory `name` makes would train; see `fit`, and `call_factory` for what it may be."""
+    """Return how the model that the factory `name` makes would train; see `fit` and `call_factory`."""
     target = _device(device)
     return _fit(call_factory(name), target, options, FakeTensorMode())
 
@@ -92,23 +94,23 @@ def _fit(made: FactoryResult, device: torch.device, given: Mapping[str, object],
 
 
 class _Trial:
-    """One model, captured on fakes: its parameters, and a sketch of each region in the order in which they run."""
+    """One model, captured on fakes: its parameters, and a dry run of each region in the order in which they run."""
 
     def __init__(self, made: FactoryResult, device: torch.device, options: Options, rates: KnownRates) -> None:
         self._made, self._device, self._options, self._rates = made, device, options, rates
         self._settings = compat.inductor_settings(None, dict(options.inductor))
         self._parameters = {id(p): (name, p) for name, p in made.model.named_parameters()}
         adapts = is_adapted(made.model)
-        self._at_home = {key for key, (name, p) in self._parameters.items() if wants_home(p, name, adapts=adapts)}
+        self._offloaded = {key for key, (name, p) in self._parameters.items() if wants_home(p, name, adapts=adapts)}
         for module in made.model.modules():
-            if any(id(p) in self._at_home for p in parameters_read_by(module)):
+            if any(id(p) in self._offloaded for p in parameters_read_by(module)):
                 watch(module)  # its hooks decide the order of a region's inputs, by whose names the cache knows it
         beside = (*made.model.buffers(), *tree_leaves((made.inputs, made.named_inputs)))
         tensors = {id(value): value for value in beside if isinstance(value, Tensor) and value.device == device}
-        on_device = [p for key, (_, p) in self._parameters.items() if key not in self._at_home]
+        on_device = [p for key, (_, p) in self._parameters.items() if key not in self._offloaded]
         self._state_here_bytes = sum(p.numel() * STATE_BYTES for p in on_device if p.requires_grad)
         self._held_bytes = sum(_nbytes(value) for value in (*on_device, *tensors.values())) + self._state_here_bytes
-        self._sketches: list[DryRun] = []
+        self._regions: list[tuple[DryRegion, DryRun]] = []
 
     def capture(self, mode: FakeTensorMode) -> None:
         """Have torch hand over the regions; raises `UsageError` if it cannot, or finds none."""
@@ -118,7 +120,7 @@ class _Trial:
             return loss_fn(model(*inputs, **named)) if loss_fn else model(*inputs, **named)
 
         target = whole if loss_fn else model
-        compiled: Any = torch.compile(target, backend=self._sketch, dynamic=False)
+        compiled: Any = torch.compile(target, backend=self._plan, dynamic=False)
         try:
             with mode, torch.enable_grad(), compat.any_number_of_compilations():
                 returned = compiled(*self._made.inputs, **self._made.named_inputs)
@@ -132,60 +134,66 @@ class _Trial:
             raise UsageError(
                 f"the model cannot be captured, {why}; see that it runs under torch.compile, with such inputs."
             ) from error
-        if not self._sketches:
+        if not self._regions:
             raise UsageError(f"torch.compile found nothing to compile for {self._device}; see TORCH_LOGS=graph_breaks.")
         if loss_fn:
             _check_loss(returned, trains=any(p.requires_grad for _, p in self._parameters.values()))
 
-    def _sketch(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _plan(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Plan one region, and go on: the backend that `torch.compile` is given."""
         if main_device(inputs) != self._device:
             return gm.forward
-        keys = {index: id(value) for index, value in enumerate(inputs) if id(value) in self._at_home}
-        settlers = {index: _settler(*self._parameters[key]) for index, key in keys.items()}
-        trained = [p for key, (_, p) in self._parameters.items() if key in self._at_home and p.requires_grad]
+        keys = {index: id(value) for index, value in enumerate(inputs) if id(value) in self._offloaded}
+        offloaded = {index: _would_be_offloaded(*self._parameters[key]) for index, key in keys.items()}
+        trained = [p for key, (_, p) in self._parameters.items() if key in self._offloaded and p.requires_grad]
         elsewhere_bytes = sum(_nbytes(p) for p in trained if id(p) not in keys.values())
-        around = Environment(
+        environment = Environment(
             roofline=self._rates.roofline,
             links=self._rates.links,
             # As `memory.held_bytes`: on a CPU the budget is for what a region itself holds.
             held_bytes=self._held_bytes if self._device.type == "cuda" else 0,
             usage=Usage(
-                host_lent_bytes=self._home_bytes + self._state_bytes + elsewhere_bytes,
+                host_lent_bytes=self._offloaded_bytes + self._state_bytes + elsewhere_bytes,
                 state_lent_bytes=self._state_bytes,
             ),
             measures=False,
         )
-        sketch = DryRun(gm, inputs, self._options, self._device, self._settings, settlers, around)
-        sketch.compile(inputs)
-        self._sketches.append(sketch)
-        if (record := sketch.record) is not None:
+        source = RegionSource(
+            index=REGIONS.next_index(), graph=gm, options=self._options, device=self._device, settings=self._settings
+        )
+        region = DryRegion(source, offloaded, environment)
+        planned = region.plan(inputs)
+        self._regions.append((region, planned))
+        if (record := planned.record) is not None:
             self._held_bytes += _left_bytes(record.problem, record.plan)
             if self._options.dump_dir is not None:
                 write_region(self._options.dump_dir, record)
-        return sketch
+        return planned.run
 
     @property
-    def _home_bytes(self) -> int:
-        return sum(_nbytes(self._parameters[key][1]) for key in self._at_home)
+    def _offloaded_bytes(self) -> int:
+        return sum(_nbytes(self._parameters[key][1]) for key in self._offloaded)
 
     @property
     def _state_bytes(self) -> int:
-        trained = (p for key, (_, p) in self._parameters.items() if key in self._at_home and p.requires_grad)
+        trained = (p for key, (_, p) in self._parameters.items() if key in self._offloaded and p.requires_grad)
         return sum(p.numel() * STATE_BYTES for p in trained)
 
     def result(self) -> Fit:
-        """Return what was found out; where there is no plan, with the least device budget that has one."""
+        """Return the estimate; where there is no plan, with the least device budget that has one."""
         options = self._options
-        pairs = [(sketch, _captured(sketch)) for sketch in self._sketches]
-        captured = [problem for _, problem in pairs]
-        regions = tuple(_region_fit(index, *pair, options) for index, pair in enumerate(pairs))
+        runs = [planned for _, planned in self._regions]
+        captured = [_captured(planned) for planned in runs]
+        regions = tuple(
+            _region_fit(index, planned, problem, options)
+            for index, (planned, problem) in enumerate(zip(runs, captured, strict=True))
+        )
         sizes = [(p.numel(), _nbytes(p)) for _, p in self._parameters.values()]
-        plans = [sketch.record.plan for sketch in self._sketches if sketch.record]
+        plans = [planned.record.plan for planned in runs if planned.record]
         resident = {name for plan in plans for name in plan.resident}
         here = {name for plan in plans for name in plan.updated_here}
         here_bytes = sum(p.numel() * STATE_BYTES for name, p in self._parameters.values() if name in here)
-        staying = [p for key, (name, p) in self._parameters.items() if key not in self._at_home or name in resident]
+        staying = [p for key, (name, p) in self._parameters.items() if key not in self._offloaded or name in resident]
         found = Fit(
             device=str(self._device),
             device_budget_bytes=options.device_budget,
@@ -194,7 +202,7 @@ class _Trial:
             parameters=sum(count for count, _ in sizes),
             parameter_bytes=sum(nbytes for _, nbytes in sizes),
             device_parameter_bytes=sum(map(_nbytes, staying)),
-            home_bytes=self._home_bytes,
+            offloaded_bytes=self._offloaded_bytes,
             gradient_bytes=sum(
                 s.nbytes for each in captured for s in each.storages if s.kind is Kind.SUNK and s.home not in here
             ),
@@ -206,12 +214,12 @@ class _Trial:
             regions=regions,
         )
         refused = any(region.refusal for region in regions)
-        if not refused or found.state_at_home_bytes > options.host_budget:
+        if not refused or found.resting_host_bytes > options.host_budget:
             return found
         return replace(found, least_device_bytes=self._least_device_bytes(found, captured))
 
     def _all_on_device_bytes(self, captured: Sequence[Problem]) -> int:
-        """Return what the device would hold without homes: at its fullest step, with gradients until the end."""
+        """Return the bytes on the device if nothing were offloaded: at the peak, with all gradients."""
         state_bytes = sum(
             p.numel() * (8 if p.dtype is torch.float32 else STATE_BYTES)  # fp32 weights are their own masters
             for _, p in self._parameters.values()
@@ -223,7 +231,7 @@ class _Trial:
             kept = keep_resident(problem, homes)
             end = Step(len(kept.ops))
             storages = tuple(replace(s, death=end) if s.kind is Kind.SUNK else s for s in kept.storages)
-            others = [p for key, (name, p) in self._parameters.items() if key in self._at_home and name not in homes]
+            others = [p for key, (name, p) in self._parameters.items() if key in self._offloaded and name not in homes]
             others_bytes = sum(_nbytes(p) * (2 if p.requires_grad else 1) for p in others)
             most.append(int(live_bytes(replace(kept, storages=storages)).max(initial=0)) + others_bytes)
         return max(most) + state_bytes
@@ -236,7 +244,7 @@ class _Trial:
         if floor > budget and self._has_plan(floor):
             return floor
         low, high = max(floor, budget), round_up(max(int(live_bytes(each).max()) for each in captured), _PAGE_BYTES)
-        high = max(high + found.home_bytes, low)  # with all parameters there
+        high = max(high + found.offloaded_bytes, low)  # with all parameters there
         if not self._has_plan(high):
             return None
         for _ in range(_PROBES):
@@ -248,11 +256,7 @@ class _Trial:
 
     def _has_plan(self, device_bytes: int) -> bool:
         options = replace(self._options, device_budget=device_bytes)
-        for sketch in self._sketches:
-            sketch.compile_for(options)
-            if sketch.record is None:
-                return False
-        return True
+        return all(region.plan_for(options).record is not None for region, _ in self._regions)
 
 
 def _check_loss(loss: object, *, trains: bool) -> None:
@@ -279,21 +283,21 @@ def _first_sentence(text: str) -> str:
     return (explained[1] if explained else text.strip().partition("\n")[0]).rstrip(".")
 
 
-def _captured(sketch: DryRun) -> Problem:
+def _captured(planned: DryRun) -> Problem:
     """Return a region's problem; raises `UsageError` where its sizes are known only when it runs."""
-    if (problem := sketch.captured) is None:
+    if (problem := planned.captured) is None:
         raise UsageError("a region has sizes that are known only when it runs; give a device budget, to see why.")
     return problem
 
 
-def _region_fit(index: int, sketch: DryRun, captured: Problem, options: Options) -> RegionFit:
+def _region_fit(index: int, planned: DryRun, captured: Problem, options: Options) -> RegionFit:
     bare = RegionFit(
         name=f"region {index}",
         steps=len(captured.ops),
         floor_bytes=policy_floor_bytes(captured, options.policy),
-        refusal=str(sketch.draft.plan) if sketch.draft and isinstance(sketch.draft.plan, BudgetError) else "",
+        refusal=planned.refusal,
     )
-    if (record := sketch.record) is None:
+    if (record := planned.record) is None:
         return bare
     forecast = record.plan.forecast
     return replace(
@@ -302,7 +306,7 @@ def _region_fit(index: int, sketch: DryRun, captured: Problem, options: Options)
         peak_bytes=forecast.peak_bytes,
         step_ns=step_ns(record.problem, forecast),
         ideal_ns=forecast.ideal_ns,
-        trip_bytes=forecast.host_bytes,
+        buffer_bytes=forecast.host_bytes,
         disk_bytes=forecast.disk_bytes,
         out_bytes=forecast.d2h_bytes,
         in_bytes=forecast.h2d_bytes,
@@ -312,7 +316,7 @@ def _region_fit(index: int, sketch: DryRun, captured: Problem, options: Options)
 
 
 def _left_bytes(problem: Problem, plan: Plan) -> int:
-    """Return what a region leaves on the device between its forward and its backward, its inputs apart."""
+    """Return the bytes that a region holds on the device between forward and backward, without its inputs."""
     boundary = problem.boundary
     away = {spill.name for spill in plan.spills if spill.freed_at <= boundary <= spill.prefetch_at}
     last = min(boundary + 1, len(problem.ops))
@@ -325,5 +329,5 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _settler(name: str, parameter: Tensor) -> Settler:
-    return Settler(name=name, nbytes=_nbytes(parameter), state_bytes=STATE_BYTES * parameter.numel())
+def _would_be_offloaded(name: str, parameter: Tensor) -> WouldBeOffloaded:
+    return WouldBeOffloaded(name=name, nbytes=_nbytes(parameter), state_bytes=STATE_BYTES * parameter.numel())

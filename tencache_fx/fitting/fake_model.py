@@ -38,7 +38,7 @@ class FactoryResult:
 class MetaDeviceMode(TorchFunctionMode):
     """Inside, tensors that are made for an accelerator, or moved to one, are on "meta" instead, without memory.
 
-    What is made for the CPU by name is there: factories ask for it where they need a tensor's values.
+    Tensors made for the CPU by name are there: factories ask for it where they need values.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -178,7 +178,7 @@ def _import_file(path: Path) -> Any:
 
 
 def _read(name: str, made: Any) -> FactoryResult:
-    """Return what a factory has made, checked."""
+    """Return the result of a factory, checked."""
     parts = tuple(made) if isinstance(made, tuple | list) else (made,)
     wanted = "return (model, inputs) or (model, inputs, loss_fn), a torch.nn.Module first"
     if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):

@@ -93,15 +93,6 @@ class Correction:
     pays: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreviousPlan:
-    """A region's state under its plan before, how long that took, and the scales that explain it."""
-
-    state: tuple[Any, ...]
-    measured: PhaseTimes
-    scales: Scales
-
-
 def reconsider(captured: Problem, problem: Problem, plan: Plan, measured: PhaseTimes) -> Correction | None:
     """Return what is learned from `measured`, or None if the forecast was good: off by a fiftieth or less.
 

@@ -1,8 +1,8 @@
-"""What a thread and its process are set to, which tracing may leave changed: torch runs what it traces.
+"""Settings of a thread and its process that tracing may leave changed: torch runs the code that it traces.
 
 A region may end with `torch.set_grad_enabled(False)`, or draw random numbers; traced once more from there it would
 become another graph. Dynamo takes most of that back behind a compilation of its own (torch: `_dynamo/convert_frame.py:
-preserve_global_state`), not between two traces of ours, nor where a region is compiled anew as it runs.
+preserve_global_state`), not between two traces of ours, nor where a region is compiled again as it runs.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What is known of a captured region before it is planned."""
+"""Analyses a captured region before it is planned: lifetimes of its storages, costs of its ops."""
 
 import hashlib
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from tencache_fx.planning.problem import Op
 
 @dataclass(frozen=True, kw_only=True)
 class RegionAnalysis:
-    """A captured region's storages with their lives, what never reaches memory, and what its ops cost.
+    """A captured region's storages with their lifetimes, the values that stay in registers, and the costs of its ops.
 
     `scratch` are the bytes that kernels were seen to allocate for themselves, by the names of their nodes.
     """
@@ -49,8 +49,8 @@ class RegionAnalysis:
         return sum(op.duration_ns for op in self.ops)
 
 
-def study(capture: RegionGraphs, options: Options, roofline: Roofline, *, measure: bool = True) -> RegionAnalysis:
-    """Return what is known of a captured region; its graphs are put in order first, nothing in them is decided.
+def analyze(capture: RegionGraphs, options: Options, roofline: Roofline, *, measure: bool = True) -> RegionAnalysis:
+    """Return the facts about a captured region; its graphs are normalised first, nothing in them is decided.
 
     Without `measure` no op is timed: what earlier runs have timed is known, the rest is estimated.
     """

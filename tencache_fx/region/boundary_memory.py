@@ -1,11 +1,10 @@
-"""What others hold on the device between a region's forward and its backward: a loss in eager mode, other regions.
+"""External memory on the device between a region's forward and its backward: a loss in eager mode, other regions.
 
-No graph of the region shows it, so a first plan may keep as much for the backward as fits beside nothing. Here is seen
-that this was too much; the region is then planned anew, with that many bytes free at the boundary of its graphs.
+No graph of the region shows it, so a first plan may keep as much for the backward as fits beside nothing. This monitor
+sees that it was too much; the region is then planned again, with that many bytes free at the boundary of its graphs.
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +14,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tencache_fx import compat
 from tencache_fx.hardware.device_memory import forget_peak, held_bytes, peak_held_bytes
+from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Phase, Request, WrittenPlan, keep_boxed
+from tencache_fx.region.dynamic_shapes import Sizes
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.tensors import storage_of
 
 log = logging.getLogger("tencache_fx")
 
-_ASKS = 4  # how often a region is planned anew for this
+_ASKS = 4  # how often a region is planned again for this
 _PRESSES = 64  # how often forwards that wait may be in the way of others, before they are taken to be kept for good
 _MARGIN = 256  # one part in so many of the budget more is asked for than was seen, so that once is enough
 
@@ -30,7 +31,7 @@ class _Forward:
     """A forward that has ended, and whose backward has not begun: bytes as they were then.
 
     `kept_bytes` are those it has left on the device; `residual` is the last of them. `asks` says how often its region
-    had been planned anew by then, `compilations` how many there had been of any.
+    had been planned again by then, `compilations` how many there had been of any.
     """
 
     held_bytes: int
@@ -42,12 +43,14 @@ class _Forward:
 
     @property
     def waits(self) -> bool:
-        """Say whether its backward may still come, and frees something."""
+        """Return True if its backward may still come, and frees something."""
         return self.residual is not None and not self.residual.expired()
 
 
 class BoundaryMemory:
-    """Sees it for one region, whose device holds at most `budget_bytes`; None: nobody asks. Nothing on a CPU."""
+    """Watches it for one region, whose device budget is `budget_bytes`; nothing without one, and on a CPU."""
+
+    optional = False
 
     def __init__(self, index: int, device: torch.device, budget_bytes: int | None) -> None:
         self.index = index
@@ -60,7 +63,7 @@ class BoundaryMemory:
         self._warned = False
         self._clean_at = -1  # so many compilations ago was the device's peak forgotten
 
-    def watched(self, phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def instrument(self, phase: Phase, run: Compiled, written: WrittenPlan) -> Compiled:
         """Return `run`, watched as the region's forward or backward; boxed if `run` is."""
         if self._budget_bytes is None or phase not in ("forward", "backward"):
             return run
@@ -76,12 +79,11 @@ class BoundaryMemory:
             self._end_forward(before_bytes, _storages((results,), self._device), given)
             return results
 
-        watched_run._boxed_call = getattr(run, "_boxed_call", False)  # type: ignore[attr-defined]
-        return watched_run
+        return keep_boxed(run, watched_run)
 
     @property
     def pending_bytes(self) -> int:
-        """Return what forwards keep for a backward that is to come, and will keep less of the next time."""
+        """Return the bytes that forwards keep for a backward that is to come, and will not keep the next time."""
         if self._presses >= _PRESSES:
             return 0
         least = self._asks if self._at_its_least else self._asks + 1
@@ -91,27 +93,31 @@ class BoundaryMemory:
     def _at_its_least(self) -> bool:
         return self._planned_bytes < self._asked_bytes or self._asks >= _ASKS
 
-    @property
-    def wants_more(self) -> bool:
-        """Say whether the region should be planned anew."""
-        return self.wanted_bytes > self._asked_bytes and self._asks < _ASKS
+    def review(self, current: CompiledRegion, sizes: Sizes) -> CompiledRegion | str:
+        """Return why the region has to be planned again: it keeps less free than others were seen to hold."""
+        if self.wanted_bytes > self._asked_bytes and self._asks < _ASKS:
+            return "others hold too much between its forward and its backward"
+        return current
 
-    def press(self, peak_bytes: int) -> None:
-        """Say that the device was to hold `peak_bytes` in all since the first forward that waits has ended."""
+    def report_peak(self, peak_bytes: int) -> None:
+        """Note that the device had to hold `peak_bytes` in all since the first forward that waits has ended."""
         self._presses += 1
         if self._waiting and self._budget_bytes is not None:
             first = next((forward for forward in self._waiting if forward.waits), self._waiting[-1])
             more_bytes = peak_bytes - first.held_bytes + self._budget_bytes // _MARGIN
             self.wanted_bytes = max(self.wanted_bytes, more_bytes)
 
-    def note_plan(self, planned_bytes: int) -> None:
-        """Say what the region's plan keeps free at the boundary."""
-        self._asks += self.wanted_bytes > self._asked_bytes
-        self._asked_bytes, self._planned_bytes = self.wanted_bytes, planned_bytes
+    def on_compiled(self, request: Request, compiled: CompiledRegion) -> None:
+        """Note what the region's plan was asked to keep free at the boundary, and what it keeps."""
+        if compiled.record is not None:
+            self._asks += request.boundary_bytes > self._asked_bytes
+            self._asked_bytes = request.boundary_bytes
+            self._planned_bytes = compiled.record.problem.between_bytes
 
-    def give_up(self) -> None:
-        """Say that the region could not be planned anew: it stays as it was, and nobody asks any more."""
+    def on_refusal(self, current: CompiledRegion) -> CompiledRegion:
+        """Go on with the plan there is; nothing is watched any more."""
         self.wanted_bytes, self._budget_bytes, self._waiting = self._asked_bytes, None, []
+        return current
 
     def _end_forward(self, before_bytes: int, results: list[torch.UntypedStorage], given: set[int]) -> None:
         """Note that a forward has left `results`, of which those in `given` were there before."""
@@ -137,7 +143,7 @@ class BoundaryMemory:
         )
 
     def _begin_backward(self) -> None:
-        """See what the device has held since the forward of this backward, the last one that waits, has ended."""
+        """Compare the peak since the forward of this backward, the last one that waits, has ended, with the budget."""
         waiting = list(self._waiting)  # another thread may run the region, too
         if not waiting or (peak_bytes := peak_held_bytes(self._device)) is None:
             return
@@ -145,7 +151,7 @@ class BoundaryMemory:
         assert self._budget_bytes is not None
         risen = peak_bytes > max(forward.peak_bytes, self._budget_bytes)
         if risen and forward.compilations == compilations():  # to compile takes memory, too, but once
-            self.press(peak_bytes)
+            self.report_peak(peak_bytes)
             if self._at_its_least and not self._warned and not REGIONS.waiting(self._device):
                 self._warned = True
                 log.warning(

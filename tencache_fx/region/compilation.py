@@ -1,291 +1,218 @@
-"""One region compiled: captured, planned, rewritten, lowered and checked."""
+"""One region compiled: captured, planned, rewritten, lowered and checked. Only a `CompiledRegion` is left of it.
 
-import dataclasses
+Files visited, in order, with what each one yields:
+
+backend.py                     `tencache()`: torch.compile hands over one region, whose options are resolved
+region/source.py               `RegionSource`: the Dynamo graph, options and device, the same in each compilation
+region/region.py               `Region`: holds the current `CompiledRegion` and its monitors, asks for compilations
+region/compilation.py          `compile_region()`: up to three attempts, each a `Compilation` that torch calls back
+  region/environment.py           `Environment`: rates of the machine, bytes held on the device, reservations
+  compat.py                       AOTAutograd traces the joint graph, and calls `Compilation.partition`
+  region/joint_split.py           the joint graph -> forward and backward graphs
+  region/candidate.py             `Candidate`: these graphs and their plan; the best one of several splits is taken
+    passes/parameter_markers.py      markers where offloaded parameters are loaded, and their gradients stored
+    region/analysis.py               `RegionAnalysis`: lifetimes of storages, costs of ops (more of passes/, hardware/)
+    region/dynamic_shapes.py         `SizeFormulas`: sizes of storages as formulas; later the plan's `Footprint`
+    region/reservations.py           `Problem`, with memory left free for others as far as there is room
+    planning/planner.py              `Plan`
+    planning/search.py               storages to recompute, for which the joint graph is split again
+  region/lowering.py              `PlannedLowering`: the plan -> rewritten graphs -> code
+    planning/verify.py               checks the plan
+    runtime/engine_registry.py       `Engine`: reserves pinned buffers and disk space
+    passes/transfers.py              the runtime's ops in the graphs
+    passes/verify_graph.py           checks the graphs
+    passes/barriers.py               `PinOrder`: Inductor keeps the order of the runtime's ops
+    passes/verify_code.py            checks the order in the generated code
+    passes/code_memory.py            bytes that the code holds; if these are too many, there is another attempt
+region/compiled_region.py      `CompiledRegion`: the function that runs, record, footprint, correction, placement
+region/donated_inputs.py       a monitor, asked before each call: does the caller keep inputs that were to be offloaded?
+region/boundary_memory.py      a monitor: do others hold too much between the forward and the backward?
+region/recalibrator.py         a monitor: do steps take longer or shorter than forecast, so that another plan pays?
+region/budget_check.py         does the plan fit at the sizes of this call, beside external memory?
+"""
+
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import fx
 
 from tencache_fx import compat
-from tencache_fx.errors import BudgetError
-from tencache_fx.hardware.device_memory import avoid_fragmentation, open_workspaces
-from tencache_fx.model_state import parameter_ops as _parameter_kernels  # noqa: F401  (registers the ops' kernels)
+from tencache_fx.hardware.device_memory import open_workspaces
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import open_update_room
-from tencache_fx.ops import RUNTIME_OPS
-from tencache_fx.options import Options
-from tencache_fx.passes.barriers import PinOrder
-from tencache_fx.passes.code_interface import Interface, read_interface
-from tencache_fx.passes.graph_listing import list_graph
-from tencache_fx.passes.graphs import RegionGraphs, placeholders
-from tencache_fx.passes.pause import drop_pause
-from tencache_fx.passes.transfers import insert_transfers
-from tencache_fx.passes.verify_code import planned_calls, verify_code
-from tencache_fx.passes.verify_graph import verify_graphs
-from tencache_fx.planning.plan import Plan, TransferKind
-from tencache_fx.planning.problem import Problem
-from tencache_fx.planning.recalibration import Scales
-from tencache_fx.planning.verify import verify_plan
-from tencache_fx.records import Listing, RegionRecord
+from tencache_fx.passes.graphs import RegionGraphs
+from tencache_fx.records import RegionRecord
 from tencache_fx.region.ambient_state import remember
 from tencache_fx.region.candidate import ATTEMPTS, Candidate, ForwardBackward, RegionPlanner
-from tencache_fx.region.dynamic_shapes import Footprint, Sizes, at_hints
+from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Monitor, Phase, Placement, Request
 from tencache_fx.region.environment import Environment
 from tencache_fx.region.graph_copy import copy_joint, copy_module
 from tencache_fx.region.joint_split import split_joint
-from tencache_fx.region.region import LiveRegion
+from tencache_fx.region.lowering import Lowering, PlannedLowering
 from tencache_fx.region.registry import REGIONS
-from tencache_fx.region.timers import PhaseClock
+from tencache_fx.region.source import RegionSource
 from tencache_fx.reporting.dump import write_region
 from tencache_fx.reporting.tables import show_summary
-from tencache_fx.runtime import op_kernels as _kernels  # noqa: F401  (registers the ops' kernels)
 
 log = logging.getLogger("tencache_fx")
 
-Compiled = Callable[..., Any]
 
-Phase = Literal["forward", "backward", "inference"]
+def compile_region(
+    source: RegionSource, inputs: Sequence[Any], request: Request, monitors: Sequence[Monitor]
+) -> CompiledRegion:
+    """Capture, plan, rewrite and lower a region.
+
+    Code that turns out to hold more than the budget is generated again, for a plan that keeps so much free. Raises
+    `BudgetError` if no plan fits. Tracing may change torch's state: it is set back between attempts, and on an error.
+    """
+    REGIONS.compilations += 1
+    open_workspaces(source.device)
+    if any(home.parameter.requires_grad for home in request.homes.values()):
+        open_update_room(source.device, source.options.device_budget)
+    names = _distinct_names(request.homes)
+    set_back, unforeseen_bytes = remember(source.device), 0
+    try:
+        for _ in range(ATTEMPTS):
+            set_back()
+            planner = RegionPlanner(
+                source,
+                request.sizes,
+                unforeseen_bytes,
+                {names[index]: home for index, home in request.homes.items()},
+                Environment.find(source.device, source.options, request.boundary_bytes),
+            )
+            lowering = PlannedLowering(source, request, monitors)
+            compilation = Compilation(source, planner, names, request.donated, lowering)
+            compiled = lowering.finish(compilation.run(inputs), Placement(names=names))
+            over_bytes = _over_bytes(source, compiled.record)
+            if over_bytes <= 0:
+                planner.keep_margin()
+                break
+            assert compiled.record is not None
+            assert compiled.record.code_peak_bytes is not None
+            unforeseen_bytes += compiled.record.code_peak_bytes - compiled.record.plan.forecast.peak_bytes
+            log.info("region %d: its code would hold %d bytes too many; planning again", source.index, over_bytes)
+        else:
+            log.warning(
+                f"region {source.index} runs, but its generated code holds {over_bytes} bytes more than the device "
+                f"budget of {source.options.device_budget} bytes, after {ATTEMPTS} plans; set device_budget to more, "
+                "or shrink the batch."
+            )
+    except BaseException:
+        set_back()
+        raise
+    if (record := compiled.record) is not None:
+        summary = show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes)
+        log.info(f"region {source.index} on {source.device}:\n{summary}")
+        if source.options.dump_dir is not None:
+            write_region(source.options.dump_dir, record)
+    return compiled
 
 
-class Region(LiveRegion):
-    """One captured region: what it was compiled from, its plan, and the compiled function (it is callable)."""
+class Compilation:
+    """One attempt: the callbacks that torch is given, and what exists only until it returns.
+
+    `names` are those of offloaded parameters by their positions among the inputs, `donated` the positions of donated
+    inputs. `lowering` decides what becomes of the planned graphs.
+    """
 
     def __init__(
         self,
-        gm: fx.GraphModule,
-        inputs: Sequence[object],
-        options: Options,
-        device: torch.device,
-        settings: Mapping[str, Any],
-        homes: Mapping[int, OffloadedParameter],
+        source: RegionSource,
+        planner: RegionPlanner,
+        names: Mapping[int, str],
+        donated: frozenset[int],
+        lowering: Lowering,
     ) -> None:
-        takes_fakes = options.compiler == "eager" or compat.runs_on_fakes(settings)
-        super().__init__(gm, inputs, options, device, REGIONS.next_index(), homes, takes_fakes=takes_fakes)
-        self._settings = settings
-        self._name = str(torch._guards.CompileContext.current_compile_id() or "")
-        self._draft: Candidate | None = None  # while it is compiled
-        self._code: list[tuple[Interface, str | None]] = []
-        self._leaving: frozenset[int] = frozenset()  # inputs, by position
+        self._source, self._planner, self._names = source, planner, names
+        self._donated, self._lowering = donated, lowering
 
-    def compile(self, inputs: Sequence[Any], sizes: tuple[Sizes, Sizes] | None = None) -> None:
-        """Capture, plan, rewrite and lower the region; if that fails, the region stays as it was.
-
-        `sizes` are those at hand, and those to plan for. Code that turns out to hold more than the budget is generated
-        anew, for a plan that keeps so much free. The source is copied, because the compilers below take ownership of
-        what they are given.
-        """
-        REGIONS.compilations += 1
-        open_workspaces(self.device)
-        if any(home.parameter.requires_grad for home in self._homes.values()):
-            open_update_room(self.device, self.options.device_budget)
-        before, set_back = self._state(), remember(self.device)
-        self._home_names = _told_apart(self._homes)
-        unforeseen_bytes = 0
-        try:
-            for _ in range(ATTEMPTS):
-                set_back()  # what tracing it has changed, if it was traced before
-                self._drafts = RegionPlanner(
-                    self.options,
-                    self._settings,
-                    self.device,
-                    self._fakes(),
-                    sizes,
-                    unforeseen_bytes,
-                    {self._home_names[index]: home for index, home in self._homes.items()},
-                    Environment.find(self.device, self.options, self.between.wanted_bytes),
-                )
-                self._code, self._leaving = [], frozenset()
-                compiled = self._lower_source(copy_module(self._source), inputs)
-                over_bytes = self._weigh()
-                if over_bytes <= 0:
-                    self._drafts.keep_margin()
-                    break
-                assert self.record is not None
-                assert self.record.code_peak_bytes is not None
-                unforeseen_bytes += self.record.code_peak_bytes - self.record.plan.forecast.peak_bytes
-                log.info("region %d: its code would hold %d bytes too many; planning again", self.index, over_bytes)
-            else:
-                log.warning(
-                    f"region {self.index} runs, but its generated code holds {over_bytes} bytes more than the device "
-                    f"budget of {self.options.device_budget} bytes, after {ATTEMPTS} plans; set device_budget to more, "
-                    "or shrink the batch."
-                )
-        except BaseException:
-            self._restore(before)
-            set_back()
-            raise
-        finally:
-            self._draft, self._code = None, []  # graphs are not kept alive
-        self._compiled = compiled
-        if (record := self.record) is not None:
-            self.between.note_plan(record.problem.between_bytes)
-            summary = show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes)
-            log.info(f"region {self.index} on {self.device}:\n{summary}")
-            if self.options.dump_dir is not None:
-                write_region(self.options.dump_dir, record)
-
-    def _weigh(self) -> int:
-        """Return by how much the generated code goes over the device budget; 0 where there is none of either."""
-        code = [(interface, source) for interface, source in self._code if source is not None]
-        if not code or (budget := self.options.device_budget) is None or self.record is None or self._draft is None:
-            return 0
-        held = self._draft.weigh(code)
-        self.record = dataclasses.replace(self.record, code_peak_bytes=held)
-        return 0 if held is None else held - budget
-
-    def _lower_source(self, source: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        if self.options.compiler == "eager":
-            return compat.compile_eager(source, inputs, partition=self.partition, lower=self.lower)
+    def run(self, inputs: Sequence[Any]) -> Compiled:
+        """Return the compiled function. The Dynamo graph is copied: the compilers below take ownership of theirs."""
+        source, gm = self._source, copy_module(self._source.graph)
+        if source.options.compiler == "eager":
+            return compat.compile_eager(gm, inputs, partition=self.partition, lower=self.lower)
         return compat.compile_inductor(
-            source,
+            gm,
             inputs,
-            patches=self._settings,
+            patches=source.settings,
             partition=self.partition,
             lower=self.lower,
-            lazy_backward=self.options.device_budget is None,
+            lazy_backward=source.options.device_budget is None,
         )
 
     def partition(self, joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> ForwardBackward:
-        """Split the joint graph as AOTAutograd would, then write this region's plan into the halves.
+        """Split the joint graph as AOTAutograd would, then write this region's plan into both graphs.
 
         Where the `joint` policy finds it worth recomputing more, a copy of the joint graph is split once more that way.
         """
-        untouched = copy_joint(joint) if self.options.may_recompute else None
-        halves, draft = self._split(joint, joint_inputs, frozenset(), kwargs)
-        self._captured = None if draft is None else draft.captured
-        if untouched is not None and draft is not None:
-            source, first = untouched, draft
+        untouched = copy_joint(joint) if self._source.options.may_recompute else None
+        graphs, candidate = self._split(joint, joint_inputs, frozenset(), kwargs)
+        if untouched is not None and candidate is not None:
+            original, first = untouched, candidate
 
             def again(nodes: frozenset[str], names: tuple[str, ...]) -> tuple[ForwardBackward, Candidate | None]:
-                copied = copy_joint(source)
-                return self._split(copied, joint_inputs, nodes, kwargs, beside=first, recomputed=names)
+                copied = copy_joint(original)
+                return self._split(copied, joint_inputs, nodes, kwargs, first=first, recomputed=names)
 
-            better, draft = self._drafts.recompute_more(first, again)
-            halves = better or halves
-        if draft is not None:
-            self._carry_out(draft)
-        for half in halves:
-            half.recompile()
-        return halves
+            better, candidate = self._planner.recompute_more(first, again)
+            graphs = better or graphs
+        if candidate is not None:
+            self._lowering.write(candidate)
+        for graph in graphs:
+            graph.recompile()
+        return graphs
+
+    def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
+        """Lower one graph with `compile_graph`; a region that has no backward is planned here."""
+        if phase == "inference":
+            capture = RegionGraphs(
+                forward=gm.graph,
+                backward=None,
+                num_outputs=1 << 30,
+                static_inputs=frozenset(),
+                device=self._source.device,
+                homes=self._names,
+            )
+            if (candidate := self._planner.plan(capture)) is not None:
+                self._lowering.write(candidate)
+            gm.recompile()
+        return self._lowering.lower(gm, example_inputs, compile_graph, phase=phase)
 
     def _split(
         self,
         joint: fx.GraphModule,
         joint_inputs: Sequence[Any],
-        again: frozenset[str],
+        recomputed_nodes: frozenset[str],
         kwargs: Mapping[str, Any],
         **more: Any,
     ) -> tuple[ForwardBackward, Candidate | None]:
-        """Return forward and backward, the nodes `again` recomputed, and the plan for them."""
-        forward, backward = split_joint(joint, joint_inputs, recompute=self.options.recompute, again=again, **kwargs)
+        """Return forward and backward, `recomputed_nodes` computed in both, and the plan for them."""
+        recompute = self._source.options.recompute
+        forward, backward = split_joint(joint, joint_inputs, recompute=recompute, again=recomputed_nodes, **kwargs)
         capture = RegionGraphs(
             forward=forward.graph,
             backward=backward.graph,
             num_outputs=kwargs["num_fwd_outputs"],
             static_inputs=frozenset(kwargs.get("static_lifetime_input_indices") or ()),
-            device=self.device,
-            homes=self._home_names,
-            given_up=self.given_up.positions,
+            device=self._source.device,
+            homes=self._names,
+            given_up=self._donated,
         )
-        return (forward, backward), self._drafts.draft(capture, **more)
-
-    def _carry_out(self, draft: Candidate) -> None:
-        """Write the plan into the graphs; a region that fits is left as it was. Raises `BudgetError` without a plan."""
-        if isinstance(draft.plan, BudgetError):
-            raise draft.plan
-        known, problem, plan = draft.study, draft.problem, draft.plan
-        capture, self._draft, self._learned = known.capture, draft, (draft.learned_key, draft.learned)
-        verify_plan(problem, plan)
-        planned = bool(plan.spills or plan.recomputed or plan.resident)
-        # With a home elsewhere, parameters come when their optimizer is done with them: that is not the graphs' time.
-        may_learn = self._rival is not None or (self._may_learn and draft.learned.forecast == Scales())
-        may_learn = may_learn and not self._homes
-        self._clock = PhaseClock(self.device) if planned and may_learn else None
-        self._rival = self._rival if planned else None
-        if planned:
-            avoid_fragmentation(self.device)
-        self._leaving = _given_up(problem, plan, capture)
-        if plan.spills or plan.resident:
-            engine = self._reserve(plan)
-            engine.reserve_gradients([s.nbytes for s in plan.spills if s.kind is TransferKind.OUT])
-            in_registers = insert_transfers(capture, known.storages, plan, known.registers, engine=engine.id)
-            verify_graphs(*at_hints(draft.formulas, problem, plan), capture, in_registers, known.in_place)
-        drop_pause(capture)
-        self._resident, self._staying = frozenset(plan.resident), draft.staying
-        self._updated_here = frozenset(plan.updated_here) if capture.backward is not None else None
-        self._keep(draft, plan, tuple(list_graph(graph, phase) for graph, phase in capture.phases))
-        if draft.learned.forecast != Scales():
-            self._correct(draft.learned.forecast)
-
-    def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
-        """Lower one graph with `compile_graph`; graphs of ours are pinned in order first, and checked afterwards."""
-        if phase == "inference":
-            self._plan_inference(gm)
-        interface = None
-        if (draft := self._draft) is not None and draft.formulas is not None:
-            interface = read_interface(gm.graph, self.device, draft.formulas.by_name(), draft.scratch)
-        if any(node.target in RUNTIME_OPS for node in gm.graph.nodes):
-            planned = planned_calls(gm.graph)
-            compiled = compile_graph(gm, example_inputs, planned=PinOrder())
-            verify_code(planned, compat.source_code(compiled))
-        else:
-            compiled = compile_graph(gm, example_inputs, planned=None)
-        if interface is not None:
-            self._code.append((interface, compat.source_code(compiled)))
-        compiled = self.between.watched(phase, self.given_up.watched(phase, compiled, self._leaving))
-        return compiled if self._clock is None else self._clock.timed(phase, compiled)
-
-    def _plan_inference(self, gm: fx.GraphModule) -> None:
-        """Write this region's plan into its only graph: of one that has no backward."""
-        capture = RegionGraphs(
-            forward=gm.graph,
-            backward=None,
-            num_outputs=1 << 30,
-            static_inputs=frozenset(),
-            device=self.device,
-            homes=self._home_names,
-        )
-        if (draft := self._drafts.draft(capture)) is not None:
-            self._captured = draft.captured
-            self._carry_out(draft)
-        gm.recompile()
-
-    def _keep(self, draft: Candidate, plan: Plan, listings: tuple[Listing, ...]) -> None:
-        """Record what was decided, for reports and dumps, and how much more others may hold before it must change."""
-        problem = draft.problem
-        if draft.formulas is not None:
-            self._footprint = Footprint(
-                draft.formulas,
-                problem,
-                plan,
-                held_bytes=draft.held_bytes + draft.resident_bytes + draft.state_bytes,
-                input_bytes=draft.input_bytes + draft.resident_bytes,
-            )
-        captured = self._captured or problem
-        self.record = RegionRecord(
-            region=self.index,
-            name=self._name,
-            torch_version=torch.__version__,
-            device=str(self.device),
-            options=tuple((name, str(getattr(self.options, name))) for name in self.options.__slots__),
-            captured=captured,
-            problem=problem,
-            plan=plan,
-            listings=listings,
-        )
+        return (forward, backward), self._planner.plan(capture, **more)
 
 
-def _given_up(problem: Problem, plan: Plan, capture: RegionGraphs) -> frozenset[int]:
-    """Return the positions of the inputs that leave."""
-    lent = {storage.name for storage in problem.storages if storage.held_until}
-    leaving = lent & {spill.name for spill in plan.spills}
-    return frozenset(index for index, node in enumerate(placeholders(capture.forward)) if node.name in leaving)
+def _over_bytes(source: RegionSource, record: RegionRecord | None) -> int:
+    """Return by how much the generated code goes over the device budget; 0 where there is none of either."""
+    budget_bytes = source.options.device_budget
+    if budget_bytes is None or record is None or record.code_peak_bytes is None:
+        return 0
+    return record.code_peak_bytes - budget_bytes
 
 
-def _told_apart(homes: Mapping[int, OffloadedParameter]) -> dict[int, str]:
-    """Return the names of homes, with their positions where two models have the same names."""
+def _distinct_names(homes: Mapping[int, OffloadedParameter]) -> dict[int, str]:
+    """Return the names of offloaded parameters, with their positions where two models have the same names."""
     counts = Counter(home.name for home in homes.values())
     return {i: home.name if counts[home.name] == 1 else f"{home.name}#{i}" for i, home in homes.items()}

@@ -1,4 +1,4 @@
-"""Dynamic shapes: what a region's plan needs at the sizes at hand.
+"""Dynamic shapes: the memory that a region's plan needs at the sizes at hand.
 
 A plan is made for one size of every symbol and carried out at all that the compiled code is valid for. Each storage's
 size is a formula in the symbols, so the peak at other sizes is a sum, known before anything runs. The sizes torch
@@ -170,7 +170,7 @@ def _storage_reader(getter: Reader) -> Reader:
 
 
 def plan_at(problem: Problem, plan: Plan) -> Plan:
-    """Return `plan` with its trips, buffers and bytes at the sizes of `problem`; times stay as they were forecast."""
+    """Return `plan` with its transfers, buffers and bytes at the sizes of `problem`; times are not changed."""
     nbytes = {storage.name: storage.nbytes for storage in problem.storages}
     spills = tuple(dataclasses.replace(spill, nbytes=nbytes[spill.name]) for spill in plan.spills)
     pool = pool_classes(spills, Tier.HOST)
@@ -194,14 +194,14 @@ def at_hints(formulas: SizeFormulas | None, problem: Problem, plan: Plan) -> tup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What a plan needs on the device at some sizes; `peak_bytes` includes what was held outside when it was made."""
+    """The device memory that a plan needs at some sizes; `peak_bytes` includes external memory when it was made."""
 
     peak_bytes: int
     input_bytes: int
 
 
 class Footprint:
-    """What a plan, made for the sizes `formulas.planned`, needs at others.
+    """The memory that a plan, made for the sizes `formulas.planned`, needs at others.
 
     The bytes in use at a step are a sum of formulas: how many storages of each there are is counted once, and a new
     size costs one product of a matrix and a vector. `held_bytes` were held on the device when the plan was made,
@@ -255,13 +255,13 @@ class Footprint:
         return self._needs[sizes]
 
     def is_reserved(self, sizes: Sizes) -> bool:
-        """Say whether the buffers for `sizes` are there: smaller sizes use those of larger ones."""
+        """Return True if the buffers for `sizes` are there: smaller sizes use those of larger ones."""
         return not self.plan.spills or any(
             all(size <= known for size, known in zip(sizes, most, strict=True)) for most in self._reserved
         )
 
     def plan_for(self, sizes: Sizes) -> Plan:
-        """Return the plan with its trips and buffers at `sizes`."""
+        """Return the plan with its transfers and buffers at `sizes`."""
         return plan_at(self.formulas.resize(self.problem, self.formulas.planned, sizes), self.plan)
 
     def note_reserved(self, sizes: Sizes) -> None:

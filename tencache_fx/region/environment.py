@@ -1,7 +1,7 @@
-"""What a compilation finds around its region."""
+"""The environment of a compilation: this machine and this process, as they are now."""
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,19 +12,17 @@ from tencache_fx.options import Options
 from tencache_fx.planning.problem import Links
 from tencache_fx.region.optimizer_forecast import expected_state_bytes
 from tencache_fx.region.registry import REGIONS
+from tencache_fx.region.reservations import Reservation, Reserved
 from tencache_fx.runtime.engine_registry import Usage, usage
 
-_DRIFT = 256  # one part in so many of the budget is left for what others hold a little more of from call to call
+_DRIFT = 256  # one part in so many of the budget is left for external memory that grows from call to call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """What a compilation finds: the rates of the machine, the bytes held on the device, what the runtime has lent.
+    """The rates of the machine, the bytes held on the device, and the host memory and disk that the runtime uses.
 
-    `pending_bytes` of those held are kept for the backward of forwards that can keep less the next time. As far as
-    there is room, `between_bytes` are to be free between this region's graphs, `expected_bytes` all the time, for what
-    optimizers have yet to make, and in a plan that has something travel `drift_bytes`, for what others hold more of in
-    later calls, such as generated tokens: a plan that fills the budget would be made anew for the first of them.
+    `reservations` are to be left free as far as there is room: a plan that fills the budget would be made anew soon.
     `measures` says whether ops whose cost is not known yet may be timed.
     """
 
@@ -33,13 +31,15 @@ class Environment:
     held_bytes: int
     usage: Usage
     measures: bool = True
-    pending_bytes: int = 0
-    between_bytes: int = 0
-    expected_bytes: int = 0
-    drift_bytes: int = 0
+    reservations: Reserved = field(default_factory=dict)
+
+    def wanted(self, *, training: bool) -> Reserved:
+        """Return the reservations of a region that has a backward, or has none: then nothing is to come behind it."""
+        unwanted = () if training else (Reservation.STATE, Reservation.BOUNDARY)
+        return {name: nbytes for name, nbytes in self.reservations.items() if nbytes and name not in unwanted}
 
     @staticmethod
-    def find(device: torch.device, options: Options, between_bytes: int) -> "Environment":
+    def find(device: torch.device, options: Options, boundary_bytes: int) -> "Environment":
         """Return those of this machine and process, measuring what is not known yet."""
         held = held_bytes(device)
         budget_bytes = (options.device_budget or 0) if held else 0  # a CPU's allocator does not count
@@ -51,8 +51,10 @@ class Environment:
             links=rates.links(device, options.spill_dir, calibrate=options.calibrate),
             held_bytes=held,
             usage=usage(device),
-            pending_bytes=sum(each.pending_bytes for each in REGIONS.waiting(device)),
-            between_bytes=between_bytes,
-            expected_bytes=expected_state_bytes(device) if budget_bytes else 0,
-            drift_bytes=budget_bytes // _DRIFT,
+            reservations={
+                Reservation.WAITING: sum(each.pending_bytes for each in REGIONS.waiting(device)),
+                Reservation.STATE: expected_state_bytes(device) if budget_bytes else 0,
+                Reservation.BOUNDARY: boundary_bytes,
+                Reservation.DRIFT: budget_bytes // _DRIFT,
+            },
         )

@@ -16,8 +16,8 @@ def _tensor_dicts(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
 def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a module that Dynamo made, with its own tensors, and with two attributes that copies lack.
 
-    By them AOTAutograd knows the parameters among the inputs (torch: `_aot_autograd/frontend_utils.py`). What an
-    optimizer's step writes to is no input but in the module itself: a copy of that would be updated in its stead.
+    By them AOTAutograd knows the parameters among the inputs (torch: `_aot_autograd/frontend_utils.py`). An
+    optimizer's step writes to tensors of the module itself, not to inputs: copies would be updated in their stead.
     """
     held = (each for module in gm.modules() for among in _tensor_dicts(module) for each in among.values())
     copied = copy.deepcopy(gm, {id(each): each for each in held if isinstance(each, torch.Tensor)})

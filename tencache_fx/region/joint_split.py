@@ -1,4 +1,4 @@
-"""A joint graph's halves: forward and backward, split by torch's own partitioners as this region wants it."""
+"""A joint graph's forward and backward, split by torch's own partitioners as this region wants it."""
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence

@@ -1,7 +1,7 @@
-"""What will be on a device though it is not there yet: the state that optimizers make in their first step.
+"""Device memory that will be taken later: the state that optimizers make in their first step.
 
 A region is planned in the first forward, and that state comes behind the first backward. A plan that has filled the
-budget by then would have to be made anew, and its code generated once more.
+budget by then would have to be made again, and its code generated once more.
 """
 
 import gc
@@ -21,7 +21,7 @@ _SHAPE = (2, 3)  # no array of another kind, such as a count of steps, has it
 def expected_state_bytes(device: torch.device) -> int:
     """Return the bytes of state on `device` that torch's own optimizers have yet to make for what they train there.
 
-    Those alive are found by Python's collector. Of an optimizer whose state is not of its parameters' shapes, and of
+    Optimizers are found by Python's collector. Of an optimizer whose state is not of its parameters' shapes, and of
     other classes than torch's, nothing is expected. Takes about 0.1 s in a large process.
     """
     return sum(_missing_bytes(optimizer, device) for optimizer in _optimizers())

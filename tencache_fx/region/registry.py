@@ -14,29 +14,32 @@ from tencache_fx.records import RegionRecord
 
 
 class Waiting(Protocol):
-    """What the register knows of a region's forwards whose backward is to come."""
+    """The register's view of a region's forwards whose backward is to come."""
 
     @property
     def pending_bytes(self) -> int:
-        """Return what they keep on the device that they could do without."""
+        """Return the bytes that they keep on the device, and could do without."""
 
-    def press(self, peak_bytes: int) -> None:
-        """Say that the device was to hold so much in all meanwhile."""
+    def report_peak(self, peak_bytes: int) -> None:
+        """Note that the device had to hold so much in all meanwhile."""
 
 
 class Region(Protocol):
-    """What the register needs of a compiled region."""
+    """A compiled region, as the register knows it."""
 
     index: int
-    record: RegionRecord | None
     device: torch.device
 
     @property
-    def between(self) -> Waiting:
-        """Return what is known of its forwards."""
+    def record(self) -> RegionRecord | None:
+        """Return the record of its plan."""
+
+    @property
+    def boundary_memory(self) -> Waiting:
+        """Return the monitor of its forwards."""
 
     def measured(self) -> dict[str, int | None]:
-        """Return what was measured of it."""
+        """Return its measured figures."""
 
     def dump_measured(self) -> None:
         """Write that to its dump directory, if it has one."""
@@ -65,7 +68,8 @@ class Regions:
 
     def waiting(self, device: torch.device) -> tuple[Waiting, ...]:
         """Return the regions of which forwards keep something on `device` that they could do without."""
-        return tuple(each.between for each in self._live if each.device == device and each.between.pending_bytes)
+        found = (region.boundary_memory for region in self._live if region.device == device)
+        return tuple(each for each in found if each.pending_bytes)
 
     def dump_measured(self) -> None:
         """Let every region with a dump directory write what was measured of it; does nothing in a forked child."""

@@ -39,28 +39,35 @@ class PhaseClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._spans: dict[str, list[tuple[Any, Any]]] = {}
+        self._stopped = False
+        self._spans: dict[str, list[tuple[Any, Any]]] = {}  # by phase
         self._runs: dict[str, int] = {}
 
     def timed(self, phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return `run`, timed as `phase` while that is wanted; boxed if `run` is."""
-        self._spans[phase], self._runs[phase] = [], 0
+        spans = self._spans[phase] = []
+        self._runs[phase] = 0
 
         def timed_run(*args: Any) -> Any:
             self._runs[phase] += 1
-            if not _WARM_UP < self._runs[phase] <= _WARM_UP + _MEASURED:
+            if self._stopped or not _WARM_UP < self._runs[phase] <= _WARM_UP + _MEASURED:
                 return run(*args)
             start = self._mark()
             result = run(*args)
-            self._spans[phase].append((start, self._mark()))
+            spans.append((start, self._mark()))
             return result
 
         timed_run._boxed_call = getattr(run, "_boxed_call", False)  # type: ignore[attr-defined]
         return timed_run
 
+    def stop(self) -> None:
+        """Measure nothing any more, and forget what was measured."""
+        self._stopped = True
+        self._spans.clear()
+
     def times(self) -> PhaseTimes | None:
         """Return the medians, once every graph has been measured often enough and the device has got that far."""
-        if self._spans.keys() not in ({"forward", "backward"}, {"inference"}):
+        if self._spans.keys() not in ({"forward", "backward"}, {"inference"}):  # or it was stopped
             return None
         if any(len(spans) < _MEASURED for spans in self._spans.values()):
             return None

@@ -1,4 +1,4 @@
-"""What a compilation decided, kept in a directory for people and for `tencache dump`. No torch here.
+"""Records of compilations, kept in a directory for people and for `tencache dump`. No torch here.
 
     DIR/region-000/record.json      the region's problem, plan and graphs
                    forward.txt ...  each graph as text
@@ -68,7 +68,7 @@ def read_regions(dump_dir: Path) -> tuple[RegionRecord, ...]:
 
 
 def read_measured(dump_dir: Path, region: int) -> tuple[dict[str, Any], ...]:
-    """Return what was measured of a region, oldest first; empty when nothing was.
+    """Return the measured figures of a region, oldest first; empty without any.
 
     Raises `OptionError` when it cannot be read.
     """

@@ -1,4 +1,4 @@
-"""How a model would fit: what `tencache_fx.fit` finds out, as values. No torch here.
+"""How a model would fit: the result of `tencache_fx.fit`, as values. No torch here.
 
 Sizes are bytes, times nanoseconds, of one training step: forward and backward of every region, once.
 """
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 class RegionFit:
     """One captured region: its plan in figures, or, in `refusal`, why there is none; then the rest is 0.
 
-    `floor_bytes` is the least device budget that has a plan, `peak_bytes` what the plan holds on the device, both with
-    what is held there outside the region. `trip_bytes` are pinned buffers for trips; parameters and gradients at home
-    are not among them.
+    `floor_bytes` is the least device budget that has a plan, `peak_bytes` the most that the plan holds on the
+    device, both with external memory there. `buffer_bytes` are pinned buffers for transfers; offloaded parameters and
+    their gradients are not among them.
     """
 
     name: str
@@ -22,7 +22,7 @@ class RegionFit:
     peak_bytes: int = 0
     step_ns: int = 0
     ideal_ns: int = 0
-    trip_bytes: int = 0
+    buffer_bytes: int = 0
     disk_bytes: int = 0
     out_bytes: int = 0
     in_bytes: int = 0
@@ -34,11 +34,11 @@ class RegionFit:
 class Fit:
     """Whether a model fits its budgets, where its bytes would be, and how long a step would take.
 
-    `home_bytes`, `gradient_bytes` and `state_bytes` are in host memory: parameters at home, their gradients, and the
-    fp32 state of AdamW (master weight and two moments: 12 bytes for each trained parameter). `device_parameter_bytes`
+    `offloaded_bytes`, `gradient_bytes` and `state_bytes` are in host memory: parameters, their gradients, and the fp32
+    state of AdamW (master weight and two moments: 12 bytes for each trained parameter). `device_parameter_bytes`
     and `device_state_bytes` are those of parameters and state that are on the device all the time.
-    `all_on_device_bytes` is what the device would have to hold if nothing had a home: parameters, gradients, AdamW's
-    state and activations. `least_device_bytes` is the smallest device budget that a plan was found for, None where the
+    `all_on_device_bytes` are those on the device if nothing were offloaded: parameters, gradients, AdamW's state and
+    activations. `least_device_bytes` is the smallest device budget that a plan was found for, None where the
     one given suffices, or where none would help.
     `measured` says whether the rates behind the times are this machine's, or fixed, low ones.
     """
@@ -50,7 +50,7 @@ class Fit:
     parameters: int
     parameter_bytes: int
     device_parameter_bytes: int
-    home_bytes: int
+    offloaded_bytes: int
     gradient_bytes: int
     state_bytes: int
     device_state_bytes: int
@@ -61,12 +61,12 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Say whether every region has a plan, and host memory has room for everything at home."""
+        """Return True if every region has a plan, and host memory has room for everything offloaded."""
         return not any(region.refusal for region in self.regions) and self.host_bytes <= self.host_budget_bytes
 
     @property
-    def needs_homes(self) -> bool:
-        """Say whether the device is too small for all the model's state."""
+    def needs_offloading(self) -> bool:
+        """Return True if the device is too small for all the model's state."""
         return self.device_budget_bytes is not None and self.all_on_device_bytes > self.device_budget_bytes
 
     @property
@@ -80,18 +80,18 @@ class Fit:
         return max(region.peak_bytes for region in self.regions)
 
     @property
-    def state_at_home_bytes(self) -> int:
-        """The bytes of parameters at home, their gradients and AdamW's state."""
-        return self.home_bytes + self.gradient_bytes + self.state_bytes
+    def resting_host_bytes(self) -> int:
+        """The bytes in host memory between steps: offloaded parameters, their gradients and AdamW's state."""
+        return self.offloaded_bytes + self.gradient_bytes + self.state_bytes
 
     @property
     def host_bytes(self) -> int:
-        """All bytes in host memory: what is at home, and the buffers of the region with the most for trips."""
-        return self.state_at_home_bytes + max(region.trip_bytes for region in self.regions)
+        """All bytes in host memory: those between steps, and the buffers of the region with the most of them."""
+        return self.resting_host_bytes + max(region.buffer_bytes for region in self.regions)
 
     @property
     def disk_bytes(self) -> int:
-        """The most bytes that the trips of one region have on disk."""
+        """The most bytes that one region has on disk."""
         return max(region.disk_bytes for region in self.regions)
 
     @property

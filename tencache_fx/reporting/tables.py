@@ -20,17 +20,17 @@ _RUNTIME_MARK = ">>"
 
 
 def show_summary(problem: Problem, plan: Plan, captured: Problem, code_peak_bytes: int | None = None) -> str:
-    """Return what the plan costs and gains, one line per figure.
+    """Return the costs and gains of the plan, one line per figure.
 
     `problem` is what the plan is for, `captured` the region before more was recomputed: "lower bound" is a time that no
-    other trips beat, "best possible" one that no choice of what to recompute and what to move beats. `code_peak_bytes`
-    is what the generated code holds, if it was looked at.
+    other transfers beat, "best possible" one that no choice of recomputed and transferred tensors beats.
+    `code_peak_bytes` are held by the generated code, if it was looked at.
     """
     forecast, budgets = plan.forecast, problem.budgets
     over = forecast.makespan_ns / max(1, forecast.ideal_ns)
     device_budget = "no limit" if budgets.device_bytes is None else format_bytes(budgets.device_bytes)
     between = format_bytes(problem.between_bytes)
-    trips = {tier: [spill for spill in plan.spills if spill.tier is tier] for tier in (Tier.HOST, Tier.NVME)}
+    transfers = {tier: [spill for spill in plan.spills if spill.tier is tier] for tier in (Tier.HOST, Tier.NVME)}
     rows = [
         ("policy", plan.policy),
         ("steps", f"{len(problem.ops)}, backward from {problem.boundary}"),
@@ -41,7 +41,7 @@ def show_summary(problem: Problem, plan: Plan, captured: Problem, code_peak_byte
         ("device floor", format_bytes(forecast.floor_bytes)),
         ("host", f"{format_bytes(forecast.host_bytes)} of {format_bytes(budgets.host_bytes)}"),
         ("disk", f"{format_bytes(forecast.disk_bytes)} of {format_bytes(budgets.disk_bytes)}"),
-        *((f"spilled to {tier}", _count_and_bytes(spills)) for tier, spills in trips.items()),
+        *((f"spilled to {tier}", _count_and_bytes(spills)) for tier, spills in transfers.items()),
         ("recomputed", _recomputed(plan, captured)),
         ("time", f"{format_ns(forecast.makespan_ns)}, {over:.3f} of the {format_ns(forecast.ideal_ns)} without limits"),
         ("lower bound", format_ns(forecast.lower_bound_ns)),
@@ -66,17 +66,17 @@ def show_tensors(problem: Problem, plan: Plan) -> str:
         steps: Iterable[Step] = (
             () if spill is None else (spill.copy_out_after, spill.freed_at, spill.prefetch_at, spill.needed_at)
         )
-        stays = "recompute" if storage.name in again else "keep"
-        decision = stays if spill is None else f"spill to {spill.tier}"
+        kept = "recompute" if storage.name in again else "keep"
+        decision = kept if spill is None else f"spill to {spill.tier}"
         life = f"[{storage.birth}, {storage.death})"
-        trip = (_step_name(problem, step) for step in steps)
-        rows.append((storage.name, _size(storage), storage.kind, life, decision, *trip))
+        times = (_step_name(problem, step) for step in steps)
+        rows.append((storage.name, _size(storage), storage.kind, life, decision, *times))
     return _table(rows, headers=("storage", "bytes", "kind", "lives", "decision", "offload", "gone", "fetch", "back"))
 
 
 def show_pool(plan: Plan) -> str:
     """Return one row per size class of pinned buffers, and their sum."""
-    uses = (("host trips", plan.pool), ("disk staging", plan.staging))
+    uses = (("host swaps", plan.pool), ("disk staging", plan.staging))
     rows = [(use, format_bytes(c.nbytes), c.count, format_bytes(c.nbytes * c.count)) for use, cs in uses for c in cs]
     total = sum(c.count for _, cs in uses for c in cs), sum(_class_bytes(cs) for _, cs in uses)
     return _table([*rows, ("all", "", total[0], format_bytes(total[1]))], headers=("use", "buffer", "count", "bytes"))
@@ -113,15 +113,15 @@ def _times_ideal(makespan_ns: int, frontier: "Frontier") -> str:
 
 def show_fit(fit: "Fit") -> str:
     """Return whether a model fits, in a sentence, then what is where in which tier, then a row per region."""
-    headers = ("region", "steps", "floor", "peak", "step", "trips", "out", "in")
+    headers = ("region", "steps", "floor", "peak", "step", "buffers", "out", "in")
     regions = _table([_region_cells(region) for region in fit.regions], headers=headers)
     return f"{_fit_sentence(fit)}\n\n{_table(list(_fit_rows(fit)))}\n\n{regions}"
 
 
 def _fit_sentence(fit: "Fit") -> str:
-    """Say whether it fits, with the numbers that decide it, and if not, what to do."""
+    """Return whether it fits, with the numbers that decide it, and if not, what to do."""
     budget = "no limit" if fit.device_budget_bytes is None else format_bytes(fit.device_budget_bytes)
-    if fit.fits and not fit.needs_homes:
+    if fit.fits and not fit.needs_offloading:
         return (
             f"It fits, and needs no homes: with gradients and AdamW's state it takes "
             f"{format_bytes(fit.all_on_device_bytes)} on the device (budget: {budget}); leave offload() out."
@@ -134,8 +134,8 @@ def _fit_sentence(fit: "Fit") -> str:
         )
     if fit.host_bytes > fit.host_budget_bytes:
         return (
-            f"It does not fit: parameters, gradients and AdamW's state at home take {format_bytes(fit.host_bytes)} of "
-            f"host memory, trips included; host_budget is {format_bytes(fit.host_budget_bytes)}. Set host_budget to "
+            f"It does not fit: offloaded weights, gradients and AdamW's state take {format_bytes(fit.host_bytes)} of "
+            f"host memory, buffers included; host_budget is {format_bytes(fit.host_budget_bytes)}. Set host_budget to "
             f"{at_least(fit.host_bytes)} or more, or train fewer parameters."
         )
     refusal = next(region.refusal for region in fit.regions if region.refusal).partition("\n")[0]
@@ -161,9 +161,13 @@ def _fit_rows(fit: "Fit") -> Iterator[tuple[str, str]]:
         yield "step", f"{format_ns(fit.step_ns)}, {over:.3f} of the time without limits"
         out_bytes, in_bytes = (sum(getattr(r, name) for r in fit.regions) for name in ("out_bytes", "in_bytes"))
         yield "link traffic", f"{format_bytes(out_bytes)} out, {format_bytes(in_bytes)} in"
-    at_home = (("weights", fit.home_bytes), ("gradients", fit.gradient_bytes), ("AdamW's fp32 state", fit.state_bytes))
-    yield "at home", ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in at_home)
-    yield "host", f"{format_bytes(fit.host_bytes)} of {format_bytes(fit.host_budget_bytes)}, with buffers for trips"
+    offloaded = (
+        ("weights", fit.offloaded_bytes),
+        ("gradients", fit.gradient_bytes),
+        ("AdamW's fp32 state", fit.state_bytes),
+    )
+    yield "offloaded", ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in offloaded)
+    yield "host", f"{format_bytes(fit.host_bytes)} of {format_bytes(fit.host_budget_bytes)}, with buffers for transfers"
     yield "disk", f"{format_bytes(fit.disk_bytes)} of {format_bytes(fit.spill_budget_bytes)}"
     fixed = f"fixed, low ones; after `tencache doctor --device {fit.device}`, those of this machine"
     yield "rates", "those of this machine" if fit.measured else fixed
@@ -173,7 +177,7 @@ def _region_cells(region: "RegionFit") -> tuple[str, ...]:
     head = region.name, str(region.steps), format_bytes(region.floor_bytes)
     if region.refusal:
         return (*head, "no plan", *"----")
-    sizes = map(format_bytes, (region.trip_bytes, region.out_bytes, region.in_bytes))
+    sizes = map(format_bytes, (region.buffer_bytes, region.out_bytes, region.in_bytes))
     return (*head, format_bytes(region.peak_bytes), format_ns(region.step_ns), *sizes)
 
 

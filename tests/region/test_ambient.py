@@ -10,8 +10,10 @@ from harness import EAGER
 from torch import Tensor
 
 import tencache_fx
-from tencache_fx.region import ambient_state
-from tencache_fx.region.compilation import Region
+from tencache_fx.region import ambient_state, compilation
+from tencache_fx.region.compilation import Compilation
+from tencache_fx.region.compiled_region import CompiledRegion
+from tencache_fx.region.lowering import PlannedLowering
 from tencache_fx.region.registry import REGIONS
 
 CPU = torch.device("cpu")
@@ -72,19 +74,21 @@ def state() -> dict[str, object]:
 def twice_traced(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
     """Have the first code of each region hold too much; the list gets the state in which each trace begins."""
     found: list[dict[str, object]] = []
-    lower_source = Region._lower_source
+    run, finish = Compilation.run, PlannedLowering.finish
 
-    def trace(region: Region, *args: object) -> object:
+    def trace(self: Compilation, *args: object) -> object:
         found.append(state())
-        return lower_source(region, *args)
+        return run(self, *args)
 
-    def weigh(region: Region) -> int:
-        assert region.record is not None
-        region.record = dataclasses.replace(region.record, code_peak_bytes=region.record.plan.forecast.peak_bytes)
-        return len(found) % 2
+    def finish_as_forecast(self: PlannedLowering, *args: object) -> CompiledRegion:
+        compiled = finish(self, *args)
+        assert compiled.record is not None
+        record = dataclasses.replace(compiled.record, code_peak_bytes=compiled.record.plan.forecast.peak_bytes)
+        return dataclasses.replace(compiled, record=record)
 
-    monkeypatch.setattr(Region, "_lower_source", trace)
-    monkeypatch.setattr(Region, "_weigh", weigh)
+    monkeypatch.setattr(Compilation, "run", trace)
+    monkeypatch.setattr(PlannedLowering, "finish", finish_as_forecast)
+    monkeypatch.setattr(compilation, "_over_bytes", lambda source, record: len(found) % 2)
     return found
 
 
@@ -116,14 +120,14 @@ def test_compiling_between_steps_changes_nothing(
     function: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Larger inputs are planned for when they come. The mode of gradients AOTAutograd sets as the region does."""
-    draws, lower_source = [], Region._lower_source
+    draws, trace_once = [], Compilation.run
 
-    def trace(region: Region, *args: object) -> object:
+    def trace(self: Compilation, *args: object) -> object:
         draws.append((torch.rand(1), random.random()))
         torch.set_autocast_enabled("cpu", len(draws) > 1)
-        return lower_source(region, *args)
+        return trace_once(self, *args)
 
-    monkeypatch.setattr(Region, "_lower_source", trace)
+    monkeypatch.setattr(Compilation, "run", trace)
     run = torch.compile(function, backend="tencache", dynamic=True, options={**EAGER, "device_budget": 400_000})
     with ambient_state.unchanged(CPU):
         first = run(torch.randn(96, 64, requires_grad=True))

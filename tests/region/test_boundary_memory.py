@@ -19,8 +19,9 @@ from tencache_fx.errors import InvariantError
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.verify import verify_plan
-from tencache_fx.region import boundary_memory, candidate, environment
-from tencache_fx.region import region as region_module
+from tencache_fx.region import boundary_memory, budget_check, candidate, environment
+from tencache_fx.region.compiled_region import WrittenPlan
+from tencache_fx.region.recalibrator import Recalibrator
 from tencache_fx.region.registry import REGIONS
 
 
@@ -104,7 +105,7 @@ def test_no_region_goes_over_what_the_device_has(
 ) -> None:
     one, two = layers(8), layers(6)
     budget = 28 * VALUE
-    monkeypatch.setattr(region_module, "most_bytes", lambda device: budget)
+    monkeypatch.setattr(budget_check, "most_bytes", lambda device: budget)
     first, second = (
         torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget}) for model in (one, two)
     )
@@ -122,7 +123,7 @@ def test_a_forward_whose_backward_never_comes_is_forgotten(meter: Meter) -> None
     peaks, _ = train(meter, run, model)
     assert budget >= max(peaks[1:])
     region = REGIONS.live()[-1]
-    assert region.between.pending_bytes == 0
+    assert region.boundary_memory.pending_bytes == 0
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
@@ -130,7 +131,7 @@ def test_a_pause_is_in_the_plan_but_not_in_the_graphs(
     compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     wanted = 18 * VALUE
-    monkeypatch.setattr(boundary_memory.BoundaryMemory, "wants_more", False)
+    monkeypatch.setattr(boundary_memory.BoundaryMemory, "review", lambda self, current, sizes: current)
     first = boundary_memory.BoundaryMemory.__init__
 
     def begin(self: boundary_memory.BoundaryMemory, *args: Any) -> None:
@@ -261,7 +262,8 @@ def test_what_has_no_storage_is_no_matter(meter: Meter) -> None:
     def scatter(values: Tensor) -> Tensor:
         return torch.sparse_coo_tensor(where, values * 2, (4, WIDTH))
 
-    watched = boundary_memory.BoundaryMemory(0, torch.device("cpu"), 1 << 30).watched("forward", scatter)
+    monitor = boundary_memory.BoundaryMemory(0, torch.device("cpu"), 1 << 30)
+    watched = monitor.instrument("forward", scatter, WrittenPlan())
     assert torch.equal(watched(what).to_dense()[2], torch.full((WIDTH,), 2.0))
 
 
@@ -286,8 +288,12 @@ def test_a_region_that_cannot_be_planned_anew_stays_as_it_was(
     monkeypatch.setattr(candidate, "write_pause", fail)
     model, budget = layers(12), 30 * VALUE
     run = torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget})
+    train(meter, run, model, steps=1)
+    region = REGIONS.live()[-1]
+    before = region.current
     _, gradients = train(meter, run, model)
     assert caplog.text.count("stays as it was: RuntimeError: a bug") == 1
+    assert region.current is before
     assert same(gradients, expected(layers(12)))
 
 
@@ -327,7 +333,7 @@ def test_what_other_compilers_take_is_not_learned(meter: Meter) -> None:
     loss = torch.compile(lambda result: result.square().mean(), backend=compile_wastefully)
     for _ in range(3):
         loss(run(torch.ones(ROWS, WIDTH))).backward()
-    assert REGIONS.live()[-1].between.wanted_bytes == 0
+    assert REGIONS.live()[-1].boundary_memory.wanted_bytes == 0
 
 
 def test_room_is_made_before_a_plan_without_it_is_timed(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,11 +341,11 @@ def test_room_is_made_before_a_plan_without_it_is_timed(meter: Meter, monkeypatc
     model, budget = layers(12), 28 * VALUE
     run = torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget})
     learned = []
-    monkeypatch.setattr(region_module.LiveRegion, "_learn", lambda self, *measured: learned.append(measured))
+    monkeypatch.setattr(Recalibrator, "_assess", lambda self, *measured: learned.append(measured))
     train(meter, run, model, steps=1)
     region = REGIONS.live()[-1]
-    assert region.between.wants_more
-    monkeypatch.setattr(region, "_clock", SimpleNamespace(times=lambda: 1))
+    assert isinstance(region.boundary_memory.review(region.current, ()), str)
+    region.current = replace(region.current, clock=SimpleNamespace(times=lambda: 1, stop=lambda: None))
     run(torch.ones(ROWS, WIDTH))
     assert not learned
     assert region.record.problem.between_bytes
@@ -357,13 +363,13 @@ def test_learned_durations_hold_with_a_pause_and_without(meter: Meter, monkeypat
     found = []
 
     def remember(*args: Any, **kwargs: Any) -> Any:
-        found.append(study(*args, **kwargs))
+        found.append(analyze(*args, **kwargs))
         names.append(found[-1].fingerprint)
         return found[-1]
 
     names: list[str] = []
-    study = candidate.study
-    monkeypatch.setattr(candidate, "study", remember)
+    analyze = candidate.analyze
+    monkeypatch.setattr(candidate, "analyze", remember)
     model, budget = layers(12), 28 * VALUE
     train(meter, torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget}), model, steps=3)
     assert [sum(op.name == "between_graphs" for op in each.ops) for each in found] == [0, 1]

@@ -86,7 +86,7 @@ def test_inputs_that_the_caller_keeps_do_not_leave(meter: Meter, caplog: pytest.
     with faulty_engine():
         peaks, found = train(meter, forward, model)
         assert not inputs_away()
-    assert caplog.text.count("its caller keeps inputs that were to leave; planning again") == 1
+    assert caplog.text.count("its caller keeps inputs that were to be offloaded; planning again") == 1
     assert peaks[-1] == peaks[-2]
     assert same(found, expected(layers(8)))
 

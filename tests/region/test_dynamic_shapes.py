@@ -113,7 +113,7 @@ def test_a_larger_batch_is_planned_for_and_keeps_the_budget(options: Options) ->
             model.zero_grad()
             own = sum(p.nbytes for p in model.parameters()) + x.nbytes
             measured = own + tencache_fx.peak_bytes(partial(backward, run, x), torch.device("cpu"))
-            footprint = REGIONS.live()[-1]._footprint
+            footprint = REGIONS.live()[-1].current.footprint
             forecast = footprint.at((batch,)).peak_bytes
             assert measured - 1024 <= forecast <= budget
             assert footprint.formulas.planned == (max(largest, 256 if batch < 512 else batch),)
@@ -132,7 +132,7 @@ def test_a_view_of_a_larger_batch_is_counted_with_what_is_behind_it() -> None:
         for batch, rows in ((300, 200), (310, 200), (320, 240), (300, 210)):
             x = torch.randn(batch, 64)[:rows]
             check_gradients(model, run, x)
-            footprint = REGIONS.live()[-1]._footprint
+            footprint = REGIONS.live()[-1].current.footprint
             *_, sizes = (footprint.formulas.planned, *footprint._needs)
             assert footprint.at(sizes).input_bytes == sum(p.nbytes for p in model.parameters()) + batch * 64 * 4
         assert engine.stats.take()["offloads"] > 0
@@ -157,7 +157,7 @@ def test_what_is_behind_any_view_is_read_from_it(view: str, *, dynamic: bool | N
         for batch in (256, 240, 312, 248):
             check_gradients(model, run, look(x := make(batch)))
         assert engine.stats.take()["offloads"] > 0
-        footprint = REGIONS.live()[-1]._footprint
+        footprint = REGIONS.live()[-1].current.footprint
         *_, sizes = (footprint.formulas.planned, *footprint._needs)
         assert footprint.at(sizes).input_bytes == sum(p.nbytes for p in model.parameters()) + x.nbytes
         del run
@@ -240,7 +240,7 @@ def peak_at(x: Tensor) -> int:
 def test_the_peak_at_other_sizes_is_what_compiling_for_them_would_say() -> None:
     run = torch.compile(attention, backend="tencache", options={**EAGER, "recompute": "none", "device_budget": "1GB"})
     run(marked(4, 8, 16), torch.ones(16, 16, requires_grad=True)).backward()
-    footprint = REGIONS.live()[-1]._footprint
+    footprint = REGIONS.live()[-1].current.footprint
     for batch, length in ((4, 8), (2, 8), (9, 30), (3, 100), (64, 5)):
         x = torch.randn(batch, length, 16)
         symbols = dict(zip(map(str, footprint.formulas.symbols), footprint.formulas.hints, strict=True))

@@ -181,7 +181,7 @@ def test_of_two_plans_the_one_that_was_faster_stays(monkeypatch: pytest.MonkeyPa
                     found = PhaseTimes(forward_ns=int(factor * forward_ns), backward_ns=int(factor * backward_ns))
             return found
 
-    monkeypatch.setattr("tencache_fx.region.compilation.PhaseClock", Clock)
+    monkeypatch.setattr("tencache_fx.region.lowering.PhaseClock", Clock)
 
     def train(steps: int) -> tuple[list[float], list[Plan]]:
         torch.compiler.reset()
@@ -302,8 +302,8 @@ def test_inference_is_timed_too() -> None:
 @pytest.mark.parametrize(
     ("where", "error", "level"),
     [
-        ("region.region.reconsider", BudgetError("there is no other plan."), "INFO"),
-        ("region.compilation.verify_graphs", RuntimeError("a bug."), "WARNING"),
+        ("region.recalibrator.reconsider", BudgetError("there is no other plan."), "INFO"),
+        ("region.lowering.verify_graphs", RuntimeError("a bug."), "WARNING"),
     ],
 )
 @pytest.mark.usefixtures("slow_rates")

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tencache_fx
-from tencache_fx.region import boundary_memory, environment, region
+from tencache_fx.region import boundary_memory, budget_check, environment
+from tencache_fx.region.compiled_region import Phase, WrittenPlan
 
 ROWS, WIDTH = 1024, 64
 VALUE = 4 * ROWS * WIDTH  # bytes of one activation
@@ -53,9 +54,11 @@ def metered_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtur
     def forget(device: torch.device) -> None:
         found.peak = found.held
 
-    watched = boundary_memory.BoundaryMemory.watched
+    instrument = boundary_memory.BoundaryMemory.instrument
 
-    def metered(self: boundary_memory.BoundaryMemory, phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def metered(
+        self: boundary_memory.BoundaryMemory, phase: Phase, run: Callable[..., Any], written: WrittenPlan
+    ) -> Callable[..., Any]:
         """Count what a compiled forward makes: torch compiles nothing that is called under a mode."""
 
         def run_metered(*args: Any) -> Any:
@@ -63,10 +66,10 @@ def metered_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtur
                 return run(*args)
 
         run_metered._boxed_call = getattr(run, "_boxed_call", False)  # type: ignore[attr-defined]
-        return watched(self, phase, run if phase == "backward" else run_metered)
+        return instrument(self, phase, run if phase == "backward" else run_metered, written)
 
-    monkeypatch.setattr(boundary_memory.BoundaryMemory, "watched", metered)
-    for module in (region, environment, boundary_memory):
+    monkeypatch.setattr(boundary_memory.BoundaryMemory, "instrument", metered)
+    for module in (budget_check, environment, boundary_memory):
         monkeypatch.setattr(module, "held_bytes", lambda device: found.held)
     monkeypatch.setattr(boundary_memory, "peak_held_bytes", lambda device: found.peak)
     monkeypatch.setattr(boundary_memory, "forget_peak", forget)

@@ -48,7 +48,7 @@ def run(capsys, *arguments):
     [
         ("summary", "device peak", "aten.mm"),
         ("tensors", "spill to host", "device peak"),
-        ("pool", "host trips", "device peak"),
+        ("pool", "host swaps", "device peak"),
         ("graphs", ">> offload: i64[1]", "device peak"),
     ],
 )
@@ -63,7 +63,7 @@ def test_dump_shows_the_part_asked_for(capsys, dump, what, expected, absent):
 
 def test_dump_shows_all_parts_of_all_regions(capsys, dump):
     _, out, _ = run(capsys, "dump", dump, "--what", "all")
-    for expected in ("region 0", "region 1", "device peak", "spill to host", "host trips", ">> offload"):
+    for expected in ("region 0", "region 1", "device peak", "spill to host", "host swaps", ">> offload"):
         assert expected in out
 
 

@@ -62,7 +62,7 @@ def test_figures_are_those_of_a_real_run(budget: str | None, more: dict[str, obj
     assert region.peak_bytes == forecast.peak_bytes
     assert (region.step_ns, region.ideal_ns) == (forecast.makespan_ns, forecast.ideal_ns)
     assert (region.out_bytes, region.in_bytes) == (forecast.d2h_bytes, forecast.h2d_bytes)
-    assert (region.trip_bytes, region.steps) == (forecast.host_bytes, len(record.problem.ops))
+    assert (region.buffer_bytes, region.steps) == (forecast.host_bytes, len(record.problem.ops))
     large = WIDTH * WIDTH * 4
     small_bytes = LAYERS * 3 * WIDTH * 4
     assert found.device_parameter_bytes == small_bytes + large * len(record.plan.resident)
@@ -77,20 +77,20 @@ def test_bytes_are_those_counted_by_hand(budget: str | None, here: bool) -> None
     matrix, vectors = 512 * 512, 9 * 512
     assert found.parameters == 3 * matrix + vectors
     assert found.parameter_bytes == 2 * found.parameters
-    assert found.home_bytes == 3 * matrix * 2
+    assert found.offloaded_bytes == 3 * matrix * 2
     assert found.gradient_bytes == (0 if here else 2 * matrix * 2)
     of_vectors = 12 * 8 * 512  # small ones are updated where they are
     assert found.device_state_bytes == of_vectors + (12 * 2 * matrix if here else 0)
     assert found.state_bytes == (0 if here else 12 * 2 * matrix)
-    assert found.host_bytes == found.home_bytes + found.gradient_bytes + found.state_bytes  # nothing else travels
+    assert found.host_bytes == found.offloaded_bytes + found.gradient_bytes + found.state_bytes  # no buffers
 
 
 def test_a_model_that_needs_no_homes_is_told_so() -> None:
     tight, roomy = fitted(device_budget="3MB"), fitted(device_budget="300MB")
     assert tight.fits
-    assert tight.needs_homes
+    assert tight.needs_offloading
     assert "needs no homes" not in show_fit(tight)
-    assert not roomy.needs_homes
+    assert not roomy.needs_offloading
     assert "needs no homes" in show_fit(roomy)
     # Weights and two moments in fp32; then gradients, or what the layers save: by and by there is less of these.
     saved_bytes = LAYERS * 2 * ROWS * WIDTH * 4
@@ -123,7 +123,7 @@ def test_host_memory_too_small_is_refused_with_what_it_takes() -> None:
 
 @pytest.mark.slow
 def test_trips_that_host_memory_has_no_room_for_go_to_disk_or_need_a_larger_device() -> None:
-    at_home = fitted(device_budget="1200kB").state_at_home_bytes
+    at_home = fitted(device_budget="1200kB").resting_host_bytes
     short = {"device_budget": "1200kB", "host_budget": at_home + 200_000}
     refused, spilled = fitted(**short), fitted(**short, spill_budget="1GB")
     assert not refused.fits
@@ -152,7 +152,7 @@ def test_regions_are_reported_one_by_one() -> None:
     first, second = found.regions
     assert found.peak_bytes == max(first.peak_bytes, second.peak_bytes) > 0
     assert found.step_ns == first.step_ns + second.step_ns
-    assert found.home_bytes == 4 * 192 * 192 * 4
+    assert found.offloaded_bytes == 4 * 192 * 192 * 4
     assert show_fit(found).count("\nregion ") == 3  # with the heading
 
 
@@ -373,4 +373,4 @@ def test_state_of_what_stays_is_counted_where_it_stays() -> None:
     found = tencache_fx.fit(model, torch.ones(4, 256), loss_fn=torch.sum, device="cpu", device_budget="3MB")
     count = 256 * 256
     assert (found.state_bytes, found.device_state_bytes) == (0, STATE_BYTES * count)
-    assert found.home_bytes == 32 * 4 * count
+    assert found.offloaded_bytes == 32 * 4 * count

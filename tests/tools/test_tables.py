@@ -278,7 +278,7 @@ def test_pool():
         """
 use           buffer    count    bytes
 ------------  --------  -------  -------
-host trips    3 MB      1        3 MB
+host swaps    3 MB      1        3 MB
 disk staging  4.1 kB    2        8.19 kB
 all                     3        3.01 MB
 """

@@ -1,0 +1,127 @@
+"""The value that a compilation yields: going back to an earlier plan is keeping a reference to it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+from tencache_fx.planning.recalibration import Scales, StoredCorrection, correct
+from tencache_fx.records import RegionRecord
+from tencache_fx.region.dynamic_shapes import Footprint, Sizes
+from tencache_fx.region.timers import PhaseClock
+
+Compiled = Callable[..., Any]
+
+Phase = Literal["forward", "backward", "inference"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The request for one compilation.
+
+    `sizes` are those at hand, and those to plan for, if these differ. `homes` are the offloaded parameters by their
+    positions among the inputs, `donated` the positions of inputs that the caller is expected to free after the forward,
+    `boundary_bytes` what is to be free between the graphs. The plan is timed if another plan is to be compared with it
+    (`compares`), or if its forecast was never corrected and may be (`may_learn`).
+    """
+
+    homes: Mapping[int, OffloadedParameter]
+    sizes: tuple[Sizes, Sizes] | None = None
+    donated: frozenset[int] = frozenset()
+    boundary_bytes: int = 0
+    compares: bool = False
+    may_learn: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenPlan:
+    """A plan that was written into the graphs, as monitors know it.
+
+    `donated` are the positions of donated inputs that it offloads; `clock` times its graphs, if that is wanted.
+    """
+
+    donated: frozenset[int] = frozenset()
+    clock: PhaseClock | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a plan has the offloaded parameters, named by `names` for their positions among the inputs.
+
+    The `resident` ones stay on the device; the `staying` ones among them have to, and are read where they are. Those
+    `updated_here` have their optimizer's state there, too; None in a region without a backward, which does not decide
+    that.
+    """
+
+    names: Mapping[int, str]
+    resident: frozenset[str] = frozenset()
+    staying: frozenset[str] = frozenset()
+    updated_here: frozenset[str] | None = None
+
+    def apply(self, homes: Mapping[int, OffloadedParameter]) -> None:
+        """Have those parameters on the device that the plan counts on there, and no others of them.
+
+        A region without a backward does not touch those whose optimizer's state is there: they are held beside it.
+        """
+        for index, home in homes.items():
+            if self.updated_here is not None and self.names[index] in self.updated_here:
+                home.updated_here = True
+            elif self.updated_here is not None:
+                home.update_elsewhere()
+            if self.names[index] not in self.resident and not home.updated_here:
+                home.leave()
+        for index, home in homes.items():
+            if self.names[index] in self.resident:
+                home.stay()
+            if self.names[index] in self.staying:  # nothing in the graph sees to it
+                home.bring()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledRegion:
+    """A region as it runs. Without a plan, because sizes are known only when it runs, there is no `record`.
+
+    `footprint` tells what it needs at other sizes, if there is a device budget. `correction` is the correction of its
+    durations by earlier runs, kept under `correction_key`.
+    """
+
+    run: Compiled
+    placement: Placement
+    record: RegionRecord | None = None
+    footprint: Footprint | None = None
+    correction: StoredCorrection = dataclasses.field(default_factory=StoredCorrection)
+    correction_key: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    clock: PhaseClock | None = None
+
+    def corrected(self, scales: Scales) -> "CompiledRegion":
+        """Return the same plan, forecast with its durations scaled."""
+        assert self.record is not None
+        parts = correct(self.record.captured, self.record.problem, self.record.plan, scales)
+        return dataclasses.replace(self, record=dataclasses.replace(self.record, **parts))
+
+
+class Monitor(Protocol):
+    """Watches one thing that a plan counts on, from call to call."""
+
+    @property
+    def optional(self) -> bool:
+        """Whether planning again for it is only for speed: if there is no such plan, nobody has to act."""
+
+    def instrument(self, phase: Phase, run: Compiled, written: WrittenPlan) -> Compiled:
+        """Return `run`, the region's graph of this phase, watched; boxed if `run` is."""
+
+    def review(self, current: CompiledRegion, sizes: Sizes) -> CompiledRegion | str:
+        """Return the compiled region to go on with at these sizes, or the reason to plan it again, before each run."""
+
+    def on_compiled(self, request: Request, compiled: CompiledRegion) -> None:
+        """Note that the region was compiled, for whatever reason."""
+
+    def on_refusal(self, current: CompiledRegion) -> CompiledRegion:
+        """Return the compiled region to go on with after planning again failed; the same reason never comes again."""
+
+
+def keep_boxed(run: Compiled, watched: Compiled) -> Compiled:
+    """Return `watched`, which calls `run`, and takes its arguments as `run` does: in a list, if it is boxed."""
+    watched._boxed_call = getattr(run, "_boxed_call", False)  # type: ignore[attr-defined]
+    return watched
