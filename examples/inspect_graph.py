@@ -2,8 +2,8 @@
 
     python examples/inspect_graph.py
 
-It prints the plan in figures, the trips of the tensors that travel, the pinned buffers that they travel in, and the
-rewritten graphs around the nodes that were written into them. Any CPU does it in a few seconds.
+It prints the plan in figures, the transfers of the tensors that are offloaded, the pinned buffers that they use, and
+the rewritten graphs around the nodes that were inserted. Any CPU does it in a few seconds.
 """
 
 import tempfile
@@ -23,14 +23,14 @@ def main() -> None:
     (record,) = tencache_fx.regions()
     problem, plan = record.problem, record.plan
 
-    heading("The plan: what it holds, what travels, what that costs")
+    heading("The plan: what it holds, what is offloaded, what that costs")
     print(show_summary(problem, plan, record.captured))
 
-    heading("The tensors that travel, and the steps at which they leave and come back")
+    heading("The tensors that are offloaded, and the steps of their copies")
     title, line, *rows = show_tensors(problem, plan).splitlines()
     print("\n".join([title, line, *(row for row in rows if "spill to" in row)]))
 
-    heading("The pinned host buffers that the trips take turns in")
+    heading("The pinned host buffers that the transfers use in turn")
     print(show_pool(plan))
 
     heading('The rewritten graphs near our nodes, which are marked ">>"')

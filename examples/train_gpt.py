@@ -179,7 +179,7 @@ def choose_compiler(args: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    args = parse_arguments()
+    args = make_parser(__doc__).parse_args()
     args.compiler = choose_compiler(args)
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the traces of `peak_bytes` need no announcement
     torch.set_float32_matmul_precision("high")
@@ -200,7 +200,7 @@ def main() -> None:
     if args.compare:
         print("\n" + comparison(plain, run))
     if args.dump_dir:
-        print(f"\nTo see each tensor's trip and the rewritten graphs: tencache dump {args.dump_dir} --what all")
+        print(f"\nTo see each tensor's transfers and the rewritten graphs: tencache dump {args.dump_dir} --what all")
 
 
 def summary(run: Run, plain: Run | None, stats: dict[str, int | float]) -> str:
@@ -230,8 +230,9 @@ def comparison(plain: Run, run: Run) -> str:
     return f"{table}\n\nThe losses differ by at most {apart:.1e} over {len(run.losses)} steps."
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser of this program's arguments; `draw_memory.py` takes them, too."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--budget", default="auto", help="device bytes, such as 6GiB; auto: measure plain training")
     parser.add_argument("--host-budget", default="auto", help="pinned host bytes, such as 2GiB")
@@ -243,7 +244,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=type(size), default=size, help=f"default: {size}")
     parser.add_argument("--compare", action="store_true", help="train the plain way, too, and compare")
     parser.add_argument("--dump-dir", help="keep the plan and the graphs here, for `tencache dump`")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@
 |               |          | by the ranks that torchrun runs on this host (LOCAL_WORLD_SIZE)                       |
 | spill_dir     | ()       | directory, or several, on fast disks; none: nothing is spilled to disk                |
 | spill_budget  | auto     | most bytes on disk; auto: 90 % of what is free in spill_dir, divided by these ranks   |
-| policy        | joint    | who decides what travels or is recomputed: none, 10cache, teraio, joint               |
+| policy        | joint    | the algorithm that plans transfers and recomputing: none, 10cache, teraio, joint      |
 | recompute     | auto     | auto: the partitioner recomputes what is cheap; none: save all that autograd saves    |
 | compiler      | inductor | what runs the rewritten graphs: inductor, or eager (for debugging)                    |
 | calibrate     | True     | measure this machine's links, compute and memory rates (kept in a cache); False: use  |
@@ -24,8 +24,9 @@ An option is looked for in `torch.compile(..., options={...})`, then in `tencach
 environment (`TENCACHE_DEVICE_BUDGET=12GiB`; several directories as in PATH; `inductor` as JSON; `none` for None).
 
 A host_budget or spill_budget given to torch.compile limits that region's plan only: a device's memory pool may take the
-largest that anybody has asked for. Parameters and optimizers at home may take what is set for the process. `configure`
-changes both, and spill_dir, at once; it refuses less than is lent. Values go to the directories that were named last.
+largest that any region asks for. Offloaded parameters and optimizers may take what is set for the process. `configure`
+changes both, and spill_dir, at once; it refuses a budget below what is acquired now. New values go to the directories
+that were named last.
 """
 
 import dataclasses

@@ -4,7 +4,7 @@
     python examples/bench/finetune_hf.py --size 1b --ways plain-lora checkpointing-lora tencache-lora@12GiB
 
 All are compiled, `tencache` by our backend, the others by Inductor. Weights are bfloat16. In full fine-tuning,
-`tencache` has the weights, and an AdamW with fp32 masters and moments, at home in host memory; the others have torch's
+`tencache` has the weights, and an AdamW with fp32 masters and moments, in host memory; the others have torch's
 fused AdamW, whose moments are bfloat16 as the weights are. With LoRA all have that one, on the adapters. A step is
 timed from one line of the log to the next, each of which reads the loss. Prints JSON lines.
 """

@@ -3,7 +3,7 @@
     python examples/bench/run.py --case A                                  # the case's own ways
     python examples/bench/run.py --case A --ways plain tencache:teraio@13.8 checkpoint --steps 7 --json out.jsonl
     python examples/bench/run.py --case deep --in-process --must           # fail if anything is not as it must be
-    python examples/bench/run.py --case A --from out.jsonl --markdown README.md     # run nothing, show those lines
+    python examples/bench/run.py --case A --from out.jsonl --markdown docs/benchmarks.md  # runs nothing
 
 How a way is written, budgets above all, is said at the top of `ways.py`. Each way runs in a process of its own; with
 --in-process all of them run in this one, which saves starting torch, but then one that crashes ends the run. Ours run

@@ -1,4 +1,4 @@
-"""What the measurements of a case say: the table for the README, and what is not as it must be."""
+"""What the measurements of a case say: the table for docs/benchmarks.md, and what is not as it must be."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ FORECAST_PEAK = 0.10
 
 
 def over_budget(line: Line) -> bool:
-    """Say whether the way held more than its budget, in a timed step or before."""
+    """Return True if the way held more than its budget, in a timed step or before."""
     budget = line.get("budget_bytes")
     return budget is not None and max(line["peak_bytes"], line.get("warm_up_peak_bytes", 0)) > budget
 

@@ -93,7 +93,7 @@ def _parse_way(text: str) -> TransferKind:
 
 
 def needs_plain(way: TransferKind) -> bool:
-    """Say whether the way's budget depends on what plain was measured to hold."""
+    """Return True if the way's budget depends on what plain was measured to hold."""
     return way.budget.startswith("peak") or way.budget.endswith("%") or way.budget == "half-activations"
 
 

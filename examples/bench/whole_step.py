@@ -1,10 +1,10 @@
-"""A whole training step, optimizer included: AdamW with fp32 master weights on the device against ours at home.
+"""A whole training step, optimizer included: AdamW with fp32 master weights on the device, or with ours in host memory.
 
     python examples/bench/whole_step.py --layers 12 --hidden 4096 --batch 8 --seq 2048 --ways device offload-now@10GiB
 
 A way is `device`: torch.compile and the whole state on the device (fp32 masters in `torch.optim.AdamW(fused=True)`);
 `home@BUDGET`: backend="tencache" with that device budget, and `tencache_fx.optim.AdamW`; `offload@BUDGET`: weights and
-gradients at home, too, by `tencache_fx.offload`; `offload-now@BUDGET`: and updates begin in the backward. A step is
+gradients offloaded, too, by `tencache_fx.offload`; `offload-now@BUDGET`: and updates begin in the backward. A step is
 timed from the end of the one before to its own, without waiting for the device in between: updates overlap the next
 forward. Prints JSON lines.
 """
