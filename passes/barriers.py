@@ -19,7 +19,7 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 
 from tencache_fx import compat
-from tencache_fx.ops import OFFLOAD, RELEASE, RUNTIME_OPS, SINK, WAIT
+from tencache_fx.ops import OFFLOAD, OFFLOAD_GRAD, RELEASE, RUNTIME_OPS, WAIT
 from tencache_fx.passes.costs import count_flops
 from tencache_fx.passes.fusion import is_loop_body, is_reduction, is_view, registers_among
 from tencache_fx.passes.graphs import step_nodes
@@ -89,7 +89,7 @@ class _Readers:
 
         What leaves: so that the copy is made of it, and not of a second one that is computed for the copy alone.
         """
-        if op.target in (OFFLOAD, SINK):
+        if op.target in (OFFLOAD, OFFLOAD_GRAD):
             assert isinstance(op.args[0], fx.Node)
             return [op.args[0]]
         return self._of(op) if op.target is RELEASE else []

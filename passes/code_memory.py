@@ -191,14 +191,14 @@ class _Run:
             return False
         role = function.removeprefix(_OURS).split(".")[0]
         argument = self._read(call.args[0])
-        if role in ("offload", "sink") and name is not None:
+        if role in ("offload", "offload_grad") and name is not None:
             self._leaving[name] = argument
         elif role == "release":
             held = self._leaving.get(ast.unparse(call.args[0]))
             self._leaving = {handle: value for handle, value in self._leaving.items() if value is not held}
             if len(call.args) > 3 and ast.unparse(call.args[3]) == "True":
                 self.lent |= self._read(call.args[1])
-        elif role in ("prefetch", "fetch") and name is not None:
+        elif role in ("prefetch", "fetch_param") and name is not None:
             if (wait := self._known.waited.get(name)) is None:
                 raise UnreadableCodeError(f"nothing waits for {name}")
             self.env[name] = frozenset({self._new(self._strided_bytes(*wait.args[1:4]))})

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tencache_fx.ops import FETCH, OFFLOAD, RENEW, RUNTIME_OPS, SETTLE, SINK, label_of
+from tencache_fx.ops import FETCH_PARAM, OFFLOAD, OFFLOAD_GRAD, REFRESH_PARAM, RUNTIME_OPS, SYNC_PARAM, label_of
 from tencache_fx.records import Listing, NodeRow
 
 _SHORT = {
@@ -43,7 +43,13 @@ def _note(node: fx.Node) -> str:
     label = label_of(node)
     if label is None:
         return ""
-    where = {OFFLOAD: f" to {node.args[2]}", FETCH: " from home", SINK: " home", SETTLE: " stays", RENEW: " renewed"}
+    where = {
+        OFFLOAD: f" to {node.args[2]}",
+        FETCH_PARAM: " from host memory",
+        OFFLOAD_GRAD: " to host memory",
+        SYNC_PARAM: " stays on the device",
+        REFRESH_PARAM: " refreshed",
+    }
     assert isinstance(node.target, torch._ops.OpOverload)
     return label + where.get(node.target, "")
 

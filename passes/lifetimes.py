@@ -14,7 +14,7 @@ from torch import fx
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from tencache_fx.ops import ARRIVE, DEPART
+from tencache_fx.ops import LOAD_PARAM, STORE_GRAD
 from tencache_fx.passes.addmm_fusion import fused_product
 from tencache_fx.passes.collectives import begins_collective, is_collective_wait
 from tencache_fx.passes.fusion import Registers
@@ -180,7 +180,7 @@ class _Walk:
                 whole.shared = self._known[key].shared = True
         if node in self._registers:
             return
-        if node.target is DEPART:
+        if node.target is STORE_GRAD:
             for key in read:
                 self._known[key].kind, self._known[key].home = Kind.SUNK, node.meta["tencache_home"]
                 self._known[key].state_bytes = node.meta["tencache_state_bytes"]
@@ -193,7 +193,7 @@ class _Walk:
             trace = self._trace(key, node, tensor, Kind.ACTIVATION, birth=step, made_here=True)
             trace.uses.append(step)
             trace.written |= twice_made
-            if node.target is ARRIVE:
+            if node.target is LOAD_PARAM:
                 trace.kind, trace.home = Kind.FETCHED, node.meta["tencache_home"]
         if begins_collective(node):
             for key, _ in self._storages(node):
@@ -227,7 +227,7 @@ class _Walk:
             trace.kind = kind
 
     def _storages(self, value: object) -> Iterator[tuple[int, torch.Tensor]]:
-        nothing = not isinstance(value, fx.Node) or is_away(value) or value.target is DEPART
+        nothing = not isinstance(value, fx.Node) or is_away(value) or value.target is STORE_GRAD
         for tensor in () if nothing else tensors_of(value):  # type: ignore[arg-type]
             if tensor.device == self.capture.device and tensor.layout is torch.strided:
                 yield tensor.untyped_storage()._cdata, tensor

@@ -5,13 +5,13 @@ Before, a parameter `w` that both graphs read:
     forward:  (w, x); y = mm(x, w);                                     return y, x, w
     backward: (x, w, dy); dx = mm(dy, t(w)); dw = mm(t(x), dy);         return dw, dx
 
-After, for the planner: each graph has the parameter's bytes from `arrive` to its last reader, and the gradient's until
-`depart`, which stands behind its last reader and in its place among the graph's outputs. It stands behind the arrival
-of its parameter, too: nothing asks for the parameter any more once its update may have begun. A parameter that a graph
-reads at its begin and at its end, as it does a tied embedding, arrives twice.
+After, for the planner: each graph has the parameter's bytes from `load_param` to its last reader, and the gradient's
+until `store_grad`, which stands behind its last reader and in its place among the graph's outputs. It stands behind the
+`load_param` of its parameter, too: nothing asks for the parameter any more once its update may have begun. A parameter
+that a graph reads at its begin and at its end, as it does a tied embedding, is loaded twice.
 
-    forward:  (w, x); a = arrive(w); y = mm(x, a);                      return y, x, w
-    backward: (x, w, dy); b = arrive(w); dx = mm(dy, t(b)); dw = mm(t(x), dy); h = depart(dw); return h, dx
+    forward:  (w, x); a = load_param(w); y = mm(x, a);                      return y, x, w
+    backward: (x, w, dy); b = load_param(w); dx = mm(dy, t(b)); dw = mm(t(x), dy); h = store_grad(dw); return h, dx
 
 `write_moves` decides nothing; when the copies run is the plan's affair, and `transfers` writes it down.
 """
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from tencache_fx.ops import ARRIVE, DEPART, key_tensor
+from tencache_fx.ops import LOAD_PARAM, STORE_GRAD, key_tensor
 from tencache_fx.passes.fusion import is_view, readers_of
 from tencache_fx.passes.graphs import RegionGraphs, output_args, placeholders
 from tencache_fx.tensors import is_lazy, storage_of, tensors_of
@@ -32,7 +32,7 @@ _LEAST_SHARE, _LEAST_NODES = 0.25, 50
 
 
 def write_moves(capture: RegionGraphs, homes: Mapping[int, str], state_bytes: Mapping[str, int]) -> frozenset[str]:
-    """Write `arrive` and `depart` for the parameters in `homes`, which gives names by position among the inputs.
+    """Write `load_param` and `store_grad` for the parameters in `homes`: their names by position among the inputs.
 
     `state_bytes` are what an optimizer keeps, or may keep, of each.
 
@@ -157,7 +157,7 @@ def _write_arrival(parameter: fx.Node, home: str) -> None:
     parameter.meta["tencache_home"] = home
     for readers in _readings(parameter):
         with graph.inserting_before(readers[0]):
-            arrival = graph.call_function(ARRIVE, (parameter,), name=f"arrive_{parameter.name}")
+            arrival = graph.call_function(LOAD_PARAM, (parameter,), name=f"load_param_{parameter.name}")
         arrival.meta["tencache_home"] = home
         with value.fake_mode:
             arrival.meta["val"] = torch.empty_strided(
@@ -213,11 +213,11 @@ def _write_departures(
         while is_view(base):
             base = base.all_input_nodes[0]
         parts = (user for user in base.users if user.target is operator.getitem)  # of an op with several results
-        arrivals = (node for node in order if node.target is ARRIVE and node.meta["tencache_home"] == home)
+        arrivals = (node for node in order if node.target is LOAD_PARAM and node.meta["tencache_home"] == home)
         readers = (reader for reader in readers_of(base) if reader.op != "output")
         last = max((base, gradient, *parts, *readers, *arrivals), key=lambda node: order[node])
         with backward.inserting_after(last):
-            departure = backward.call_function(DEPART, (gradient,), name=f"depart_{inputs[index].name}")
+            departure = backward.call_function(STORE_GRAD, (gradient,), name=f"store_grad_{inputs[index].name}")
         departure.meta["tencache_home"], departure.meta["tencache_state_bytes"] = home, state_bytes[home]
         departure.meta["tencache_shard"] = shards
         with value.fake_mode:

@@ -1,7 +1,7 @@
-"""Write the trips of parameters and gradients, which go one way, into the graphs.
+"""Write the transfers of parameters and gradients, which go one way, into the graphs.
 
-`arrive` becomes `wait`, with a `fetch` where its copy is to begin; `depart` becomes `sink`, with a `release` where the
-plan counts the bytes as free, and `homed` at the end, which hands out the gradient. See `model_state`.
+`load_param` becomes `wait`, with a `fetch_param` where its copy is to begin; `store_grad` becomes `offload_grad`, with
+a `release` where the plan counts the bytes as free, and `take_grad` at the end, which hands out the gradient.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,7 +11,18 @@ import torch
 from torch import fx
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.ops import ARRIVE, DEPART, FETCH, HOMED, RELEASE, RENEW, SETTLE, SINK, WAIT, key_tensor
+from tencache_fx.ops import (
+    FETCH_PARAM,
+    LOAD_PARAM,
+    OFFLOAD_GRAD,
+    REFRESH_PARAM,
+    RELEASE,
+    STORE_GRAD,
+    SYNC_PARAM,
+    TAKE_GRAD,
+    WAIT,
+    key_tensor,
+)
 from tencache_fx.passes.collectives import waits_behind
 from tencache_fx.passes.fake_aliasing import repair_view_fakes
 from tencache_fx.passes.fusion import is_view
@@ -40,12 +51,12 @@ def find_moves(plan: Plan, steps: Sequence[fx.Node]) -> list[Move]:
 def write_fetch(gaps: Gaps, move: Move, engine: int) -> None:
     """Let the copy in be issued where the plan says; what stood for the arrival is the wait for it."""
     node, spill = move.node, move.spill
-    if node.target is not ARRIVE:
-        raise InvariantError(f"{spill.name}: {node.name} is no arrival of a parameter.")
+    if node.target is not LOAD_PARAM:
+        raise InvariantError(f"{spill.name}: {node.name} is no load_param of a parameter.")
     home, value = node.args[0], node.meta["val"]
 
     def make() -> fx.Node:
-        return node.graph.call_function(FETCH, (home, engine, spill.name), name=_move_name("fetch", spill))
+        return node.graph.call_function(FETCH_PARAM, (home, engine, spill.name), name=_move_name("fetch", spill))
 
     ticket = gaps.write(node.graph, spill.prefetch_at, make)
     with value.fake_mode:
@@ -57,13 +68,13 @@ def write_fetch(gaps: Gaps, move: Move, engine: int) -> None:
 def write_sink(gaps: Gaps, move: Move, engine: int) -> None:
     """Let a gradient leave where its node stands, be released where the plan says, and be handed out at the end."""
     node, spill, graph = move.node, move.spill, move.node.graph
-    if node.target is not DEPART:
-        raise InvariantError(f"{spill.name}: {node.name} is no departure of a gradient.")
+    if node.target is not STORE_GRAD:
+        raise InvariantError(f"{spill.name}: {node.name} is no store_grad of a gradient.")
     (gradient,) = node.all_input_nodes
     value = gradient.meta["val"]
     home = "" if _read_behind(node) else node.meta["tencache_home"]
     shard = (True,) if node.meta["tencache_shard"] else ()
-    node.target, node.args = SINK, (gradient, engine, spill.name, home, *shard)
+    node.target, node.args = OFFLOAD_GRAD, (gradient, engine, spill.name, home, *shard)
     (output,) = graph.find_nodes(op="output")
 
     def make() -> fx.Node:
@@ -72,7 +83,7 @@ def write_sink(gaps: Gaps, move: Move, engine: int) -> None:
     token = gaps.write(graph, spill.freed_at, make)
     with graph.inserting_before(output):
         layout = list(value.shape), list(value.stride()), value.dtype, value.device
-        homed = graph.call_function(HOMED, (node, *layout, engine), name=_move_name("homed", spill))
+        homed = graph.call_function(TAKE_GRAD, (node, *layout, engine), name=_move_name("take_grad", spill))
     with value.fake_mode:
         token.meta["val"] = key_tensor()
         homed.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
@@ -83,7 +94,7 @@ def _read_behind(node: fx.Node) -> bool:
     """Say whether the parameter whose gradient `node` sends home arrives behind it: before its update, then."""
     following, home = node.next, node.meta["tencache_home"]
     while following.op != "root":
-        if following.target is ARRIVE and following.meta["tencache_home"] == home:
+        if following.target is LOAD_PARAM and following.meta["tencache_home"] == home:
             return True
         following = following.next
     return False
@@ -93,12 +104,12 @@ def write_settled(capture: RegionGraphs, steps: Sequence[fx.Node], engine: int) 
     """Write what is left of arrivals and departures: those of parameters that stay, or are updated, on the device."""
     settled: set[fx.Node] = set()
     for node in steps:
-        if node.target is ARRIVE and node.args[0] in settled:
+        if node.target is LOAD_PARAM and node.args[0] in settled:
             _stay(node)
-        elif node.target is ARRIVE:
+        elif node.target is LOAD_PARAM:
             settled |= {*node.all_input_nodes}
             _settle(node, engine)
-        elif node.target is DEPART:
+        elif node.target is STORE_GRAD:
             _stay(node)
     homes = {node.meta["tencache_home"] for node in settled}
     for graph in capture.graphs:
@@ -117,14 +128,14 @@ def write_renewals(capture: RegionGraphs, registers: Collection[fx.Node], engine
     if (graph := capture.backward) is None:
         return
     order = {node: index for index, node in enumerate(graph.nodes)}
-    updated = {node.args[3]: node for node in graph.find_nodes(op="call_function", target=SINK)}
-    for settled in graph.find_nodes(op="call_function", target=SETTLE):
+    updated = {node.args[3]: node for node in graph.find_nodes(op="call_function", target=OFFLOAD_GRAD)}
+    for settled in graph.find_nodes(op="call_function", target=SYNC_PARAM):
         home, _, name = settled.args
         if (sink := updated.get(name)) is None:
             continue
         last = max(sink, *_readers(home, registers), key=lambda node: order[node])
         with graph.inserting_after(last):
-            renewal = graph.call_function(RENEW, settled.args, name=f"renew_{home.name}")
+            renewal = graph.call_function(REFRESH_PARAM, settled.args, name=f"refresh_param_{home.name}")
         with settled.meta["val"].fake_mode:
             renewal.meta["val"] = key_tensor()
 
@@ -149,7 +160,7 @@ def _settle(node: fx.Node, engine: int) -> None:
     node.replace_all_uses_with(home)
     with node.meta["val"].fake_mode:
         node.meta["val"] = key_tensor()
-    node.target, node.args = SETTLE, (home, engine, node.meta["tencache_home"])
+    node.target, node.args = SYNC_PARAM, (home, engine, node.meta["tencache_home"])
 
 
 def _stay(node: fx.Node) -> None:

@@ -19,12 +19,12 @@ from tencache_fx.passes.addmm_fusion import runs_heavy
 _OURS = "torch.ops.tencache."
 _LABELLED = {
     "offload": 3,
-    "fetch": 2,
-    "settle": 2,
-    "renew": 2,
-    "sink": 2,
+    "fetch_param": 2,
+    "sync_param": 2,
+    "refresh_param": 2,
+    "offload_grad": 2,
 }  # role -> where the call has the storage's name
-_SLIPPING = ("wait", "homed", "renew")  # may run later than planned
+_SLIPPING = ("wait", "take_grad", "refresh_param")  # may run later than planned
 _HEAVY = ("extern_kernels.", "triton_tem_", "cpp_CppMicroGemm", "cpp_CppBmm")
 
 
@@ -129,7 +129,7 @@ def _follow(tree: ast.Module, handles: Mapping[str, str]) -> Iterator[_Call]:
         for role, call in _runtime_calls(statement):
             if role in _LABELLED:
                 label = str(ast.literal_eval(call.args[_LABELLED[role]]))
-                if role in ("offload", "sink"):
+                if role in ("offload", "offload_grad"):
                     leaving[_variable(call.args[0])] = label
             else:
                 label = name_of[_variable(call.args[0])]

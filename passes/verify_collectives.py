@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.ops import OFFLOAD, RELEASE, SINK
+from tencache_fx.ops import OFFLOAD, OFFLOAD_GRAD, RELEASE
 from tencache_fx.passes.verify_owners import Key, handed, owners_of
 
-_SOURCE = {OFFLOAD: 0, SINK: 0, RELEASE: 1}  # where each op has the value that leaves
+_SOURCE = {OFFLOAD: 0, OFFLOAD_GRAD: 0, RELEASE: 1}  # where each op has the value that leaves
 
 
 def late_reads(graph: fx.Graph, owner: Mapping[fx.Node, Mapping[int, Key]]) -> Mapping[fx.Node, Sequence[fx.Node]]:

@@ -12,7 +12,18 @@ import torch
 from torch import fx
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.ops import FETCH, HOMED, OFFLOAD, PREFETCH, RELEASE, RENEW, RUNTIME_OPS, SETTLE, SINK, WAIT
+from tencache_fx.ops import (
+    FETCH_PARAM,
+    OFFLOAD,
+    OFFLOAD_GRAD,
+    PREFETCH,
+    REFRESH_PARAM,
+    RELEASE,
+    RUNTIME_OPS,
+    SYNC_PARAM,
+    TAKE_GRAD,
+    WAIT,
+)
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.verify_collectives import check_collectives, late_reads
 from tencache_fx.passes.verify_owners import Key, handed, is_tensor, owners_of, strided, under_new_fake
@@ -30,13 +41,13 @@ class _Ops:
     release: list[fx.Node] = field(default_factory=list)
     prefetch: list[fx.Node] = field(default_factory=list)
     wait: list[fx.Node] = field(default_factory=list)
-    homed: list[fx.Node] = field(default_factory=list)
+    take_grad: list[fx.Node] = field(default_factory=list)
 
 
 _ROLES = {
     TransferKind.ROUND: ("offload", "release", "prefetch", "wait"),
     TransferKind.IN: ("prefetch", "wait"),
-    TransferKind.OUT: ("offload", "release", "homed"),
+    TransferKind.OUT: ("offload", "release", "take_grad"),
 }
 
 
@@ -77,27 +88,27 @@ def verify_graphs(
 def _find_trips(graphs: tuple[fx.Graph, ...]) -> dict[str, _Ops]:
     trips: dict[str, _Ops] = {}
     label_of: dict[str, str] = {}
-    literal = {OFFLOAD: ("offload", 3), SINK: ("offload", 2), FETCH: ("prefetch", 2)}
+    literal = {OFFLOAD: ("offload", 3), OFFLOAD_GRAD: ("offload", 2), FETCH_PARAM: ("prefetch", 2)}
     for graph in graphs:
         for node in graph.nodes:
             if node.target in literal:
                 role, at = literal[node.target]
                 label_of[node.name] = str(node.args[at])
                 getattr(trips.setdefault(label_of[node.name], _Ops()), role).append(node)
-            elif node.target in RUNTIME_OPS and node.target not in (SETTLE, RENEW):
+            elif node.target in RUNTIME_OPS and node.target not in (SYNC_PARAM, REFRESH_PARAM):
                 source = node.args[0]
                 if not isinstance(source, fx.Node) or source.name not in label_of:
                     raise InvariantError(
                         f"pairs: {node.name} reads {source}, which no offload or prefetch of ours made."
                     )
                 label_of[node.name] = label_of[source.name]
-                role = {RELEASE: "release", PREFETCH: "prefetch", WAIT: "wait", HOMED: "homed"}[node.target]
+                role = {RELEASE: "release", PREFETCH: "prefetch", WAIT: "wait", TAKE_GRAD: "take_grad"}[node.target]
                 getattr(trips[label_of[node.name]], role).append(node)
     return trips
 
 
 def _check_pairs(name: str, ops: _Ops, way: TransferKind) -> None:
-    for role in ("offload", "release", "prefetch", "wait", "homed"):
+    for role in ("offload", "release", "prefetch", "wait", "take_grad"):
         found, wanted = getattr(ops, role), int(role in _ROLES[way])
         if len(found) != wanted:
             raise InvariantError(f"pairs: {name} has {len(found)} {role} nodes, must have {wanted}.")
@@ -144,7 +155,7 @@ def _is_lent(release: fx.Node) -> bool:
 
 def _check_geometry(name: str, ops: _Ops) -> None:
     source = (ops.offload or ops.prefetch)[0].args[0]
-    (wait,) = ops.wait or ops.homed
+    (wait,) = ops.wait or ops.take_grad
     assert isinstance(source, fx.Node)
     want, got = source.meta["val"], wait.meta["val"]
     if want.is_conj() or want.is_neg():
@@ -300,7 +311,7 @@ def _last_readers(graph: fx.Graph, owner: dict[fx.Node, dict[int, Key]]) -> dict
 
 def _bytes_made(node: fx.Node, owner: dict[fx.Node, dict[int, Key]], device: torch.device) -> dict[Key, int]:
     """Return the device bytes that appear with a node, by storage: those of a `wait` appear with its prefetch."""
-    if node.target in (PREFETCH, FETCH):
+    if node.target in (PREFETCH, FETCH_PARAM):
         (wait,) = (user for user in node.users if user.target is WAIT)
         (tensor,) = strided(wait)
         return {(id(node), 0): _storage_bytes(tensor)}

@@ -4,7 +4,7 @@ import torch
 from torch import fx
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.ops import FETCH, RENEW, SETTLE, SINK, WAIT
+from tencache_fx.ops import FETCH_PARAM, OFFLOAD_GRAD, REFRESH_PARAM, SYNC_PARAM, WAIT
 from tencache_fx.passes.verify_collectives import late_reads
 from tencache_fx.passes.verify_owners import owners_of
 from tencache_fx.planning.problem import Problem
@@ -24,7 +24,7 @@ def _check_readers(graphs: tuple[fx.Graph, ...]) -> None:
     for graph in graphs:
         for node in graph.find_nodes(op="placeholder"):
             for user in node.users if node.name in away else ():
-                if user.target is not FETCH and user.op != "output":
+                if user.target is not FETCH_PARAM and user.op != "output":
                     raise InvariantError(f"homes: {user.name} reads {node.name}, which is not on the device.")
 
 
@@ -36,15 +36,15 @@ def _check_sinks(problem: Problem, graphs: tuple[fx.Graph, ...]) -> None:
         fetched: dict[fx.Node, str] = {}
         for node in graph.nodes:
             asked = ""
-            if node.target is SINK and node.args[3]:
+            if node.target is OFFLOAD_GRAD and node.args[3]:
                 if node.args[3] != home_of.get(node.args[2]):
                     raise InvariantError(f"sinks: {node.name} is a gradient of {home_of.get(node.args[2])}, not of it.")
                 updating.add(node.args[3])
-            elif node.target is FETCH:
+            elif node.target is FETCH_PARAM:
                 asked = fetched[node] = home_of.get(node.args[2], "")
             elif node.target is WAIT:
                 asked = fetched.get(node.args[0], "")
-            elif node.target is SETTLE:
+            elif node.target is SYNC_PARAM:
                 asked = node.args[2]
             if asked in updating:
                 raise InvariantError(f"sinks: {node.name} asks for {asked} behind the beginning of its update.")
@@ -59,12 +59,12 @@ def _check_renewals(graphs: tuple[fx.Graph, ...]) -> None:
         for node in graph.nodes:
             if node.op == "output":
                 break
-            if node.target is SINK:
+            if node.target is OFFLOAD_GRAD:
                 begun.add(node.args[3])
             for argument in (*node.all_input_nodes, *late.get(node, ())):
                 if renewed & _storages(argument):
                     raise InvariantError(f"renewals: {node.name} reads {argument.name}, which is renewed before it.")
-            if node.target is RENEW:
+            if node.target is REFRESH_PARAM:
                 if node.args[2] not in begun:
                     raise InvariantError(f"renewals: {node.name} stands before the beginning of an update.")
                 renewed |= _storages(node.all_input_nodes[0])
@@ -78,5 +78,5 @@ def _storages(node: fx.Node) -> set[int]:
 
 def away_names(graphs: tuple[fx.Graph, ...]) -> frozenset[str]:
     """Return the names of the inputs that are fetched, in whichever graph."""
-    fetches = [node for graph in graphs for node in graph.nodes if node.target is FETCH]
+    fetches = [node for graph in graphs for node in graph.nodes if node.target is FETCH_PARAM]
     return frozenset(node.all_input_nodes[0].name for node in fetches)

@@ -14,7 +14,7 @@ from torch import fx
 
 from tencache_fx import compat
 from tencache_fx.model_state import parameter_ops as _parameter_kernels  # noqa: F401  (registers the ops' kernels)
-from tencache_fx.model_state.parameter_store import find_homes
+from tencache_fx.model_state.parameter_store import find_all_offloaded
 from tencache_fx.options import Options
 from tencache_fx.region.compiled_region import Compiled
 from tencache_fx.region.region import Region
@@ -43,7 +43,7 @@ def tencache(
     resolved = Options.resolve(options, device=device, own_host_bytes=own.host_bytes, own_disk_bytes=own.disk_bytes)
     settings = compat.inductor_settings(mode, dict(resolved.inductor))
     source = RegionSource(index=REGIONS.next_index(), graph=gm, options=resolved, device=device, settings=settings)
-    region = Region(source, example_inputs, find_homes(example_inputs, device))
+    region = Region(source, example_inputs, find_all_offloaded(example_inputs, device))
     if region.record is not None and region.record.plan.spills and (lost := compat.overruled(settings)):
         log.warning("region %d has a plan, and so it runs without %s.", region.index, ", ".join(lost))
     REGIONS.add(region)

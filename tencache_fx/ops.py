@@ -1,30 +1,30 @@
 """The graph ops, their schemas and their fake implementations (design: graph contract).
 
     handle = offload(src)            issue the copy out behind everything queued so far
-    token  = release(handle, src)    compute waits for that copy; `src` is over (`lent`: it is the caller's alone again)
+    token  = release(handle, src)    compute waits for that copy; the bytes of `src` are free (`donated`: its caller's)
     ticket = prefetch(handle)        allocate on the device, issue the copy in; the handle may die
     tensor = wait(ticket, ...)       compute waits for the copy in; exact sizes and strides of `src`
 
-and for a parameter whose home is in host memory, of which the graph takes no more than the name:
+and for an offloaded parameter, of which the graph takes no more than the name:
 
-    ticket = fetch(home)             allocate on the device, issue the copy in of what is at home
-    token  = settle(home)            for one that stays on the device: compute waits for its last update
-    token  = renew(home)             for the same: nothing behind reads it, so its next update may be written over it
-    handle = sink(gradient, home)    as `offload`; what is released is handed out by
-    tensor = homed(handle, ...)      the gradient, in host memory
+    ticket = fetch_param(param)             allocate on the device, issue the copy in of the host copy
+    token  = sync_param(param)              one that stays on the device: compute waits for its last update
+    token  = refresh_param(param)           the same: no later op reads it, so its next update may overwrite it
+    handle = offload_grad(gradient, param)  as `offload`; `release` follows, and then
+    gradient = take_grad(handle, ...)       the gradient, in host memory
 
-A sink's `home` is the parameter's name where its update may begin at once: nothing behind asks for the parameter.
-`release`, `settle` and `renew` are declared to write what they take, so no reader of it changes sides.
+`offload_grad` has the parameter's name where its update may begin at once: no later op asks for the parameter.
 
-`arrive` and `depart` stand for a fetch and its wait, and for a sink and its release, until both have been planned,
-and `pause` for what others do between the forward and the backward.
+`load_param` and `store_grad` stand for a fetch and its wait, and for an offload and its release, until both have been
+planned, and `pause` for the time between the forward and the backward.
 
-`release` is declared to write `src`: that keeps Inductor from inlining into a later kernel something that reads it,
-so what the plan counts as free is free.
+`release`, `sync_param` and `refresh_param` are declared to write what they take, so no reader of it changes sides.
+That also keeps Inductor from inlining into a later kernel something that reads a released `src`: what the plan counts
+as free is free.
 
 Handles, tokens and tickets are one-element int64 CPU tensors: they travel through AOTAutograd as saved tensors, give
-Inductor data edges, and their death tells the runtime that a trip was abandoned. `engine` is the registry index of the
-runtime that serves the op; it is a literal in the graph, so nothing is looked up by context at run time.
+Inductor data edges, and their death tells the runtime that a transfer was abandoned. `engine` is the registry index of
+the runtime that serves the op; it is a literal in the graph, so nothing is looked up by context at run time.
 
 Defined through `torch.library.Library`, not `custom_op`, whose dispatch costs 30 us a call instead of 5.
 The kernels are registered by `tencache_fx.runtime.op_kernels` and `tencache_fx.model_state.parameter_ops`.
@@ -39,37 +39,39 @@ LIBRARY = torch.library.Library("tencache", "DEF")
 # What leaves must lie in memory as the graph says, since that is how it is asked back; Inductor would choose freely.
 _AS_PLANNED = (torch.Tag.needs_fixed_stride_order,)
 LIBRARY.define("offload(Tensor src, int engine, str tier, str label) -> Tensor", tags=_AS_PLANNED)
-LIBRARY.define("release(Tensor handle, Tensor(a!) src, int engine, bool lent=False) -> Tensor", tags=_AS_PLANNED)
+LIBRARY.define("release(Tensor handle, Tensor(a!) src, int engine, bool donated=False) -> Tensor", tags=_AS_PLANNED)
 LIBRARY.define("prefetch(Tensor handle, int engine) -> Tensor")
 LIBRARY.define(
     "wait(Tensor ticket, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int engine) -> Tensor"
 )
 
-LIBRARY.define("fetch(Tensor home, int engine, str label) -> Tensor")
-LIBRARY.define("settle(Tensor(a!) home, int engine, str label) -> Tensor")
-LIBRARY.define("renew(Tensor(a!) home, int engine, str label) -> Tensor")
-LIBRARY.define("sink(Tensor src, int engine, str label, str home, bool shard=False) -> Tensor", tags=_AS_PLANNED)
+LIBRARY.define("fetch_param(Tensor param, int engine, str label) -> Tensor")
+LIBRARY.define("sync_param(Tensor(a!) param, int engine, str label) -> Tensor")
+LIBRARY.define("refresh_param(Tensor(a!) param, int engine, str label) -> Tensor")
 LIBRARY.define(
-    "homed(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int engine) -> Tensor"
+    "offload_grad(Tensor src, int engine, str label, str param, bool shard=False) -> Tensor", tags=_AS_PLANNED
 )
-LIBRARY.define("arrive(Tensor home) -> Tensor")
-LIBRARY.define("depart(Tensor src) -> Tensor")
+LIBRARY.define(
+    "take_grad(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int engine) -> Tensor"
+)
+LIBRARY.define("load_param(Tensor param) -> Tensor")
+LIBRARY.define("store_grad(Tensor src) -> Tensor")
 LIBRARY.define("pause() -> ()")
 
 OFFLOAD = torch.ops.tencache.offload.default
 RELEASE = torch.ops.tencache.release.default
 PREFETCH = torch.ops.tencache.prefetch.default
 WAIT = torch.ops.tencache.wait.default
-FETCH = torch.ops.tencache.fetch.default
-SETTLE = torch.ops.tencache.settle.default
-RENEW = torch.ops.tencache.renew.default
-SINK = torch.ops.tencache.sink.default
-HOMED = torch.ops.tencache.homed.default
-RUNTIME_OPS = (OFFLOAD, RELEASE, PREFETCH, WAIT, FETCH, SETTLE, RENEW, SINK, HOMED)
-ARRIVE = torch.ops.tencache.arrive.default
-DEPART = torch.ops.tencache.depart.default
+FETCH_PARAM = torch.ops.tencache.fetch_param.default
+SYNC_PARAM = torch.ops.tencache.sync_param.default
+REFRESH_PARAM = torch.ops.tencache.refresh_param.default
+OFFLOAD_GRAD = torch.ops.tencache.offload_grad.default
+TAKE_GRAD = torch.ops.tencache.take_grad.default
+RUNTIME_OPS = (OFFLOAD, RELEASE, PREFETCH, WAIT, FETCH_PARAM, SYNC_PARAM, REFRESH_PARAM, OFFLOAD_GRAD, TAKE_GRAD)
+LOAD_PARAM = torch.ops.tencache.load_param.default
+STORE_GRAD = torch.ops.tencache.store_grad.default
 PAUSE = torch.ops.tencache.pause.default
-UNPLANNED = (ARRIVE, DEPART, PAUSE)
+UNPLANNED = (LOAD_PARAM, STORE_GRAD, PAUSE)
 
 
 def key_tensor() -> Tensor:
@@ -94,15 +96,15 @@ def _tensor(
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def _same(home: Tensor) -> Tensor:
-    return torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=home.device)
+def _same(param: Tensor) -> Tensor:
+    return torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
 
 
-for _op in (OFFLOAD, RELEASE, PREFETCH, FETCH, SETTLE, RENEW, SINK, DEPART):
+for _op in (OFFLOAD, RELEASE, PREFETCH, FETCH_PARAM, SYNC_PARAM, REFRESH_PARAM, OFFLOAD_GRAD, STORE_GRAD):
     torch.library.register_fake(_op, _key, lib=LIBRARY)
-for _op in (WAIT, HOMED):
+for _op in (WAIT, TAKE_GRAD):
     torch.library.register_fake(_op, _tensor, lib=LIBRARY)
-torch.library.register_fake(ARRIVE, _same, lib=LIBRARY)
+torch.library.register_fake(LOAD_PARAM, _same, lib=LIBRARY)
 
 # Neither FX nor Inductor may drop or merge them: what they do to memory is their purpose.
 for _op in (*RUNTIME_OPS, *UNPLANNED):

@@ -1,4 +1,4 @@
-"""Optimizers whose state is at home, in host memory: the device holds weights and gradients only.
+"""Optimizers whose state is in host memory: the device holds weights and gradients only.
 
     optimizer = tencache_fx.optim.AdamW(model.parameters(), lr=3e-4)
 

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     pass
 
+PAGE_BYTES = 4096
+"""A page of memory, and the unit of direct I/O: every buffer and every extent is whole pages."""
+
 
 def round_up(nbytes: int, unit: int) -> int:
     """Return the least multiple of `unit` that holds `nbytes`."""

@@ -33,8 +33,8 @@ class WouldBeOffloaded:
     nbytes: int
     state_bytes: int
     on_device: bool = False
-    updated_here: bool = False
-    state_here_bytes: int = 0
+    updated_on_device: bool = False
+    device_state_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.hardware.rates import KnownRates, known_rates
 from tencache_fx.model_state.arguments import find_device, need_model
 from tencache_fx.model_state.modules import parameters_read_by, watch
-from tencache_fx.model_state.offloading import is_adapted, wants_home
+from tencache_fx.model_state.offloading import is_adapted, should_offload
 from tencache_fx.options import Options
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import keep_resident, step_ns
@@ -101,7 +101,7 @@ class _Trial:
         self._settings = compat.inductor_settings(None, dict(options.inductor))
         self._parameters = {id(p): (name, p) for name, p in made.model.named_parameters()}
         adapts = is_adapted(made.model)
-        self._offloaded = {key for key, (name, p) in self._parameters.items() if wants_home(p, name, adapts=adapts)}
+        self._offloaded = {key for key, (name, p) in self._parameters.items() if should_offload(p, name, adapts=adapts)}
         for module in made.model.modules():
             if any(id(p) in self._offloaded for p in parameters_read_by(module)):
                 watch(module)  # its hooks decide the order of a region's inputs, by whose names the cache knows it

@@ -1,9 +1,9 @@
-"""What an optimizer keeps of a parameter, on disk, and the line of work that brings it in, piece by piece, and back.
+"""The optimizer's state of a parameter, on disk, and the pipeline that updates it piece by piece.
 
     read piece k + 1  |  update piece k  |  write piece k - 1
 
 A piece has some elements of each array, one array behind the other, in an extent of its own that is written where it
-was read. If that fails, its buffer is where it is from then on: what is on hand is always whole, the old or the new.
+was read. If that fails, its buffer keeps it from then on: each piece is always whole, the old or the new.
 """
 
 import contextlib
@@ -26,13 +26,12 @@ from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Buffer, Use
 from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.store import Extent, Store
-from tencache_fx.units import round_up
+from tencache_fx.units import PAGE_BYTES, round_up
 
 _MOST_BYTES = 24 << 20  # of a buffer
 _SHARE = 8  # what of the host budget the line's buffers take at most
 _DEPTH = 5  # buffers: two being read, one updated, two being written
 _AHEAD = 2
-_PAGE_BYTES = 4096
 
 
 def line_bytes(host_budget_bytes: int) -> int:
@@ -41,8 +40,8 @@ def line_bytes(host_budget_bytes: int) -> int:
 
 
 def _buffer_bytes(host_budget_bytes: int) -> int:
-    pages = host_budget_bytes // _SHARE // _DEPTH // _PAGE_BYTES
-    return min(_MOST_BYTES, max(1, pages) * _PAGE_BYTES)
+    pages = host_budget_bytes // _SHARE // _DEPTH // PAGE_BYTES
+    return min(_MOST_BYTES, max(1, pages) * PAGE_BYTES)
 
 
 Work = Callable[[slice, Sequence[Tensor]], None]
@@ -62,7 +61,7 @@ class _Piece:
 
 
 class DiskState:
-    """The arrays of one parameter, of `dtypes` by name, the widest first. `values` says what they are at first: each a
+    """The arrays of one parameter, of `dtypes` by name, the widest first. `values` has their first values: each a
     tensor, or one number.
 
     `place` is NVME until the store is closed, then None. Raises `BudgetError` or `StoreError` when there is no room.
@@ -78,7 +77,7 @@ class DiskState:
     ) -> None:
         self.layout = parameter.size(), parameter.stride()
         self.dtypes = dict(dtypes)
-        self.made: frozenset[str] = frozenset()  # set by the optimizer: what there is of, by its class's steps
+        self.made: frozenset[str] = frozenset()  # set by the optimizer: the arrays that its class's steps have made
         self.place: Tier | None = Tier.NVME
         self.tensors: dict[str, Tensor] = {}  # none of them is in memory
         each_bytes = sum(dtype.itemsize for dtype in dtypes.values())  # of an element
@@ -149,7 +148,7 @@ class DiskState:
 
 
 def _flat_as(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return the elements of `value` in the order that those of `parameter` have in memory."""
+    """Return the elements of `value`, [n], in the order of `parameter`'s memory."""
     if value.stride() != parameter.stride():
         value = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
     return value.as_strided((value.numel(),), (1,), value.storage_offset())
@@ -168,7 +167,7 @@ class _Pass:
 
 
 class DiskLine:
-    """Brings pieces in, has them worked on in a thread of its own, and writes them, several passes in a row at once."""
+    """Reads pieces, updates them in a thread of its own, and writes them; passes may overlap."""
 
     def __init__(self, pool: Pool, store: Store, count: Callable[..., None]) -> None:
         self.store = store
@@ -176,7 +175,7 @@ class DiskLine:
         self._pool = pool
         self._count = count  # adds to counters
         self._buffers: deque[Buffer] = deque()
-        self._lent = 0
+        self._acquired = 0
         self._free = threading.Condition()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tencache-update-disk")
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="tencache-state-read")
@@ -204,11 +203,11 @@ class DiskLine:
         return begun.done
 
     def free_later(self, pieces: list[_Piece]) -> None:
-        """Have the disk space of a state given back by the next call of ours: safe to call from a finalizer."""
+        """Let the next runtime call free the disk space of a state: safe to call from a finalizer."""
         self._gone.append(pieces)
 
     def drain(self) -> None:
-        """Give back the disk space and buffers of states that have died, once nothing of them is being written."""
+        """Free the disk space and buffers of dead states, once none of their pieces is being written."""
         with self._draining:
             for _ in range(len(self._gone)):
                 pieces = self._gone.popleft()
@@ -218,9 +217,9 @@ class DiskLine:
                 for piece in pieces:
                     self.store.free(piece.extent)
                     if piece.kept is not None:
-                        self._pool.give_back(piece.kept)
+                        self._pool.release(piece.kept)
 
-    def bring_back(self) -> None:
+    def leave_store(self) -> None:
         """Read all states from the store, which is about to be closed, to where `read` finds them.
 
         Raises what the last one raised that could not be read, once all others were.
@@ -235,8 +234,8 @@ class DiskLine:
             threads.shutdown(wait=True)
 
     def _do_one(self) -> None:
-        """Work on the next piece, with those behind it on their way in: called once for each piece."""
-        self._bring_or_fail()
+        """Work on the next piece, while those behind it are read: called once for each piece."""
+        self._read_ahead_or_fail()
         if not self._coming:
             return
         going, piece, buffer, read = self._coming.popleft()
@@ -245,7 +244,7 @@ class DiskLine:
             read.result()
             if going.done.done():
                 return  # an earlier piece failed
-            self._bring_or_fail()
+            self._read_ahead_or_fail()
             going.work(piece.part, _arrays(buffer.memory, piece.count, going.state.dtypes.values()))
             if going.writes:
                 writing = True
@@ -259,19 +258,19 @@ class DiskLine:
             raise
         finally:
             if not writing:
-                self._give_back(buffer)
+                self._release(buffer)
 
-    def _bring_or_fail(self) -> None:
+    def _read_ahead_or_fail(self) -> None:
         try:
-            self._bring()
+            self._read_ahead()
         except BaseException as error:
             going, _ = self._waiting.popleft()
             if not going.done.done():
                 going.done.set_exception(error)
             raise
 
-    def _bring(self) -> None:
-        """Have pieces on their way in as far as there are buffers; at least one. Only the worker calls it."""
+    def _read_ahead(self) -> None:
+        """Begin to read pieces as far as there are buffers; at least one. Only the worker calls it."""
         while self._waiting and len(self._coming) < _AHEAD:
             going, piece = self._waiting[0]
             if (buffer := self._take(wait=not self._coming)) is None:
@@ -287,7 +286,7 @@ class DiskLine:
         if piece.kept is not None:
             buffer.memory.copy_(piece.kept.memory)
             return
-        self.store.read(piece.extent, buffer.view[: round_up(piece.extent.nbytes, _PAGE_BYTES)])
+        self.store.read(piece.extent, buffer.view[: round_up(piece.extent.nbytes, PAGE_BYTES)])
         self._count(disk_read_bytes=piece.extent.nbytes)
 
     def _write(self, piece: _Piece, buffer: Buffer) -> None:
@@ -297,7 +296,7 @@ class DiskLine:
         """
         before = piece.kept
         try:
-            self.store.write(piece.extent, buffer.view[: round_up(piece.extent.nbytes, _PAGE_BYTES)])
+            self.store.write(piece.extent, buffer.view[: round_up(piece.extent.nbytes, PAGE_BYTES)])
         except StoreError as error:
             piece.kept = buffer
             self._count(disk_write_failures=1)
@@ -305,48 +304,50 @@ class DiskLine:
                 self._note_lost()
                 warnings.warn(f"{error} The run goes on, with this in host memory.", stacklevel=2)
             else:
-                self._give_back(before)
+                self._release(before)
             return
         piece.kept = None
         self._count(disk_write_bytes=piece.extent.nbytes)
-        self._give_back(buffer)
+        self._release(buffer)
         if before is not None:
-            self._pool.give_back(before)
+            self._pool.release(before)
 
     def _note_lost(self) -> None:
         with self._free:
-            self._lent -= 1
+            self._acquired -= 1
             self._free.notify_all()
 
     def _take(self, *, wait: bool) -> Buffer | None:
         """Return a free buffer, or one more; without `wait`, None while all are in use.
 
-        Where host memory has no room for another, those there are have to do. Raises `BudgetError` if there are none.
+        Where host memory has no room for another, it waits for one of them. Raises `BudgetError` if there are none.
         """
         full = False  # host memory has no room for one more
         while True:
             with self._free:
                 if self._buffers:
                     return self._buffers.popleft()
-                none = self._lent == 0  # all are where pieces are now that could not be written, or this is the first
-                grows = none or not (full or self._lent >= _DEPTH)
+                none = (
+                    self._acquired == 0
+                )  # all are where pieces are now that could not be written, or this is the first
+                grows = none or not (full or self._acquired >= _DEPTH)
                 if not grows and not wait:
                     return None
                 if not grows:
                     self._free.wait()
                     continue
             try:
-                buffer = self._pool.lend(self.buffer_bytes, Use.STATE)
+                buffer = self._pool.acquire(self.buffer_bytes, Use.STATE)
             except BudgetError:
                 if none:
                     raise
                 full = True
                 continue
             with self._free:
-                self._lent += 1
+                self._acquired += 1
             return buffer
 
-    def _give_back(self, buffer: Buffer) -> None:
+    def _release(self, buffer: Buffer) -> None:
         with self._free:
             self._buffers.append(buffer)
             self._free.notify_all()

@@ -1,9 +1,9 @@
 """A gradient in host memory that autograd, and any training loop, takes for one on the device.
 
-`HostGradient` is what a compiled backward returns for a parameter with a home: a tensor of the parameter's device whose
+`HostGradient` is what a compiled backward returns for an offloaded parameter: a tensor of the parameter's device whose
 bytes are in a pinned buffer. Autograd's own bookkeeping (accumulation, hooks, `zero_grad`) works on it as on any other,
 and so do the norms and factors of gradient clipping and loss scaling, without a byte coming back: a gradient's norm is
-taken on the device before it leaves, or as it is added to another one, and factors wait for whoever reads the gradient
+computed on the device before it is offloaded, or as it is added to another one, and factors wait for the next reader
 next. All other operations are carried out on a copy on the device.
 """
 
@@ -28,7 +28,7 @@ _aten = torch.ops.aten
 class HostGradientBuffer:
     """The buffer that a gradient is in, for as long as anybody has the gradient.
 
-    `factor` is still to be multiplied with. It is a `shard` where other ranks have the other parts of the gradient.
+    The gradient has yet to be multiplied by `factor`. It is a `shard` where other ranks have the other parts of it.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class HostGradientBuffer:
         self._host = torch.empty(0, dtype=layout.dtype, device="cpu").set_(
             buffer.memory.untyped_storage(), 0, layout.size, layout.stride
         )
-        weakref.finalize(self, additions.buffers.give_back_later, buffer).atexit = False
+        weakref.finalize(self, additions.buffers.release_later, buffer).atexit = False
 
     def scale(self, factor: Tensor) -> None:
         """Multiply by a number, a tensor of one element that nobody changes, later."""
@@ -79,18 +79,18 @@ class HostGradientBuffer:
         if not (alike and plain and mine.dtype.is_floating_point) or self is other:
             return False
         self._end_readers()
-        kernel, before, leases = kernel_of(mine.dtype), self._sum, [self, other]
+        kernel, before, buffers = kernel_of(mine.dtype), self._sum, [self, other]
 
         def work() -> Tensor:
             try:
-                value, more = (each._host.as_strided((each._host.numel(),), (1,)) for each in leases)
-                leases[0]._landed.synchronize()
+                value, more = (each._host.as_strided((each._host.numel(),), (1,)) for each in buffers)
+                buffers[0]._landed.synchronize()
                 if before is not None:
                     before.result()
-                leases[1].landed()
+                buffers[1].landed()
                 return kernel(value, more)
             finally:
-                leases.clear()  # a buffer that nobody else has is free by the time that this is known to be done
+                buffers.clear()  # a buffer that nobody else has is free by the time that this is known to be done
 
         begun = self._additions.begin(work)
         if begun is None:
@@ -100,12 +100,12 @@ class HostGradientBuffer:
         return True
 
     def note_reader(self, reader: "Future[Any]") -> None:
-        """Say that somebody reads the gradient in host memory until `reader` is done."""
+        """Note that somebody reads the gradient in host memory until `reader` is done."""
         self._readers = [*(each for each in self._readers if not each.done()), reader]
 
     @property
     def has_landed(self) -> bool:
-        """Say whether the gradient is in host memory, with all that is added to it, or never will be."""
+        """Return whether the gradient is in host memory, with all that is added to it, or never will be."""
         return self._landed.query() and (self._sum is None or self._sum.done())
 
     def landed(self) -> Tensor:
@@ -140,7 +140,7 @@ class HostGradientBuffer:
         return value
 
     def device(self) -> Tensor:
-        """Return the gradient on the device, where it stays as well from now on: somebody writes to it, or views it."""
+        """Return the gradient on the device, the newer copy from now on: somebody writes to it, or views it."""
         if self._on_device is None:
             self._on_device = self.host().to(self.layout.device, copy=True)
         elif self.factor is not None:
@@ -156,7 +156,7 @@ class HostGradientBuffer:
 
     @property
     def changes(self) -> bool:
-        """Say whether what is in host memory may be out of date."""
+        """Return whether what is in host memory may be out of date."""
         return self._on_device is not None
 
 
@@ -170,21 +170,21 @@ def norm_of(value: Tensor) -> Tensor:
 class HostGradient(Tensor):
     """A gradient of the device that is in host memory."""
 
-    lease: HostGradientBuffer
+    buffer: HostGradientBuffer
 
     @staticmethod
-    def __new__(cls, lease: HostGradientBuffer) -> "HostGradient":
+    def __new__(cls, buffer: HostGradientBuffer) -> "HostGradient":
         """Return a gradient that lives in `lease`."""
-        layout = lease.layout
+        layout = buffer.layout
         made: HostGradient = torch.Tensor._make_wrapper_subclass(
             cls, layout.size, strides=layout.stride, dtype=layout.dtype, device=layout.device
         )
-        made.lease = lease
+        made.buffer = buffer
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return what it is, not what is in it."""
-        return f"HomeGradient(size={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, in host memory)"
+        """Return a description without the values."""
+        return f"HostGradient(size={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, in host memory)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return an ordinary gradient, on the device."""
@@ -214,9 +214,9 @@ def _on_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def copy(value: Any) -> Any:
         if not isinstance(value, HostGradient):
             return value
-        lease = value.lease
-        copied = lease.device() if stays or lease.changes else lease.host().to(value.device, copy=True)
-        copies[id(copied)] = lease
+        buffer = value.buffer
+        copied = buffer.device() if stays or buffer.changes else buffer.host().to(value.device, copy=True)
+        copies[id(copied)] = buffer
         return copied
 
     result = func(*tree_map(copy, args), **tree_map(copy, kwargs))
@@ -224,19 +224,19 @@ def _on_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _alias(gradient: Any, *_: Any) -> Any:
-    return HostGradient(gradient.lease)
+    return HostGradient(gradient.buffer)
 
 
 def _add(gradient: Any, other: Any, *, alpha: float = 1) -> Any:
     """Accumulate in host memory, as autograd does for the second backward without `zero_grad`."""
     if not isinstance(gradient, HostGradient) or not isinstance(other, Tensor) or other.shape != gradient.shape:
         return NotImplemented
-    if gradient.lease.changes:
+    if gradient.buffer.changes:
         return NotImplemented
-    if alpha != 1 or not isinstance(other, HostGradient) or not gradient.lease.add(other.lease):
-        more = other.lease.host() if isinstance(other, HostGradient) else other.cpu()
-        gradient.lease.write().add_(more, alpha=alpha)
-        gradient.lease.shard |= isinstance(other, HostGradient) and other.lease.shard
+    if alpha != 1 or not isinstance(other, HostGradient) or not gradient.buffer.add(other.buffer):
+        more = other.buffer.host() if isinstance(other, HostGradient) else other.cpu()
+        gradient.buffer.write().add_(more, alpha=alpha)
+        gradient.buffer.shard |= isinstance(other, HostGradient) and other.buffer.shard
     return gradient
 
 
@@ -247,7 +247,7 @@ def _is_euclidean(order: Any) -> bool:
 def _refuse_shards(gradients: Iterable[Any]) -> None:
     """Raise `UsageError` if a number is to be taken of all of a gradient of which other ranks have parts."""
     for each in gradients:
-        if isinstance(each, HostGradient) and each.lease.shard:
+        if isinstance(each, HostGradient) and each.buffer.shard:
             raise UsageError(
                 f"a gradient of size {tuple(each.shape)} is this rank's part of one that is spread over ranks, so its "
                 "norm is not that of the whole, and clipping by it would differ from rank to rank; add up "
@@ -260,7 +260,7 @@ def _norm(gradient: Any, order: Any = 2, dim: Any = None, keepdim: Any = None, *
         _refuse_shards((gradient,))
     if not _is_euclidean(order) or dim is not None or keepdim:
         return NotImplemented
-    return gradient.lease.norm().to(torch.float32 if dtype is None else dtype, copy=True)
+    return gradient.buffer.norm().to(torch.float32 if dtype is None else dtype, copy=True)
 
 
 def _norms(gradients: Sequence[Any], order: Any = 2, dtype: Any = None) -> Any:
@@ -276,11 +276,11 @@ def _norms(gradients: Sequence[Any], order: Any = 2, dtype: Any = None) -> Any:
 
 
 def _scale(gradient: Any, factor: Any) -> Any:
-    if not isinstance(gradient, HostGradient) or isinstance(factor, HostGradient) or gradient.lease.changes:
+    if not isinstance(gradient, HostGradient) or isinstance(factor, HostGradient) or gradient.buffer.changes:
         return NotImplemented
     if isinstance(factor, Tensor) and factor.numel() != 1:
         return NotImplemented
-    gradient.lease.scale(_number(factor, gradient.device))
+    gradient.buffer.scale(_number(factor, gradient.device))
     return gradient
 
 
@@ -297,10 +297,10 @@ def _scales(gradients: Sequence[Any], factor: Any) -> Any:
     for each in gradients:
         if not isinstance(each, HostGradient):
             each.mul_(factor)
-        elif each.lease.changes:
-            each.lease.device().mul_(factor)
+        elif each.buffer.changes:
+            each.buffer.device().mul_(factor)
         else:
-            each.lease.scale(number)
+            each.buffer.scale(number)
     return None
 
 
@@ -309,9 +309,9 @@ def _unscale(gradients: Sequence[Any], found_inf: Tensor, inverse: Tensor) -> No
     _refuse_shards(gradients)
     for each in gradients:
         if isinstance(each, HostGradient):
-            found_inf.copy_(torch.maximum(found_inf, (~each.lease.norm().isfinite()).to(found_inf)))
+            found_inf.copy_(torch.maximum(found_inf, (~each.buffer.norm().isfinite()).to(found_inf)))
             if _scale(each, inverse) is NotImplemented:
-                each.lease.device().mul_(inverse)
+                each.buffer.device().mul_(inverse)
         else:
             _aten._amp_foreach_non_finite_check_and_unscale_([each], found_inf, inverse)
 

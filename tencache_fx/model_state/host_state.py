@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a parameter: arrays in pinned host memory, within its budget, or on the device."""
+"""The optimizer's state of a parameter: arrays in pinned host memory, within its budget, or on the device."""
 
 import itertools
 import weakref
@@ -29,7 +29,7 @@ class State:
     ) -> None:
         self.layout = parameter.size(), parameter.stride()
         self.dtypes = dict(dtypes)
-        self.made: frozenset[str] = frozenset()  # set by the optimizer: what there is of, by its class's steps
+        self.made: frozenset[str] = frozenset()  # set by the optimizer: the arrays that its class's steps have made
         self.place = Tier.DEVICE if on_device else Tier.HOST
         count = parameter.numel()
         sizes = [round_up(count * dtype.itemsize, _ALIGN_BYTES) for dtype in dtypes.values()]
@@ -39,7 +39,7 @@ class State:
             device = parameter.device if on_device else "cpu"
             self.arrays = tuple(torch.empty(count, dtype=dtype, device=device) for dtype in dtypes.values())
         else:
-            buffer = buffers.lend_settled(self.nbytes, Use.STATE)
+            buffer = buffers.acquire_settled(self.nbytes, Use.STATE)
             weakref.finalize(self, buffers.discard_later, buffer).atexit = False
             self.arrays = tuple(
                 own_storage(buffer.memory[start : start + count * dtype.itemsize], dtype)

@@ -1,4 +1,4 @@
-"""Models larger than the device: `offload(model)` gives parameters a home in host memory.
+"""Models larger than the device: `offload(model)` keeps parameters in host memory.
 
     model = tencache_fx.offload(model, device="cuda")
     optimizer = tencache_fx.optim.AdamW(model.parameters())
@@ -6,7 +6,7 @@
 
 Parameters keep their names, shapes, dtypes and device, but their storage on the device is empty; compiled regions fetch
 what they read, ahead of time. Where no compiled region runs (evaluation without `torch.compile`, loading weights), a
-module's own parameters come to the device before its forward, by hooks; `summon` brings them for anything else.
+module's own parameters are loaded before its forward, by hooks; `summon` loads them for anything else.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.model_state.arguments import find_device, need_model
 from tencache_fx.model_state.module_guards import guard, keep_loadable
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
-from tencache_fx.model_state.offloading import Offloading, wants_home
-from tencache_fx.model_state.parameter_store import find_home, parameters_of
+from tencache_fx.model_state.offloading import Offloading, should_offload
+from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.sharding import guard_from_sharding, refuse_shards
 from tencache_fx.model_state.step_hooks import check_updates_in_backward
 from tencache_fx.options import Options
@@ -39,15 +39,15 @@ _BAR_DELAY_S = 1.0  # what is done sooner needs no progress bar
 
 
 def offload(model: nn.Module, device: torch.device | str | None = None, *, progress: bool | None = None) -> nn.Module:
-    """Give every large parameter of `model` a home in host memory, and move all else to `device`; return the model.
+    """Offload every large parameter of `model` to host memory, and move all else to `device`; return the model.
 
-    Of a model that is all but frozen, what is trained, a 32nd of its bytes at most, stays on the device, whatever its
-    size, and so does its optimizer's state: adapters, or a new head.
+    Of a model that is all but frozen, trained parameters, a 32nd of its bytes at most, stay on the device with their
+    optimizer's state, whatever their size: adapters, or a new head.
 
     `device` is that of the first parameter by default. Parameters are moved one at a time, from wherever they are:
     from a device, from the CPU, or from "meta", where each module's `reset_parameters` makes them first, and its
     buffers.
-    `model.state_dict()` then has the parameters as tensors of the CPU that share memory with their homes, and
+    `model.state_dict()` then has the parameters as tensors of the CPU that share memory with the host copies, and
     `load_state_dict` works as ever. Idempotent. What takes longer than a second shows a progress bar on stderr, unless
     `progress` is False; by default if that is a terminal. Raises `OptionError` for a device that is not there, a module
     on "meta" that cannot make its parameters, or a parameter that is sharded or whose elements share memory;
@@ -69,7 +69,7 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
                 bar.update(departure.move(parameter, full_name))
             departure.move_buffers(module)
         for module in model.modules():
-            if _homes_read_by(module):
+            if _offloaded_read_by(module):
                 watch(module)
         guard(model)
         guard_from_sharding(model)
@@ -78,61 +78,62 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
 
 @contextlib.contextmanager
 def summon(model: nn.Module, *, write: bool = True) -> Iterator[nn.Module]:
-    """Have all parameters of `model` on the device meanwhile, to read and to change; all at once, so budget or not.
+    """Load all parameters of `model` for the time of the context, to read and to change; all at once, so budget or not.
 
-    With `write=False` changes are dropped. What is given to a parameter's `data` is taken over as any other change, by
-    a copy. Of parameters that are summoned already, whoever did so first decides what becomes of changes. Raises
-    `UsageError` when none has a home.
+    With `write=False` changes are dropped. A tensor assigned to a parameter's `data` is copied, as any other change.
+    Of parameters that are summoned already, whoever did so first decides what becomes of changes. Raises
+    `UsageError` when none is offloaded.
     """
-    homes = [home for parameter in need_model(model).parameters() if (home := find_home(parameter)) is not None]
-    if not homes:
-        raise UsageError("no parameter of this model has a home; call tencache_fx.offload(model) first.")
+    found = [find_offloaded(parameter) for parameter in need_model(model).parameters()]
+    all_offloaded = [each for each in found if each is not None]
+    if not all_offloaded:
+        raise UsageError("no parameter of this model is offloaded; call tencache_fx.offload(model) first.")
     with contextlib.ExitStack() as undo:
-        for home in homes:
-            if not home.summoned:
-                undo.enter_context(_summoned(home, write=write))
+        for offloaded in all_offloaded:
+            if not offloaded.summoned:
+                undo.enter_context(_summoned(offloaded, write=write))
         yield model
 
 
 @contextlib.contextmanager
-def _summoned(home: OffloadedParameter, *, write: bool) -> Iterator[None]:
-    """Have one parameter on the device meanwhile."""
-    home.settle()
-    home.come_home()  # so that what is done to it here can be dropped
-    brought, home.summoned = home.bring(), True
-    own = home.alias()
+def _summoned(offloaded: OffloadedParameter, *, write: bool) -> Iterator[None]:
+    """Load one parameter for the time of the context."""
+    offloaded.wait_update()
+    offloaded.sync_host()  # so that what is done to it here can be dropped
+    was_absent, offloaded.summoned = offloaded.load(), True
+    own = offloaded.alias()
     if torch.is_grad_enabled():
-        home.expect(_ALONE)
+        offloaded.gradient.expect(_ALONE)
     try:
         yield
     finally:
-        home.summoned = False
-        given = home.take_back(own)
-        if not write or given is None or _take_over(home, given):
+        offloaded.summoned = False
+        given = offloaded.restore(own)
+        if not write or given is None or _take_over(offloaded, given):
             try:
                 if write:
-                    home.take()
+                    offloaded.write_back()
             finally:
-                if brought:
-                    home.put_away()
-                if not write and home.on_device:
-                    home.refresh()
+                if was_absent:
+                    offloaded.evict()
+                if not write and offloaded.on_device:
+                    offloaded.refresh()
 
 
-def _take_over(home: OffloadedParameter, given: Tensor) -> bool:
-    """Have a parameter on the device as it was `given`; False if that has another home then, or none.
+def _take_over(offloaded: OffloadedParameter, given: Tensor) -> bool:
+    """Set a parameter on the device to the tensor it was `given`; False if it is offloaded anew then, or not at all.
 
     That is where it has another size or dtype now.
     """
-    parameter, engine = home.parameter, engine_of(home.layout.device)
+    parameter, engine = offloaded.parameter, engine_of(offloaded.layout.device)
     if (given.size(), given.dtype) == (parameter.size(), parameter.dtype):
-        home.bring()
+        offloaded.load()
         parameter.detach().copy_(given)
         return True
-    home.forget()
+    offloaded.forget()
     parameter.data = given
-    if wants_home(parameter, home.name, adapts=False):
-        parameters_of(engine).settle_in(parameter, home.name, engine.device)
+    if should_offload(parameter, offloaded.name, adapts=False):
+        parameters_of(engine).offload(parameter, offloaded.name, engine.device)
     return False
 
 
@@ -142,7 +143,7 @@ def engine_of(device: torch.device) -> Engine:
 
 
 def roomy_engine(device: torch.device) -> Engine:
-    """Return the device's engine, for what is at home there whichever regions run: with the budgets of the process.
+    """Return the device's engine with the budgets of the process, for all that is offloaded, whichever regions run.
 
     What regions were given for themselves may be less, and limits their plans only.
     """
@@ -167,7 +168,7 @@ def options_of_process(device: torch.device, **given: object) -> Options:
 
 
 def _open_bar(nbytes: int, *, progress: bool | None) -> "tqdm[Any]":
-    """Return a bar over the bytes of all parameters that are to get a home."""
+    """Return a bar over the bytes of all parameters to be offloaded."""
     return tqdm(
         total=nbytes,
         desc="parameters to host memory",
@@ -195,7 +196,7 @@ class _Calls(threading.local):
         self.forwards: list[_Forward] = []
 
     def __reduce__(self) -> tuple[type["_Calls"], tuple[()]]:
-        """Have the copy of a module that is copied or pickled begin with none."""
+        """Let the copy of a module that is copied or pickled begin with none."""
         return _Calls, ()
 
 
@@ -221,63 +222,63 @@ def parameters_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from parameters_read_by(child)
 
 
-def _homes_read_by(module: nn.Module) -> list[OffloadedParameter]:
-    found = map(find_home, parameters_read_by(module))
-    return list({home: None for home in found if home is not None})
+def _offloaded_read_by(module: nn.Module) -> list[OffloadedParameter]:
+    found = map(find_offloaded, parameters_read_by(module))
+    return list({offloaded: None for offloaded in found if offloaded is not None})
 
 
-class _Bring:
-    """Has a module's parameters on the device when its backward begins: an optimizer's step may have come between."""
+class _LoadForBackward:
+    """Loads a module's parameters when its backward begins: an optimizer's step may have evicted them."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self._parameters = parameters
 
     def __call__(self, *_: object) -> None:
         for parameter in self._parameters:
-            if (home := find_home(parameter)) is not None and home.come_for_backward():
-                engine_of(parameter.device).stats.add(h2d_bytes=home.nbytes)
+            if (offloaded := find_offloaded(parameter)) is not None and offloaded.load_for_backward():
+                engine_of(parameter.device).stats.add(h2d_bytes=offloaded.nbytes)
 
 
 class _Forward:
-    """A forward under way, with what it reads: that comes when it begins, and goes when it ends."""
+    """A forward under way, with the parameters it reads: loaded when it begins, and evicted when it ends."""
 
     def __init__(self) -> None:
         self._trains = torch.is_grad_enabled()
-        self._homes: list[OffloadedParameter] = []
+        self._all_offloaded: list[OffloadedParameter] = []
         self._came: dict[OffloadedParameter, tuple[Tensor, int]] = {}  # with the parameter as it came, and its version
 
-    def begin(self, homes: list[OffloadedParameter]) -> None:
-        for home in homes:
+    def begin(self, all_offloaded: list[OffloadedParameter]) -> None:
+        for offloaded in all_offloaded:
             if self._trains:
-                home.expect(_ALONE)
-            self._homes.append(home)
-            if home.come_for(self, passes=not self._trains):
-                engine_of(home.layout.device).stats.add(h2d_bytes=home.nbytes)
-            self._came[home] = home.alias(), home.written_here
+                offloaded.gradient.expect(_ALONE)
+            self._all_offloaded.append(offloaded)
+            if offloaded.load_for_forward(self, inference=not self._trains):
+                engine_of(offloaded.layout.device).stats.add(h2d_bytes=offloaded.nbytes)
+            self._came[offloaded] = offloaded.alias(), offloaded.device_version
 
     def end(self, made: set[Any]) -> None:
         """Take over what the forward has changed; a backward by the nodes `made` may follow."""
-        stays = self._trains or bool(made)  # until the optimizer's step
+        keep = self._trains or bool(made)  # until the optimizer's step
         parameters: list[Tensor] = []
         with contextlib.ExitStack() as undo:  # whatever one of them raises, the others go
-            for home in self._homes:
-                undo.callback(home.go_from, self, stays=stays)
-                undo.callback(self._take_change, home, parameters)
+            for offloaded in self._all_offloaded:
+                undo.callback(offloaded.end_forward, self, keep=keep)
+                undo.callback(self._take_change, offloaded, parameters)
         for node in made:
-            node.register_prehook(_Bring(parameters))
+            node.register_prehook(_LoadForBackward(parameters))
 
-    def _take_change(self, home: OffloadedParameter, parameters: list[Tensor]) -> None:
+    def _take_change(self, offloaded: OffloadedParameter, parameters: list[Tensor]) -> None:
         """Take over what the forward has done to its own parameter, as one of Embedding does with max_norm."""
-        if home.is_over or home not in self._came:
+        if offloaded.is_dead or offloaded not in self._came:
             return
-        own, written = self._came[home]
-        given = home.take_back(own)
-        if given is not None and not _take_over(home, given):
-            home.go_from(self, stays=True)  # the parameter has nothing to do with that home any more
+        own, written = self._came[offloaded]
+        given = offloaded.restore(own)
+        if given is not None and not _take_over(offloaded, given):
+            offloaded.end_forward(self, keep=True)  # the parameter has nothing to do with this record any more
             return
-        parameters.append(home.parameter)
-        if given is not None or (home.on_device and home.written_here != written):
-            home.take()
+        parameters.append(offloaded.parameter)
+        if given is not None or (offloaded.on_device and offloaded.device_version != written):
+            offloaded.write_back()
 
 
 # In each of them Dynamo takes `is_dynamo_compiling` for true where it traces a call: a compiled region fetches what it
@@ -290,10 +291,10 @@ def _before_forward(module: Any, args: Any) -> None:
         return
     forward = _Forward()
     module._tencache_calls.forwards.append(forward)  # first: its end comes even if it cannot begin
-    homes = _homes_read_by(module)
+    all_offloaded = _offloaded_read_by(module)
     if torch.is_grad_enabled():
-        check_updates_in_backward(homes)
-    forward.begin(homes)
+        check_updates_in_backward(all_offloaded)
+    forward.begin(all_offloaded)
 
 
 @compat.run_as_is

@@ -1,7 +1,15 @@
-"""A parameter whose bytes are at home in host memory, and on the device only while somebody reads them.
+"""A parameter whose bytes are in host memory, and on the device only while somebody reads them.
 
-Such a parameter keeps its shape, dtype and device, but its storage there is empty. What is at home is always right, but
-for an update under way: whoever reads waits for that one update, and whoever writes waits for the last copy that reads.
+Such a parameter keeps its shape, dtype and device, but its storage there is empty while there is no device copy.
+`CopyState` says which copies hold its value. Three things keep the device copy:
+
+    resident   set by pin: a plan keeps the parameter on the device. unpin evicts it
+    summoned   set by summon: somebody may read it there, or change it. The end of summon evicts it
+    forwards   added by load_for_forward: they run uncompiled. The end of the last one evicts it if no backward follows
+
+`evict` does nothing to a parameter that is resident or summoned.
+Whoever reads the host copy waits for the update under way (`wait_update`), and whoever writes to it waits for the last
+copy that reads it (`wait_readers`).
 """
 
 import threading
@@ -16,8 +24,9 @@ from torch.autograd.graph import increment_version
 
 from tencache_fx import compat
 from tencache_fx.errors import InvariantError, UsageError
+from tencache_fx.model_state.copy_state import NEXT_STATES, CopyState, HostUpdate
 from tencache_fx.model_state.disk_state import DiskState
-from tencache_fx.model_state.host_gradient import HostGradientBuffer
+from tencache_fx.model_state.expected_gradient import ExpectedGradient
 from tencache_fx.model_state.host_state import State
 from tencache_fx.planning.problem import STATE_BYTES, Tier
 from tencache_fx.runtime.buffers import Buffer
@@ -26,11 +35,7 @@ from tencache_fx.runtime.transfers import Layout, raw_bytes
 
 
 class OffloadedParameter:
-    """Where one parameter is at home.
-
-    `resident` says that it stays on the device, as the region that ran last has planned it, `summoned` that somebody
-    may change it there.
-    """
+    """One parameter in host memory. Thread-safe but for the pins, which the thread that runs the model sets."""
 
     def __init__(self, parameter: Tensor, name: str, buffer: Buffer, streams: Streams) -> None:
         self.name = name
@@ -41,34 +46,25 @@ class OffloadedParameter:
             empty = torch.empty(0, dtype=parameter.dtype, device="cpu")
             self._host = empty.clone().set_(storage, 0, parameter.size(), parameter.stride())
             self._elements = empty.set_(storage, 0, (parameter.numel(),), (1,))
-        self.state_bytes = STATE_BYTES * parameter.numel()  # what its optimizer keeps of it, once that has told
         self.resident = False
-        self.updated_here = False  # it stays on the device, and so do its gradient and its optimizer's state
-        self.state: weakref.ref[State | DiskState] | None = None  # as its optimizer keeps it
-        self.place_state: Callable[[], None] | None = None  # has its optimizer move that where it belongs
         self.summoned = False
-        self.left: Event | None = None  # the last copy that reads `host`
-        self.parts: set[Any] = set()  # what a part of its gradient may still come from, see `flights`
-        self.early: HostGradientBuffer | None = (
-            None  # the gradient by which its update began before autograd told of it
-        )
-        self.forget: Callable[[], object] = lambda: None  # is called when the parameter dies, or has this home no more
-        self.update_now: Callable[[HostGradientBuffer], None] | None = (
-            None  # begins its update, if its optimizer wants that
-        )
+        self.gradient = ExpectedGradient()
+        self.last_read: Event | None = None  # of the last copy that reads the host copy
+        self.updated_on_device = False  # it is resident, and so are its gradient and its optimizer's state
+        self.state_bytes = STATE_BYTES * parameter.numel()  # of its optimizer's state, once the optimizer has told
+        self.optimizer_state: weakref.ref[State | DiskState] | None = None
+        self.place_state: Callable[[], None] | None = None  # has its optimizer move its state where that belongs
+        self.forget: Callable[[], object] = lambda: None  # called when the parameter dies, or is an ordinary one again
         self._parameter = weakref.ref(parameter)
+        self._state = CopyState.HOST
+        self._update = HostUpdate()
         self._changes = 0  # made on the device, and not by its optimizer
         self._updates = 0  # by which its optimizer has raised the parameter's version
-        self._host_version = self._host._version  # of what is on the device
+        self._host_version = self._host._version  # as the state accounts for it
         self._streams = streams
-        self._update: Future[None] | None = None
-        self._readers: Event | None = None  # behind it, nobody reads the value before the update on the device
-        self._stale = False  # on the device is the value before the update still
-        self._newer_here = False  # at home is
         self._forwards = weakref.WeakSet[Any]()  # uncompiled ones under way that read it
-        self._passes = False  # it is on the device for forwards alone that no backward follows
-        self._here: Tensor | None = None  # the parameter as its last update found it
-        self._lock = threading.RLock()  # the bytes on the device come and go under it
+        self._for_inference = False  # it was loaded for forwards alone that no backward follows
+        self._lock = threading.RLock()  # guards the state, and the device copy
 
     @property
     def nbytes(self) -> int:
@@ -79,190 +75,259 @@ class OffloadedParameter:
     def parameter(self) -> Tensor:
         """Return the parameter itself."""
         parameter = self._parameter()
-        assert parameter is not None, "a home goes with its parameter"
+        assert parameter is not None, "this object goes with its parameter"
         return parameter
 
     @property
-    def version(self) -> int:
-        """Return what grows when somebody other than its optimizer has written to the parameter, on either side.
+    def is_dead(self) -> bool:
+        """Whether the parameter is gone."""
+        return self._parameter() is None
 
-        Whoever has `host`, by a `state_dict` say, may write to that.
+    @property
+    def on_device(self) -> bool:
+        """Whether there is a device copy."""
+        return is_on_device(self.parameter)
+
+    @property
+    def updating(self) -> bool:
+        """Whether an update is under way."""
+        work = self._update.work
+        return work is not None and not work.done()
+
+    @property
+    def version(self) -> int:
+        """Return a number that grows when somebody other than its optimizer has written to either copy.
+
+        Whoever has `host`, from a `state_dict` say, may write to that.
         """
         return self._changes + self._host._version
 
     @property
-    def written_here(self) -> int:
-        """Return what grows when somebody other than its optimizer writes to the parameter on the device."""
+    def device_version(self) -> int:
+        """Return a number that grows when somebody other than its optimizer writes to the device copy."""
         parameter = self._parameter()
         return 0 if parameter is None or parameter.is_inference() else parameter._version - self._updates
 
-    def note_update(self) -> None:
-        """Say that its optimizer updates the parameter: whoever has saved it for a backward is told."""
-        increment_version(self.parameter)
-        self._updates += 1
-
     @property
-    def state_here_bytes(self) -> int:
+    def device_state_bytes(self) -> int:
         """Return the bytes of its optimizer's state that are on the device."""
-        state = None if self.state is None else self.state()
+        state = None if self.optimizer_state is None else self.optimizer_state()
         return state.nbytes if state is not None and state.place is Tier.DEVICE else 0
-
-    def update_elsewhere(self) -> None:
-        """Have the parameter updated at home again; its optimizer's state leaves the device."""
-        if self.updated_here:
-            self.updated_here = False
-            if self.place_state is not None:
-                self.place_state()
 
     @property
     def host(self) -> Tensor:
-        """Return the parameter at home, in its shape and strides: a tensor of the CPU. Blocks if it was out of date."""
-        self.come_home()
+        """Return the host copy, in the parameter's shape and strides. Blocks if the device copy is newer."""
+        self.sync_host()
         return self._host
 
     @property
     def elements(self) -> Tensor:
-        """Return the parameter at home for its optimizer: [n], in the order of memory. Blocks if it was out of date.
+        """Return the host copy for its optimizer: [n], in the order of memory. Blocks if the device copy is newer.
 
-        What is written to it is no change by somebody else (`version`).
+        A write to it does not raise `version`.
         """
-        self.come_home()
+        self.sync_host()
         return self._elements
 
-    @property
-    def on_device(self) -> bool:
-        """Say whether the parameter's bytes are on the device, too."""
-        return is_on_device(self.parameter)
+    def set_host(self, value: Tensor) -> None:
+        """Set the host copy, before anybody reads it."""
+        self._host.copy_(value)  # in order with what computed it: a synchronous copy
+        self._host_version = self._host._version
 
-    def has_left(self) -> bool:
-        """Return True if no copy reads what is at home any more."""
-        return self.left is None or self.left.query()
+    def load(self) -> bool:
+        """Have a device copy with the value, behind its last update, in order with the caller's compute stream.
 
-    @property
-    def updating(self) -> bool:
-        """Say whether an update is under way."""
+        Blocks the host until an update under way is done. Returns whether there was no device copy.
+        """
+        self.wait_update()
         with self._lock:
-            return self._update is not None and not self._update.done()
+            self._notice_host_writes()
+            absent = not self.on_device
+            if absent:
+                compat.give_bytes(self.parameter.untyped_storage(), self.nbytes)
+            if absent or self._state is CopyState.HOST_NEWER:
+                self.refresh()
+            elif self.last_read is not None:
+                self._streams.wait_compute(self.last_read)
+        return absent
+
+    def evict(self) -> None:
+        """Free the device copy, unless it is pinned; what runs on the compute stream still reads it."""
+        with self._lock:
+            if not self.resident and not self.summoned and self.on_device:
+                self.sync_host()
+                if self.last_read is not None:
+                    self._streams.wait_compute(self.last_read)  # the allocator hands it out in that stream's order
+                self.free_device_copy()
+
+    def free_device_copy(self) -> None:
+        """Free the device copy, whoever may read it; from torch 2.14 on, who does is told."""
+        self._for_inference = False
+        if self._state is not CopyState.UPDATING:
+            self._become(CopyState.HOST)
+        compat.take_bytes(
+            self.parameter.untyped_storage(),
+            f"{self.name} is offloaded to host memory, and nothing has loaded it: read it inside "
+            "`with tencache_fx.summon(model):`, in a function compiled with backend='tencache', or in the forward of "
+            "the module that has it, as a module also has what its __init__ takes over, by self.weight = other.weight.",
+        )
+
+    def refresh(self) -> None:
+        """Copy the host copy over the device copy, in order with the caller's compute stream."""
+        with self._lock:
+            after = self._streams.record_compute()
+            self._streams.wait_compute(self.copy_in(self.parameter.detach(), (after,)))
+            self._host_version = self._host._version
+            self._become(CopyState.SHARED)
+
+    def write_back(self) -> None:
+        """Copy the device copy to the host: somebody other than its optimizer has changed it. Blocks the host."""
+        self.wait_update()
+        self._copy_out()
+        self._changes += 1
+
+    def sync_host(self) -> None:
+        """Copy the device copy to the host, if it is newer. Blocks the host.
+
+        Raises `UsageError` if somebody has written to the host copy meanwhile.
+        """
+        with self._lock:
+            self._notice_host_writes()
+            if self._state is CopyState.DEVICE_NEWER:
+                self._copy_out()
+
+    def mark_device_newer(self) -> None:
+        """Note that the optimizer has updated the device copy."""
+        with self._lock:
+            self._become(CopyState.DEVICE_NEWER)
+
+    def copy_in(self, dst: Tensor, after: tuple[Event, ...]) -> Event:
+        """Issue the copy of the host copy to `dst`, device bytes that are there behind `after`."""
+        with self._lock:  # so that the last copy noted is the last one issued
+            self.last_read = self._streams.copy(Lane.IN, raw_bytes(dst), self.buffer.memory[: self.nbytes], after)
+            return self.last_read
+
+    def is_unread(self) -> bool:
+        """Return True if no copy reads the host copy any more."""
+        return self.last_read is None or self.last_read.query()
+
+    def wait_readers(self) -> None:
+        """Block the host until no copy reads the host copy any more: then it may be written to."""
+        if self.last_read is not None:
+            self._streams.wait_host((self.last_read,))
 
     def begin_update(self, submit: "Callable[[], Future[None]]", readers: Event | None) -> "Future[None]":
-        """Have readers wait from now on for the update that `submit` hands in; nothing else may be under way.
+        """Begin an update of the host copy, which `submit` hands in; it ends with `finish_update`.
 
-        What is on the device is renewed behind `readers`; None while more of them may come, up to `end_readers`.
+        The device copy is refreshed behind `readers`; None while more of them may come, up to `set_readers`.
         """
         with self._lock:  # an update that ends at once finds its readers
-            self._readers = readers
-            self._here = self.parameter.detach()  # who gives the parameter other bytes meanwhile keeps those
-            self._update = submit()
-            return self._update
+            self._become(CopyState.UPDATING)
+            # Who gives the parameter other bytes meanwhile keeps those.
+            self._update = HostUpdate(device=self.parameter.detach(), readers=readers)
+            self._update.work = submit()
+            return self._update.work
 
-    def end_readers(self, readers: Event) -> int:
-        """Have what is on the device renewed behind `readers`, now or once the update is done; return bytes copied.
+    def set_readers(self, readers: Event) -> int:
+        """Have the device copy refreshed behind `readers`, now or once the update is done; return bytes copied.
 
         Does nothing if the readers are known.
         """
         with self._lock:
-            if self._readers is None:
-                self._readers = readers
-            return self.renew() if self._stale else 0
+            if self._update.readers is None:
+                self._update.readers = readers
+            waits = self._state is CopyState.HOST_NEWER and self._update.device is not None
+            return self._refresh_behind_readers() if waits else 0
 
-    def expect(self, part: object) -> None:
-        """Note what a part of the gradient may come from; a backward before it is over, or has failed."""
-        self.early = None
-        self.parts.add(part)
+    def finish_update(self) -> int:
+        """End an update that has written the host copy, from any thread; return the bytes copied to the device.
 
-    def end_parts(self) -> None:
-        """Say that all parts of a gradient have been added up of which the backward has begun."""
-        for part in self.parts.copy():  # others die meanwhile
-            if part.started:
-                self.parts.discard(part)
+        That is 0 without a device copy, and while the readers are not known, which leaves it to `set_readers`.
+        """
+        with self._lock:
+            assert self._state is CopyState.UPDATING
+            return self._refresh_behind_readers()
 
-    def wait(self) -> None:
+    def join_update(self) -> None:
         """Block the host until no update is under way, however the last one went."""
-        if (update := self._update) is not None:
-            update.exception()
+        if (work := self._update.work) is not None:
+            work.exception()
 
-    def settle(self) -> None:
-        """Block the host until what is at home is right; raises what an update raised, to whoever asks first."""
+    def wait_update(self) -> None:
+        """Block the host until no update is under way; raises what it raised, to whoever asks first."""
         update = self._update
-        if update is None:
+        if (work := update.work) is None:
             return
-        error = update.exception()
+        error = work.exception()
         with self._lock:
-            first = self._update is update
-            self._update = None if first else self._update
-        if error is not None and first:
-            raise InvariantError(
-                f"{self.name} could not be updated: {error!r}; its weight and state may be those of before, or in part "
-                "those of after: go back to a checkpoint."
-            ) from error
+            first, update.work = update.work is work, None
+            if error is None or not first:
+                return
+            if self._state is CopyState.UPDATING:
+                self._become(CopyState.HOST_NEWER if self.on_device else CopyState.HOST)
+        raise InvariantError(
+            f"{self.name} could not be updated: {error!r}; its weight and state may be those of before, or in part "
+            "those of after: go back to a checkpoint."
+        ) from error
 
-    def write_after(self) -> None:
-        """Block the host until nobody reads what is at home any more: then it may be written to."""
-        if self.left is not None:
-            self._streams.settle((self.left,))
+    def count_update(self) -> None:
+        """Note that its optimizer updates the parameter: whoever has saved it for a backward is told."""
+        increment_version(self.parameter)
+        self._updates += 1
 
-    def copy_in(self, dst: Tensor, after: tuple[Event, ...]) -> Event:
-        """Issue the copy of what is at home to `dst`, device bytes that are there behind `after`."""
-        with self._lock:  # so that the last copy noted is the last one issued
-            self.left = self._streams.copy(Lane.IN, raw_bytes(dst), self.buffer.memory[: self.nbytes], after)
-            return self.left
+    def update_on_host(self) -> None:
+        """Have the parameter updated in host memory again; its optimizer's state leaves the device."""
+        if self.updated_on_device:
+            self.updated_on_device = False
+            if self.place_state is not None:
+                self.place_state()
 
-    def bring(self) -> bool:
-        """Have the parameter's bytes on the device, behind its last update, in order with the caller's compute stream.
+    def pin(self) -> None:
+        """Keep the parameter on the device, as a plan has it."""
+        if not self.resident:
+            self.load()
+            self.resident = True
 
-        Returns whether they were not there.
-        """
-        self.settle()
-        self._refuse_both()
-        with self._lock:
-            away = not self.on_device
-            if away:
-                compat.give_bytes(self.parameter.untyped_storage(), self.nbytes)
-                self.refresh()
-            elif self._stale or self._host_version != self._host._version:
-                self.refresh()
-            elif self.left is not None:
-                self._streams.wait_compute(self.left)
-        return away
+    def unpin(self) -> None:
+        """Evict a parameter that a plan kept on the device."""
+        if self.resident:
+            self.wait_update()
+            self.resident = False
+            self.evict()
 
-    def come_for(self, forward: object, *, passes: bool) -> bool:
-        """Bring the parameter for a forward that runs uncompiled, up to its `go_from`; `passes` if no backward follows.
+    def load_for_forward(self, forward: object, *, inference: bool) -> bool:
+        """Load the parameter for a forward that runs uncompiled, up to `end_forward`; return whether it was absent.
 
-        Returns whether its bytes were not there.
+        No backward follows an `inference`.
         """
         with self._lock:
-            self._forwards.add(forward)  # from here on, no other forward puts it away
-        away = self.bring()
+            self._forwards.add(forward)  # from here on, no other forward evicts it
+        absent = self.load()
         with self._lock:
-            self._passes = passes and (away or self._passes)
-        return away
+            self._for_inference = inference and (absent or self._for_inference)
+        return absent
 
-    def go_from(self, forward: object, *, stays: bool) -> None:
-        """Put the parameter away after the last forward for which it came, unless it `stays` for a backward."""
+    def end_forward(self, forward: object, *, keep: bool) -> None:
+        """Evict the parameter after the last forward that loaded it, but `keep` it for a backward."""
         with self._lock:
             self._forwards.discard(forward)
-            self._passes = self._passes and not stays
-            if self._passes and not self._forwards and not self.is_over:
-                self.put_away()
+            self._for_inference = self._for_inference and not keep
+            if self._for_inference and not self._forwards and not self.is_dead:
+                self.evict()
 
-    def come_for_backward(self) -> bool:
-        """Bring the parameter for a backward, up to the optimizer's step; return whether its bytes were not there."""
+    def load_for_backward(self) -> bool:
+        """Load the parameter for a backward, up to the optimizer's step; return whether it was absent."""
         with self._lock:
-            self._passes = False
-        return self.bring()
-
-    @property
-    def is_over(self) -> bool:
-        """Say whether the parameter is gone."""
-        return self._parameter() is None
+            self._for_inference = False
+        return self.load()
 
     def alias(self) -> Tensor:
-        """Return the parameter as it is on the device, for `take_back`."""
+        """Return the parameter as it is on the device, for `restore`."""
         with torch.inference_mode(False):
             return self.parameter.detach()
 
-    def take_back(self, own: Tensor) -> Tensor | None:
-        """See that the parameter, of which `own` is an alias, has its own bytes; return what it was given instead."""
+    def restore(self, own: Tensor) -> Tensor | None:
+        """Give the parameter, of which `own` is an alias, its own bytes again; return what it was given instead."""
         given = self.parameter.detach()
         is_own = given.untyped_storage()._cdata == own.untyped_storage()._cdata
         if is_own and (Layout.of(given, self.name), given.storage_offset()) == (self.layout, own.storage_offset()):
@@ -271,104 +336,56 @@ class OffloadedParameter:
         self.parameter.data = own
         return given
 
-    def stay(self) -> None:
-        """Have the parameter stay on the device."""
-        if not self.resident:
-            self.bring()
-            self.resident = True
+    def make_ordinary(self, device: torch.device) -> None:
+        """Make the parameter an ordinary one, of `device`, with a copy of the host copy."""
+        self.parameter.data = self._host.to(device, copy=True)
 
-    def leave(self) -> None:
-        """Have a parameter that stayed on the device away again."""
-        if self.resident:
-            self.settle()
-            self.resident = False
-            self.put_away()
+    def _become(self, state: CopyState) -> None:
+        """Change the state, with the lock held."""
+        assert state is self._state or state in NEXT_STATES[self._state], (self.name, self._state, state)
+        self._state = state
 
-    def note_update_here(self) -> None:
-        """Say that the optimizer has updated what is on the device: what is at home is then out of date."""
-        self._newer_here = True
-
-    def refresh(self) -> None:
-        """Copy what is at home over what is on the device."""
-        after = self._streams.record_compute()
-        self._stale, self._host_version = False, self._host._version
-        self._streams.wait_compute(self.copy_in(self.parameter.detach(), (after,)))
-
-    def renew(self) -> int:
-        """Copy what is at home over what is on the device, if it is there, behind its readers: from any thread.
-
-        Returns the bytes copied; 0 while the readers are not known, which leaves it to `end_readers`.
-        """
-        with self._lock:
-            here = self._here
-            if here is None or not is_on_device(here):
-                self._stale, self._here = False, None
-                return 0
-            self._stale = self._readers is None
-            if self._readers is None:
-                return 0
-            self._host_version = self._host._version
-            self.copy_in(here, (self._readers,))  # `here` outlives the copy, even if the parameter does not
-            return self.nbytes
-
-    def take(self) -> None:
-        """Copy what is on the device home: somebody has changed it. Blocks the host."""
-        self.settle()
-        self._copy_out()
-        self._changes += 1
+    def _refresh_behind_readers(self) -> int:
+        """Copy the host copy to where the last update found the device copy; return the bytes. Lock held."""
+        update = self._update
+        if update.device is None or not is_on_device(update.device):
+            update.device = None
+            self._become(CopyState.HOST)
+            return 0
+        if update.readers is None:
+            self._become(CopyState.HOST_NEWER)
+            return 0
+        self.copy_in(update.device, (update.readers,))  # it outlives the copy, even if the parameter does not
+        self._host_version = self._host._version
+        self._become(CopyState.SHARED)
+        return self.nbytes
 
     def _copy_out(self) -> None:
-        self.write_after()
-        after = (self._streams.record_compute(),)
-        memory = self.buffer.memory[: self.nbytes]
-        self._streams.copy(Lane.OUT, memory, raw_bytes(self.parameter.detach()), after).synchronize()
-        self._newer_here = False
+        with self._lock:
+            assert self._state is not CopyState.HOST, f"{self.name} has no device copy"
+            self.wait_readers()
+            after = (self._streams.record_compute(),)
+            memory = self.buffer.memory[: self.nbytes]
+            self._streams.copy(Lane.OUT, memory, raw_bytes(self.parameter.detach()), after).synchronize()
+            self._become(CopyState.SHARED)
 
-    def come_home(self) -> None:
-        """Copy what is on the device home, if it is newer. Blocks the host."""
-        self._refuse_both()
-        if self._newer_here:
-            self._copy_out()
+    def _notice_host_writes(self) -> None:
+        """Take account of writes to the host copy by a `state_dict`; raises `UsageError` if the device copy is newer.
 
-    def fill(self, value: Tensor) -> None:
-        """Set what is at home, before anybody reads it."""
-        self._host.copy_(value)  # in order with what computed it: a synchronous copy
+        Lock held.
+        """
+        if self._host_version == self._host._version:
+            return
         self._host_version = self._host._version
-
-    def _refuse_both(self) -> None:
-        """Raise `UsageError` if both sides were written to: one by the optimizer, the other by a `state_dict`."""
-        if self._newer_here and self._host_version != self._host._version:
-            self._host_version = self._host._version
+        if self._state is CopyState.DEVICE_NEWER:
             raise UsageError(
                 f"{self.name} was written to by a tensor of a state_dict that is older than its last update, which was "
                 "on the device; what was written is dropped: call state_dict() anew after step(), or use summon."
             )
-
-    def put_away(self) -> None:
-        """Free the device bytes, unless a plan counts on them; what runs on the compute stream still reads them."""
-        with self._lock:
-            if not self.resident and not self.summoned and self.on_device:
-                self.come_home()
-                if self.left is not None:
-                    self._streams.wait_compute(self.left)  # the allocator hands them out in that stream's order
-                self.take_bytes_away()
-                self._stale = False
-
-    def take_bytes_away(self) -> None:
-        """Free the device bytes, whoever may read them; from torch 2.14 on, who does is told."""
-        self._passes = False
-        compat.take_bytes(
-            self.parameter.untyped_storage(),
-            f"{self.name} is at home, in host memory, and nothing has brought it to the device: read it inside "
-            "`with tencache_fx.summon(model):`, in a function compiled with backend='tencache', or in the forward of "
-            "the module that has it, as a module also has what its __init__ takes over, by self.weight = other.weight.",
-        )
-
-    def move_out(self, device: torch.device) -> None:
-        """Make the parameter an ordinary one, of `device`, with a copy of what is at home."""
-        self.parameter.data = self._host.to(device, copy=True)
+        if self._state is CopyState.SHARED:
+            self._become(CopyState.HOST_NEWER)
 
 
 def is_on_device(parameter: Tensor) -> bool:
-    """Say whether there are bytes behind a parameter."""
+    """Whether there are bytes behind a parameter."""
     return compat.has_bytes(parameter.untyped_storage()) or parameter.numel() == 0

@@ -1,4 +1,4 @@
-"""A model's way to host memory: what gets a home there, whether all of it can, and each module's move.
+"""Offloading a model: which parameters, whether all of them can be, and each module's move.
 
 Whatever stops a move leaves the model as it was: what can be known is refused before anything moves, and for the rest
 each part of a move says how to take it back.
@@ -23,14 +23,14 @@ _FEW = 32  # one part in so many: with gradients, and masters and moments in fp3
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Say whether a model is frozen but for a few parameters."""
+    """Return whether a model is frozen but for a few parameters."""
     parameters = list(model.parameters())
     trained_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     return trained_bytes * _FEW <= sum(parameter.nbytes for parameter in parameters)
 
 
-def wants_home(parameter: Tensor, name: str, *, adapts: bool) -> bool:
-    """Say whether a parameter is large enough for a home, and not one of the few that are trained where it `adapts`.
+def should_offload(parameter: Tensor, name: str, *, adapts: bool) -> bool:
+    """Return whether a parameter is large enough, and not one of the few that are trained where the model `adapts`.
 
     Raises `OptionError` for one that is, but has gaps between its elements, or the same memory for several.
     """
@@ -68,11 +68,11 @@ class Offloading:
         for name, parameter in model.named_parameters():
             if parameters_of(self._engine).find(parameter) is None and _may_leave(parameter, adapts=self._adapts):
                 if not parameter.is_meta:  # else it is made dense
-                    wants_home(parameter, name, adapts=self._adapts)
+                    should_offload(parameter, name, adapts=self._adapts)
                 sizes.append(parameter.nbytes)
         self.nbytes = sum(sizes)
         engine.object_buffers.drain()
-        engine.pool.make_room(sizes, Use.HOME)
+        engine.pool.make_room(sizes, Use.PARAMETER)
 
     def __enter__(self) -> "Offloading":
         self._undo.callback(self._engine.object_buffers.drain)
@@ -107,25 +107,25 @@ class Offloading:
         self._new |= {self._made[parameter] for parameter in on_meta.values()}
 
     def move(self, parameter: nn.Parameter, name: str) -> int:
-        """Give a parameter a home, if it wants one and has none, else have it on the device; return the bytes moved."""
-        homes = parameters_of(self._engine)
-        if homes.find(parameter) is not None:
+        """Offload a parameter that should be, and is not yet; move any other to the device. Return the bytes moved."""
+        store = parameters_of(self._engine)
+        if store.find(parameter) is not None:
             return 0
         before = parameter.data
-        if wants_home(parameter, name, adapts=self._adapts):
-            home, device = homes.settle_in(parameter, name, self._device), before.device
+        if should_offload(parameter, name, adapts=self._adapts):
+            offloaded, device = store.offload(parameter, name, self._device), before.device
             del before  # its memory is to go
-            self._undo.callback(_bring_back, home, None if parameter in self._new else device)
-            return home.nbytes
+            self._undo.callback(_undo_offload, offloaded, None if parameter in self._new else device)
+            return offloaded.nbytes
         parameter.data = before.to(self._device)
         self._undo.callback(setattr, parameter, "data", before)
-        if parameter.requires_grad and parameter not in homes.kept:
-            homes.kept[parameter] = True
-            self._undo.callback(homes.kept.pop, parameter)
+        if parameter.requires_grad and parameter not in store.kept:
+            store.kept[parameter] = True
+            self._undo.callback(store.kept.pop, parameter)
         return 0
 
     def move_buffers(self, module: nn.Module) -> None:
-        """Have a module's own buffers on the device."""
+        """Move a module's own buffers to the device."""
         for key, buffer in module.named_buffers(recurse=False):
             module._buffers[key] = buffer.to(self._device)
 
@@ -139,11 +139,11 @@ class Offloading:
         self._undo.callback(put_back)
 
 
-def _bring_back(home: OffloadedParameter, device: torch.device | None) -> None:
-    """Make a parameter that has just got a home an ordinary one again; None for one that is not needed any more."""
+def _undo_offload(offloaded: OffloadedParameter, device: torch.device | None) -> None:
+    """Make a parameter that has just been offloaded an ordinary one again; None for one that is not needed any more."""
     if device is not None:
-        home.move_out(device)
-    home.forget()
+        offloaded.make_ordinary(device)
+    offloaded.forget()
 
 
 def _check_ties(model: nn.Module) -> None:

@@ -1,8 +1,8 @@
-"""An optimizer whose state is at home, in host memory: the device holds weights and gradients only.
+"""An optimizer whose state is in host memory: the device holds weights and gradients only.
 
 A step takes gradients out and weights in, piece by piece, beside the update: one pass of a kernel that Inductor
 compiles for the CPU (bf16 gradient in, fp32 state updated, bf16 weight out; ZeRO-Offload, arXiv 2101.06840, does this
-with kernels of its own, and casts apart from them). Of a parameter with a home (`tencache_fx.offload`) the gradient is
+with kernels of its own, and casts apart from them). Of an offloaded parameter (`tencache_fx.offload`) the gradient is
 there already, and the update runs by itself: `step` returns at once, and the next reader waits for that update only.
 """
 
@@ -26,8 +26,8 @@ from tencache_fx.model_state.modules import engine_of, roomy_engine
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.optimizer_checks import check_group
 from tencache_fx.model_state.optimizer_state import OptimizerState
-from tencache_fx.model_state.parameter_store import find_home, parameters_of
-from tencache_fx.model_state.staged_update import PIECE_BYTES, Piece, Round, open_round, work_at_home
+from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
+from tencache_fx.model_state.staged_update import PIECE_BYTES, Piece, Round, open_round, work_on_host
 from tencache_fx.model_state.step_hooks import check_last, check_node, hook, is_hooked_once, is_watched_in_graph
 from tencache_fx.model_state.step_kernel import find_rule
 from tencache_fx.model_state.update import (
@@ -36,7 +36,7 @@ from tencache_fx.model_state.update import (
     accumulates,
     dense_like,
     flat,
-    gradient_at_home,
+    gradient_on_host,
     read_later,
     run_piece,
     unhook,
@@ -51,7 +51,7 @@ _Rounds = list[tuple[Engine, Round, list[Tensor]]]
 
 
 class OffloadedOptimizer(OptimizerState):
-    """Any torch optimizer class that updates each element by itself, with an fp32 master weight, all state at home.
+    """Any torch optimizer class that updates each element by itself, with fp32 master weights, all state on the host.
 
         OffloadedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -60,19 +60,19 @@ class OffloadedOptimizer(OptimizerState):
     loading weights for instance, is taken as it is then. `state_dict` is the class's own with the master weights beside
     what that has; either loads the other's.
 
-    `state_dtype`, float32 or (rounded stochastically) bfloat16, is that of what is kept besides the master.
+    `state_dtype`, float32 or (rounded stochastically) bfloat16, is that of the state besides the master.
 
-    `step_in_backward` updates a parameter with a home as soon as its gradient is there, once for each backward, with
+    `step_in_backward` updates an offloaded parameter as soon as its gradient is there, once for each backward, with
     the learning rate of that moment, and leaves its `.grad` None: nothing that looks at all gradients first, such as
     clipping by their norm, or that adds up several backwards, can be had with it, nor can a reducer of gradients, such
-    as DistributedDataParallel: the forward, or else the backward, then raises `UsageError`. Parameters without a home,
-    small ones and a frozen model's adapters, wait for `step` as ever. Parameters do not keep an optimizer.
+    as DistributedDataParallel: the forward, or else the backward, then raises `UsageError`. Other parameters, small
+    ones and a frozen model's adapters, wait for `step` as ever. Parameters do not keep an optimizer.
 
     Raises `OptionError` for options it cannot use, and for a class that does more than arithmetic on single elements.
-    The class is found out by having its `step` run on a few elements: see `optim_traced`.
+    What the class does is traced: its `step` runs on a few elements (see `step_tracing`).
     """
 
-    updates_at_home = True
+    updates_on_host = True
 
     _in_backward = False  # nor does a copy
 
@@ -120,9 +120,9 @@ class OffloadedOptimizer(OptimizerState):
         """Update every parameter that has a gradient; return what `closure`, which is called first, returns.
 
         Returns when the host is done; the device goes on with whatever comes next once the last weight is in. Updates
-        of parameters with a home are begun only; what one of them raises is raised by whoever reads the parameter next.
+        of offloaded parameters are only begun; the error of one is raised by the next reader of its parameter.
         Raises, before anything is updated, `UsageError` for a sparse gradient, and `BudgetError` when the host budget
-        has no room for state, for gradients that come home, or for a few buffers of 32 MiB at most: then it can be
+        has no room for state, for gradients to be offloaded, or for a few buffers of 32 MiB at most: then it can be
         raised by `tencache_fx.configure`, and the step taken again.
         """
         loss = None
@@ -135,19 +135,19 @@ class OffloadedOptimizer(OptimizerState):
             if parameter.grad.is_sparse:
                 raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
         self._make_states(todo)
-        at_home = [(p, home) for p in todo if (home := find_home(p)) is not None]
-        without = [p for p in todo if find_home(p) is None]
+        pairs = [(p, found) for p in todo if (found := find_offloaded(p)) is not None]
+        without = [p for p in todo if find_offloaded(p) is None]
         small = {p: None for p in without if self._places.of(p, None) is Tier.DEVICE}
         large = [p for p in without if p not in small]
-        gradients = {p: p.grad if home.updated_here else gradient_at_home(p, p.grad) for p, home in at_home}
+        gradients = {p: p.grad if each.updated_on_device else gradient_on_host(p, p.grad) for p, each in pairs}
         with self._open_rounds(large) as rounds:
-            at_home.sort(key=lambda pair: pair[1].updated_here)  # first those that go on while the host does the others
-            for parameter, home in at_home:
-                self._update(parameter, home, gradients.pop(parameter))
-                home.end_parts()
+            pairs.sort(key=lambda pair: pair[1].updated_on_device)  # those on the host go on during the others
+            for parameter, offloaded in pairs:
+                self._update(parameter, offloaded, gradients.pop(parameter))
+                offloaded.gradient.end_started()
             for parameter in (p for p in self._urgency if p.grad is None):
-                if (frozen := find_home(parameter)) is not None:
-                    frozen.put_away()
+                if (frozen := find_offloaded(parameter)) is not None:
+                    frozen.evict()
             self._update_without(rounds, small)
         self._group_of = {}
         return loss
@@ -156,13 +156,13 @@ class OffloadedOptimizer(OptimizerState):
         """Make the state of those that have none, before anything is updated: there may be no room for it."""
         for parameter in todo:
             if parameter not in self._states:
-                if (home := find_home(parameter)) is not None:
-                    home.settle()
+                if (offloaded := find_offloaded(parameter)) is not None:
+                    offloaded.wait_update()
                 self._ready(parameter)
 
     @contextlib.contextmanager
     def _open_rounds(self, large: Collection[Tensor]) -> Iterator[_Rounds]:
-        """Have the buffers for updates of parameters without a home by state in host memory, for each device."""
+        """Acquire the buffers for parameters that are not offloaded, but whose state is, for each device."""
         with contextlib.ExitStack() as undo:
             rounds: _Rounds = []
             for device in dict.fromkeys(p.device for p in large):
@@ -174,12 +174,12 @@ class OffloadedOptimizer(OptimizerState):
             yield rounds
 
     def _update_without(self, rounds: _Rounds, small: Collection[Tensor]) -> None:
-        """Update parameters without a home, by state in host memory, and then small ones; done when the host is."""
+        """Update parameters that are not offloaded, with state on the host, and then small ones; returns when done."""
         updated: list[Tensor] = []
         try:
             for engine, opened, here in rounds:
                 with compat.any_number_of_compilations():  # for dtypes, lengths of 1, numbers of threads, ...
-                    work_at_home(engine, opened, self._pieces(here, updated), run_piece)
+                    work_on_host(engine, opened, self._pieces(here, updated), run_piece)
             for parameter in small:
                 assert parameter.grad is not None
                 self._update_here(parameter, parameter.grad, None)
@@ -194,102 +194,103 @@ class OffloadedOptimizer(OptimizerState):
 
     @torch.no_grad()
     def _step_now(self, parameter: Tensor) -> None:
-        """Update a parameter whose gradient has just come, if it has a home; where it left, that may have begun."""
-        if (home := find_home(parameter)) is None or parameter.grad is None:  # another optimizer may have taken it
+        """Update a parameter whose gradient has just come, if it is offloaded, and its update has not begun already."""
+        offloaded = find_offloaded(parameter)
+        if offloaded is None or parameter.grad is None:  # another optimizer may have taken it
             return
         if not self._is_in_a_group(parameter):  # any more
             return
-        check_last(parameter, home.name)
-        if home.early is None:
-            check_node(parameter, home.name)
-        home.update_now = weakly(self._step_early, parameter)
-        home.end_parts()
-        gradient, begun = parameter.grad, home.early
-        parameter.grad = home.early = None
+        check_last(parameter, offloaded.name)
+        if offloaded.gradient.begun_by is None:
+            check_node(parameter, offloaded.name)
+        offloaded.gradient.update_now = weakly(self._step_early, parameter)
+        offloaded.gradient.end_started()
+        gradient, begun = parameter.grad, offloaded.gradient.begun_by
+        parameter.grad = offloaded.gradient.begun_by = None
         assert gradient is not None
         if begun is not None:
             engine = engine_of(parameter.device)
-            engine.stats.add(h2d_bytes=home.end_readers(engine.streams.record_compute()))
+            engine.stats.add(h2d_bytes=offloaded.set_readers(engine.streams.record_compute()))
         if begun is None:
-            self._update(parameter, home, gradient)
-        elif not isinstance(gradient, HostGradient) or gradient.lease is not begun:
+            self._update(parameter, offloaded, gradient)
+        elif not isinstance(gradient, HostGradient) or gradient.buffer is not begun:
             raise UsageError(
-                f"{home.name} was updated by a gradient that is a part of it only: it is read in a compiled region "
-                "and where nothing is known of it; leave step_in_backward out, or read it in modules only."
+                f"{offloaded.name} was updated by a gradient that is a part of it only: it is read in a compiled "
+                "region and where nothing is known of it; leave step_in_backward out, or read it in modules only."
             )
 
     @torch.no_grad()
-    def _step_early(self, parameter: Tensor, lease: HostGradientBuffer) -> None:
-        """Update a parameter by a gradient that has just left, if nobody else wants it first."""
+    def _step_early(self, parameter: Tensor, buffer: HostGradientBuffer) -> None:
+        """Update a parameter by a gradient that has just been offloaded, if nobody else wants it first."""
         if parameter.grad is not None or not is_hooked_once(parameter) or not accumulates(parameter):
             return
         if not self._is_in_a_group(parameter) or is_watched_in_graph(parameter):
             return
-        if (home := find_home(parameter)) is not None and not home.updated_here:
-            self._begin(parameter, home, lease, None)
-            home.early = lease
+        if (offloaded := find_offloaded(parameter)) is not None and not offloaded.updated_on_device:
+            self._begin(parameter, offloaded, buffer, None)
+            offloaded.gradient.begun_by = buffer
 
-    def _update(self, parameter: Tensor, home: OffloadedParameter, gradient: Tensor) -> None:
-        """Begin the update of a parameter with a home, where that is to be; its readers so far are all there are."""
-        if home.updated_here:
-            home.bring()
-            change = gradient.lease.device() if isinstance(gradient, HostGradient) else gradient
-            self._update_here(parameter, change, home)
-            home.note_update_here()
+    def _update(self, parameter: Tensor, offloaded: OffloadedParameter, gradient: Tensor) -> None:
+        """Begin the update of an offloaded parameter, on the host or the device; it has no later readers."""
+        if offloaded.updated_on_device:
+            offloaded.load()
+            change = gradient.buffer.device() if isinstance(gradient, HostGradient) else gradient
+            self._update_here(parameter, change, offloaded)
+            offloaded.mark_device_newer()
         else:
             readers = engine_of(parameter.device).streams.record_compute()
-            self._begin(parameter, home, gradient_at_home(parameter, gradient).lease, readers)
+            self._begin(parameter, offloaded, gradient_on_host(parameter, gradient).buffer, readers)
 
-    def _update_here(self, parameter: Tensor, gradient: Tensor, home: OffloadedParameter | None) -> None:
+    def _update_here(self, parameter: Tensor, gradient: Tensor, offloaded: OffloadedParameter | None) -> None:
         """Update a parameter whose state is on its device, behind what that has been given so far."""
         self._ready(parameter)
         held, step = self._states[parameter], self._next(parameter)
         assert isinstance(held, State)
         change = flat(dense_like(parameter, gradient.to(parameter.dtype)))
-        fresh = home is None or self._is_fresh(parameter, home)
+        fresh = offloaded is None or self._is_fresh(parameter, offloaded)
         update_here(change=change, weight=flat(parameter.data), arrays=held.arrays, step=step, fresh=fresh)
         self._count(parameter, step.after)
-        if home is None:
+        if offloaded is None:
             increment_version(parameter)
         else:
-            home.note_update()
+            offloaded.count_update()
         engine_of(parameter.device).stats.add(updates=1, device_updates=1)
 
     def _begin(
-        self, parameter: Tensor, home: OffloadedParameter, lease: HostGradientBuffer, readers: Event | None
+        self, parameter: Tensor, offloaded: OffloadedParameter, buffer: HostGradientBuffer, readers: Event | None
     ) -> None:
-        """Have a parameter updated at home, by a gradient there; what reads it on the device is done by `readers`."""
+        """Begin a parameter's update by a gradient in host memory; nothing reads it on the device behind `readers`."""
         engine = engine_of(parameter.device)
-        if lease.changes:
-            lease.host()
-        factor = None if lease.factor is None else read_later(engine, lease.factor)
-        home.settle()
-        home.put_away()  # brought by a module that ran by itself, whose backward is over
+        if buffer.changes:
+            buffer.host()
+        factor = None if buffer.factor is None else read_later(engine, buffer.factor)
+        offloaded.wait_update()
+        offloaded.evict()  # loaded by a module that ran by itself, whose backward is over
         self._ready(parameter)
         held, step = self._states[parameter], self._next(parameter)
         update = ParameterUpdate(
-            home=home,
-            lease=lease,
+            offloaded=offloaded,
+            buffer=buffer,
             state=held,
             step=step,
             factor=factor,
-            fresh=self._is_fresh(parameter, home),
+            fresh=self._is_fresh(parameter, offloaded),
             count=partial(self._count, parameter, step.after),
             stats=engine.stats,
         )
         updates = parameters_of(engine).updates
         update.prepare(updates)
-        home.come_home()
+        offloaded.sync_host()
 
         def submit() -> "Future[None]":
             on_disk = held.place is Tier.NVME
-            return updates.submit(update, self._urgency[parameter], lambda: lease.has_landed, on_disk=on_disk)
+            return updates.submit(update, self._urgency[parameter], lambda: buffer.has_landed, on_disk=on_disk)
 
-        lease.note_reader(home.begin_update(submit, readers))
-        home.note_update()
+        buffer.note_reader(offloaded.begin_update(submit, readers))
+        offloaded.count_update()
 
     def _pieces(self, todo: Iterable[Tensor], updated: list[Tensor]) -> Iterator[Piece[PieceUpdate]]:
-        """Yield what is to be updated, parameter by parameter; those whose last piece is done are in `updated`."""
+        """Yield the pieces, parameter by parameter; `updated` has the parameters whose last piece is done."""
         for parameter in todo:
             self._ready(parameter)
             assert parameter.grad is not None
@@ -297,7 +298,7 @@ class OffloadedOptimizer(OptimizerState):
             weight = flat(parameter.data)  # whose version is its own: pieces arrive whenever they do
             held = self._states[parameter]
             assert isinstance(held, State)
-            homes = (flat(self._written[parameter]), *held.arrays)
+            arrays = (flat(self._written[parameter]), *held.arrays)
             step, most = self._next(parameter), PIECE_BYTES // parameter.element_size()
             count = partial(self._count_all, parameter, step.after, updated)
             if not weight.numel():
@@ -305,7 +306,7 @@ class OffloadedOptimizer(OptimizerState):
             for start in range(0, weight.numel(), most):
                 part = slice(start, start + most)
                 done = count if part.stop >= weight.numel() else None
-                update = PieceUpdate(state=tuple(home[part] for home in homes), step=step, done=done)
+                update = PieceUpdate(state=tuple(array[part] for array in arrays), step=step, done=done)
                 yield Piece(sources=(gradient[part], weight[part]), target=weight[part], about=update)
 
     def _count_all(self, parameter: Tensor, scalars: Mapping[str, Any], updated: list[Tensor]) -> None:

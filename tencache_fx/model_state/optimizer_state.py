@@ -1,6 +1,6 @@
-"""What an optimizer at home keeps of each parameter, wherever that is: made, moved, saved and loaded.
+"""The state that an optimizer has of each parameter, wherever that is: made, moved, saved and loaded.
 
-Updates go on while the host has returned from `step`. So whoever looks at `state` waits for them first.
+Updates go on while the host has returned from `step`. So `state` waits for them first.
 """
 
 import weakref
@@ -17,7 +17,7 @@ from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.optimizer_checks import find_misfit
-from tencache_fx.model_state.parameter_store import find_home
+from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.model_state.placement import StatePlacement, hold_state, is_in, on_cpu, saved_of, shown_of
 from tencache_fx.model_state.step_kernel import MASTER, Rule, Step
 from tencache_fx.model_state.update import dense_like, weakly
@@ -33,7 +33,7 @@ class OptimizerState(torch.optim.Optimizer):
         self._places = StatePlacement()
         self._versions: dict[
             Tensor, tuple[weakref.ref[OffloadedParameter], int]
-        ] = {}  # of each home, as the last step left it
+        ] = {}  # of each record, as the last step left it
         self._group_of: dict[Tensor, dict[str, Any]] = {}  # as far as it has been asked for
         self._groups: list[tuple[int, int]] = []  # which groups that is of, and how large they were
         self._urgency: dict[Tensor, int] = {}  # by the order in which the next forward will read, as far as is known
@@ -44,21 +44,21 @@ class OptimizerState(torch.optim.Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """Return what the class keeps of each parameter, with its master weight, once no update is under way.
 
-        What one of them raised is for whoever reads its parameter.
+        The error of one of them is raised by the next reader of its parameter.
         """
-        for home in self._homes():
-            home.wait()
+        for offloaded in self._all_offloaded():
+            offloaded.join_update()
         return self._state
 
     @state.setter
     def state(self, state: defaultdict[Tensor, Any]) -> None:
-        for home in self._homes():
-            home.wait()
+        for offloaded in self._all_offloaded():
+            offloaded.join_update()
         self._state = state
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied and pickled: what is on disk, too."""
-        self._settle()
+        """Return the state to copy or pickle, including that on disk."""
+        self._wait_updates()
         packed: dict[str, Any] = super().__getstate__()
         on_disk = {p: held.read() for p, held in self._states.items() if isinstance(held, DiskState)}
         state = {p: {**kept, **on_disk.get(p, {})} for p, kept in self._state.items()}
@@ -81,9 +81,9 @@ class OptimizerState(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state, once the updates under way are done, as torch does.
 
-        What is on disk is copied to a file without a name there, which its tensors are mapped from.
+        State on disk is copied to a file without a name there, from which its tensors are mapped.
         """
-        self._settle()
+        self._wait_updates()
         packed: dict[str, Any] = super().state_dict()
         parameters = (p for group in self.param_groups for p in group["params"])
         indices = (index for group in packed["param_groups"] for index in group["params"])
@@ -98,7 +98,7 @@ class OptimizerState(torch.optim.Optimizer):
         Raises `OptionError` when it is that of other parameters, or was made with options that cannot be used, and
         `ValueError` as torch does when the groups do not match.
         """
-        self._settle()
+        self._wait_updates()
         for own, group in zip(self.param_groups, state_dict["param_groups"], strict=False):
             for dim in {parameter.dim() for parameter in own["params"]}:
                 self._rule.arrays({**self.defaults, **group}, dim)
@@ -119,14 +119,14 @@ class OptimizerState(torch.optim.Optimizer):
             self._keep(parameter, saved, self._places.of(parameter, None))
         self._written, self._versions = {}, {}
 
-    def _settle(self) -> None:
+    def _wait_updates(self) -> None:
         """Block until no update is under way; raises what one raised."""
-        for home in self._homes():
-            home.settle()
+        for offloaded in self._all_offloaded():
+            offloaded.wait_update()
 
-    def _homes(self) -> list[OffloadedParameter]:
-        found = map(find_home, self._urgency)
-        return [home for home in found if home is not None]
+    def _all_offloaded(self) -> list[OffloadedParameter]:
+        found = map(find_offloaded, self._urgency)
+        return [offloaded for offloaded in found if offloaded is not None]
 
     def _is_in_a_group(self, parameter: Tensor) -> bool:
         groups = [(id(group), len(group["params"])) for group in self.param_groups]
@@ -145,11 +145,11 @@ class OptimizerState(torch.optim.Optimizer):
         scalars = {name: each for name, each in self._state[parameter].items() if name not in arrays}
         return self._rule.step(self._group(parameter), parameter.dim(), scalars, self._states[parameter].made)
 
-    def _is_fresh(self, parameter: Tensor, home: OffloadedParameter) -> bool:
-        """Say whether the weight may have been set since its master was made; asked once for each update."""
+    def _is_fresh(self, parameter: Tensor, offloaded: OffloadedParameter) -> bool:
+        """Return whether the weight may have been set since its master was made; asked once for each update."""
         reference, version = self._versions.get(parameter, (None, -1))
-        self._versions[parameter] = weakref.ref(home), home.version
-        return reference is None or reference() is not home or version != home.version
+        self._versions[parameter] = weakref.ref(offloaded), offloaded.version
+        return reference is None or reference() is not offloaded or version != offloaded.version
 
     def _count(self, parameter: Tensor, scalars: Mapping[str, Any]) -> None:
         """Note that a parameter has been updated, and what the class then has of it."""
@@ -163,18 +163,18 @@ class OptimizerState(torch.optim.Optimizer):
     def _ready(self, parameter: Tensor) -> dict[str, Any]:
         """Return the parameter's state, made at its first step, in the order the parameter has in memory now."""
         state: dict[str, Any] = self._state[parameter]
-        home, held = find_home(parameter), self._states.get(parameter)
-        self._leave_former_home(parameter, home)
+        offloaded, held = find_offloaded(parameter), self._states.get(parameter)
+        self._leave_former(parameter, offloaded)
         place, arrays = self._places.of(parameter, held), self._arrays(parameter)
         right = held is not None and held.layout == (parameter.size(), parameter.stride()) and held.place == place
         if held is None or not right or not is_in(held, state) or held.dtypes != arrays:
             if (misfit := find_misfit(parameter, state, arrays)) is not None:
                 raise UsageError(f"{misfit}; a parameter whose size has changed needs a new optimizer.")
             state = self._keep(parameter, saved_of(held, state, arrays), place)
-        if home is not None:
-            home.state = weakref.ref(self._states[parameter])
-            home.place_state = weakly(self._ready, parameter)
-        if home is not None or place is Tier.DEVICE:
+        if offloaded is not None:
+            offloaded.optimizer_state = weakref.ref(self._states[parameter])
+            offloaded.place_state = weakly(self._ready, parameter)
+        if offloaded is not None or place is Tier.DEVICE:
             self._written.pop(parameter, None)  # the weight goes on without it
             return state
         written = self._written.get(parameter)
@@ -182,12 +182,12 @@ class OptimizerState(torch.optim.Optimizer):
         self._written[parameter] = written
         return state
 
-    def _leave_former_home(self, parameter: Tensor, home: OffloadedParameter | None) -> None:
-        """Wait for an update that is under way where a parameter was at home before it was given another storage."""
+    def _leave_former(self, parameter: Tensor, offloaded: OffloadedParameter | None) -> None:
+        """Wait for an update that is under way of a parameter that was given another storage since."""
         reference, _ = self._versions.get(parameter, (None, -1))
         former = None if reference is None else reference()
-        if former is not None and former is not home:
-            former.settle()
+        if former is not None and former is not offloaded:
+            former.wait_update()
             if not former.summoned:  # else it will have the parameter again
                 del self._versions[parameter]
                 former.forget()

@@ -1,10 +1,10 @@
 """The graph ops on offloaded parameters and their gradients: what they do, and their kernels.
 
-fetch    allocate on compute; copy in from host memory, behind the allocation and the parameter's last update
-settle   have a parameter that stays on the device there, behind its last update
-renew    have its next update written over it behind what compute has queued so far
-sink     lend a buffer; copy a gradient out, behind what compute queued so far
-homed    hand out the gradient in host memory
+fetch_param    allocate on compute; copy in, behind the allocation and the parameter's last update
+sync_param     load a parameter that stays on the device, behind its last update
+refresh_param  let its next update overwrite it behind what compute has queued so far
+offload_grad   acquire a buffer; copy a gradient out, behind what compute has queued so far
+take_grad      hand out the gradient in host memory
 """
 
 import contextlib
@@ -26,123 +26,131 @@ from tencache_fx.runtime.streams import Event
 from tencache_fx.runtime.transfers import ActiveTransfer, Layout, Stage, new_token
 
 
-def fetch(engine: Engine, parameter: Tensor, label: str = "") -> Tensor:
-    """Allocate a parameter's bytes and issue their copy in from its home; return the ticket.
+def fetch_param(engine: Engine, parameter: Tensor, label: str = "") -> Tensor:
+    """Allocate a parameter's bytes and issue the copy in of its host copy; return the ticket.
 
-    Behind an update of it that is under way. One that is on the device is copied there.
+    The copy runs behind an update under way. A parameter that is on the device is copied there.
     """
     engine.enter()
     label = label or "a parameter"
     trips, streams = engine.trips, engine.streams
     with trips.lock, named_range("fetch", label):
         engine.check_open()
-        home = parameters_of(engine).find(parameter)
+        offloaded = parameters_of(engine).find(parameter)
         layout = Layout.of(parameter, label)
         dst = layout.empty()
         allocated = streams.record_compute()
-        slot = ActiveTransfer(trips.slots.next_key(), label, Tier.HOST, layout, allocated, None, None, Stage.COMING)
-        if home is None or home.on_device:
-            if home is not None:
-                home.bring()
-            slot.dst = dst.copy_(parameter.detach())
-            slot.copied_in = streams.record_compute()
-        elif home.updating:
-            trips.bring_later(slot, dst, lambda: _copy_in(home, dst, allocated))
+        transfer = ActiveTransfer(
+            trips.table.next_key(), label, Tier.HOST, layout, allocated, None, None, Stage.PREFETCHING
+        )
+        if offloaded is None or offloaded.on_device:
+            if offloaded is not None:
+                offloaded.load()
+            transfer.dst = dst.copy_(parameter.detach())
+            transfer.copied_in = streams.record_compute()
+        elif offloaded.updating:
+            trips.start_copy_in_later(transfer, dst, lambda: _copy_in(offloaded, dst, allocated))
         else:
-            slot.dst, slot.copied_in = dst, _copy_in(home, dst, allocated)
-        ticket = trips.slots.ticket(slot)
+            transfer.dst, transfer.copied_in = dst, _copy_in(offloaded, dst, allocated)
+        ticket = trips.table.ticket(transfer)
     engine.stats.add(prefetches=1, h2d_bytes=layout.nbytes)
     return ticket
 
 
-def _copy_in(home: OffloadedParameter, dst: Tensor, allocated: Event) -> Event:
+def _copy_in(offloaded: OffloadedParameter, dst: Tensor, allocated: Event) -> Event:
     """Issue the copy in of a parameter once its update is done. Blocks until then."""
-    home.settle()
-    return home.copy_in(dst, (allocated,))
+    offloaded.wait_update()
+    return offloaded.copy_in(dst, (allocated,))
 
 
-def settle(engine: Engine, parameter: Tensor) -> Tensor:
-    """See that a parameter that stays on the device is there, behind its last update; return a token."""
+def sync_param(engine: Engine, parameter: Tensor) -> Tensor:
+    """Load a parameter that stays on the device, behind its last update; return a token."""
     engine.enter()
-    if (home := parameters_of(engine).find(parameter)) is not None:
-        watch = engine.streams.watch() if home.updating else None
-        home.bring()
+    if (offloaded := parameters_of(engine).find(parameter)) is not None:
+        watch = engine.streams.watch() if offloaded.updating else None
+        offloaded.load()
         if watch is not None:
             watch.stop()
             engine.stats.add_stall(watch, "stall_in_ns")
     return new_token()
 
 
-def renew(engine: Engine, parameter: Tensor) -> Tensor:
-    """Have a parameter whose update has begun renewed where it stays, behind what compute has; return a token."""
+def refresh_param(engine: Engine, parameter: Tensor) -> Tensor:
+    """Let a begun update refresh the device copy behind what compute has queued so far; return a token."""
     engine.enter()
-    home = parameters_of(engine).find(parameter)
-    if home is not None and home.early is not None:
-        engine.stats.add(h2d_bytes=home.end_readers(engine.streams.record_compute()))
+    offloaded = parameters_of(engine).find(parameter)
+    if offloaded is not None and offloaded.gradient.begun_by is not None:
+        engine.stats.add(h2d_bytes=offloaded.set_readers(engine.streams.record_compute()))
     return new_token()
 
 
-def sink(engine: Engine, src: Tensor, label: str = "", home: str = "", *, shard: bool = False) -> Tensor:
-    """Issue the copy of a gradient, or a rank's `shard` of it, out; return the handle, for `release` and `homed`.
+def offload_grad(engine: Engine, src: Tensor, label: str = "", param: str = "", *, shard: bool = False) -> Tensor:
+    """Issue the copy of a gradient, or a rank's `shard` of it, out; return the handle, for `release` and `take_grad`.
 
-    If that is all there will be of the gradient of `home`, and its optimizer updates during backward, the update
+    If that is all there will be of the gradient of `param`, and its optimizer updates during backward, the update
     begins. Raises `BudgetError`.
     """
     engine.enter()
     label = label or "a gradient"
     layout, store, trips = Layout.of(src, label), parameters_of(engine), engine.trips
-    with named_range("sink", label), contextlib.ExitStack() as undo:
-        buffer = engine.object_buffers.lend(layout.nbytes, Use.GRADIENT)
-        undo.callback(engine.pool.give_back, buffer)
+    with named_range("offload", label), contextlib.ExitStack() as undo:
+        buffer = engine.object_buffers.acquire(layout.nbytes, Use.GRADIENT)
+        undo.callback(engine.pool.release, buffer)
         norm = norm_of(src.detach())
         with trips.lock:
             engine.check_open()
-            slot = trips.begin(src, layout, label, Tier.HOST, buffer)
+            transfer = trips.begin(src, layout, label, Tier.HOST, buffer)
             undo.pop_all()
-            lease = HostGradientBuffer(store.additions, buffer, layout, slot.copied_out, norm, shard)
-            slot.buffer, slot.payload = None, lease
-            handle = trips.slots.add(slot)
+            host_buffer = HostGradientBuffer(store.additions, buffer, layout, transfer.copied_out, norm, shard)
+            transfer.buffer, transfer.payload = None, host_buffer
+            handle = trips.table.add(transfer)
     engine.stats.add(offloads=1, d2h_bytes=layout.nbytes)
-    whole = store.pending.whole(home) if home else None
-    if whole is not None and whole.update_now is not None:
-        whole.update_now(lease)
+    whole = store.pending.whole(param) if param else None
+    if whole is not None and whole.gradient.update_now is not None:
+        whole.gradient.update_now(host_buffer)
     return handle
 
 
-def homed(engine: Engine, handle: Tensor) -> HostGradient:
-    """Return the gradient that has left by this handle, which is over; raises `UsageError` the second time."""
+def take_grad(engine: Engine, handle: Tensor) -> HostGradient:
+    """Return the gradient that was offloaded by this handle, which ends; raises `UsageError` the second time."""
     engine.enter()
     with engine.trips.lock:
-        slot = engine.trips.slots.find(handle, "hand out")
-        lease = slot.payload
-        if not isinstance(lease, HostGradientBuffer):
-            raise UsageError(slot.refusal())
-        slot.payload, slot.stage = None, Stage.BACK
-    return HostGradient(lease)
+        transfer = engine.trips.table.find(handle, "hand out")
+        buffer = transfer.payload
+        if not isinstance(buffer, HostGradientBuffer):
+            raise UsageError(transfer.refusal())
+        transfer.payload, transfer.stage = None, Stage.ENDED
+    return HostGradient(buffer)
 
 
-def _fetch(home: Tensor, engine: int, label: str) -> Tensor:
-    return fetch(engine_by_id(engine), home, label)
+def _fetch_param(param: Tensor, engine: int, label: str) -> Tensor:
+    return fetch_param(engine_by_id(engine), param, label)
 
 
-def _settle(home: Tensor, engine: int, label: str) -> Tensor:
-    return settle(engine_by_id(engine), home)
+def _sync_param(param: Tensor, engine: int, label: str) -> Tensor:
+    return sync_param(engine_by_id(engine), param)
 
 
-def _renew(home: Tensor, engine: int, label: str) -> Tensor:
-    return renew(engine_by_id(engine), home)
+def _refresh_param(param: Tensor, engine: int, label: str) -> Tensor:
+    return refresh_param(engine_by_id(engine), param)
 
 
-def _sink(src: Tensor, engine: int, label: str, home: str, shard: bool = False) -> Tensor:  # noqa: FBT001
-    return sink(engine_by_id(engine), src, label, home, shard=shard)
+def _offload_grad(src: Tensor, engine: int, label: str, param: str, shard: bool = False) -> Tensor:  # noqa: FBT001
+    return offload_grad(engine_by_id(engine), src, label, param, shard=shard)
 
 
-def _homed(
+def _take_grad(
     handle: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, engine: int
 ) -> Tensor:
-    return homed(engine_by_id(engine), handle)
+    return take_grad(engine_by_id(engine), handle)
 
 
-_KERNELS = (("fetch", _fetch), ("settle", _settle), ("renew", _renew), ("sink", _sink), ("homed", _homed))
+_KERNELS = (
+    ("fetch_param", _fetch_param),
+    ("sync_param", _sync_param),
+    ("refresh_param", _refresh_param),
+    ("offload_grad", _offload_grad),
+    ("take_grad", _take_grad),
+)
 for _name, _kernel in _KERNELS:
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")

@@ -1,6 +1,6 @@
-"""All parameters of a device that are at home in host memory, and who works on them.
+"""All offloaded parameters of a device, and the threads that work on them.
 
-A home is found by its parameter's storage, which every alias of the parameter shares.
+They are found by the parameter's storage, which every alias of the parameter shares.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _MOST_ROOM_BYTES = 192 << 20
 
 
 class ParameterStore:
-    """All homes of one device, with the threads that update them and add up their gradients.
+    """All offloaded parameters of one device, with the threads that update them and add up their gradients.
 
     It is the attachment of the device's engine, made when the first parameter is offloaded (`parameters_of`).
     """
@@ -41,18 +41,18 @@ class ParameterStore:
         self.updates = Updates(engine.streams)
         self.additions = GradientAccumulator(engine.object_buffers)
         self.pending = PendingBackwards()
-        self.kept = WeakTensorKeyDictionary()  # trained parameters without a home, which stay with all that is theirs
+        self.kept = WeakTensorKeyDictionary()  # trained parameters that `offload` left on the device
         self._engine, self._buffers = engine, engine.object_buffers
         self._disk_line: DiskLine | None = None
         self._by_storage: dict[int, OffloadedParameter] = {}
-        self._guards: list[Any] = []  # hooks of torch's, while there are homes
+        self._guards: list[Any] = []  # hooks of torch's, while there are offloaded parameters
         engine.pool.keep_free(self._state_to_come)
 
     def __iter__(self) -> Iterator[OffloadedParameter]:
-        for key, home in tuple(self._by_storage.items()):
-            parameter = home._parameter()
+        for key, offloaded in tuple(self._by_storage.items()):
+            parameter = offloaded._parameter()
             if parameter is not None and parameter.untyped_storage()._cdata == key:  # else it has another storage now
-                yield home
+                yield offloaded
 
     def __len__(self) -> int:
         return len(self._by_storage)
@@ -65,97 +65,104 @@ class ParameterStore:
         return self._disk_line
 
     def find(self, tensor: Tensor) -> OffloadedParameter | None:
-        """Return the home of a parameter, or of an alias of it; None if it has none here."""
+        """Return the record of an offloaded parameter, or of an alias of it; None if it is not offloaded here."""
         if not self._by_storage:
             return None
         key = tensor.untyped_storage()._cdata
-        home = self._by_storage.get(key)
-        if home is None or home.parameter.untyped_storage()._cdata == key:
-            return home
+        offloaded = self._by_storage.get(key)
+        if offloaded is None or offloaded.parameter.untyped_storage()._cdata == key:
+            return offloaded
         del self._by_storage[key]  # somebody has given the parameter another storage
         return None
 
-    def settle_in(self, parameter: Tensor, name: str, device: torch.device) -> OffloadedParameter:
-        """Give a parameter, of any device, a home; afterwards it is one of `device`, with nothing there.
+    def offload(self, parameter: Tensor, name: str, device: torch.device) -> OffloadedParameter:
+        """Offload a parameter, of any device, to host memory; afterwards it is one of `device`, with nothing there.
 
         Raises `BudgetError` when the host budget has no room for it; then, as after any error, it is as it was.
         """
         self._buffers.drain()
         value = parameter.detach()
-        buffer = self._engine.pool.lend(value.numel() * value.itemsize, Use.HOME)
+        buffer = self._engine.pool.acquire(value.numel() * value.itemsize, Use.PARAMETER)
         with contextlib.ExitStack() as undo:
             undo.callback(self._engine.pool.discard, buffer)
             undo.callback(setattr, parameter, "data", value)
             empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
-            home = OffloadedParameter(empty, name, buffer, self._engine.streams)
-            self._engine.streams.settle(buffer.after)
+            offloaded = OffloadedParameter(empty, name, buffer, self._engine.streams)
+            self._engine.streams.wait_host(buffer.after)
             buffer.after = ()
-            home.fill(value)
+            offloaded.set_host(value)
             parameter.data = empty
-            home._parameter = weakref.ref(parameter)
-            home.take_bytes_away()
+            offloaded._parameter = weakref.ref(parameter)
+            offloaded.free_device_copy()
             storage = parameter.untyped_storage()
-            self._by_storage[storage._cdata] = home
-            home.forget = weakref.finalize(parameter, self._forget, storage._cdata, home)
-            home.forget.atexit = False
+            self._by_storage[storage._cdata] = offloaded
+            offloaded.forget = weakref.finalize(parameter, self._forget, storage._cdata, offloaded)
+            offloaded.forget.atexit = False
             undo.pop_all()
         if not self._guards:
             self._guards.append(register_optimizer_step_pre_hook(self._refuse))
             self._guards.append(register_module_module_registration_hook(self._refuse_wrapper))
-        return home
+        return offloaded
 
     def stop(self, *, at_exit: bool) -> None:
-        """Finish all work on parameters and their state; bring all to the device, but for `at_exit`."""
+        """Finish all work on parameters and their state; load all to the device, but for `at_exit`."""
         with contextlib.ExitStack() as steps:  # runs last first, and every step even if one raises
             if not at_exit:
-                steps.callback(self._bring_all)
+                steps.callback(self._load_all)
             if self._disk_line is not None:
                 steps.callback(self._disk_line.stop)
                 if not at_exit:
-                    steps.callback(self._disk_line.bring_back)
+                    steps.callback(self._disk_line.leave_store)
             steps.callback(self.additions.stop)
             steps.callback(self.updates.stop)
 
     def forget(self) -> None:
-        """Let go of all homes; parameters that are not on the device are lost."""
+        """Forget all parameters; those that are not on the device are lost."""
         self._by_storage.clear()
         while self._guards:
             self._guards.pop().remove()
 
-    def _bring_all(self) -> None:
-        for home in self:
+    def _load_all(self) -> None:
+        for offloaded in self:
             try:
-                home.settle()
+                offloaded.wait_update()
             except InvariantError as error:
                 warnings.warn(str(error), stacklevel=2)
             try:
-                home.bring()
+                offloaded.load()
             except UsageError as error:
                 warnings.warn(str(error), stacklevel=2)
             except torch.OutOfMemoryError:
-                home.move_out(torch.device("cpu"))
-                warnings.warn(f"{home.name} is on the CPU now: {self._engine.device} has no room for it.", stacklevel=2)
+                offloaded.make_ordinary(torch.device("cpu"))
+                warnings.warn(
+                    f"{offloaded.name} is on the CPU now: {self._engine.device} has no room for it.", stacklevel=2
+                )
 
     def _state_to_come(self) -> int:
-        """Return the bytes of host memory that optimizers may yet take for state that they have not made so far."""
-        waiting = (home for home in self if not home.updated_here and (home.state is None or home.state() is None))
-        trained = ((home, home._parameter()) for home in waiting)
-        return sum(home.state_bytes for home, p in trained if p is not None and p.requires_grad)
+        """Return the bytes of host memory that optimizers may yet acquire for state that they have not made."""
+        waiting = (
+            offloaded
+            for offloaded in self
+            if not offloaded.updated_on_device
+            and (offloaded.optimizer_state is None or offloaded.optimizer_state() is None)
+        )
+        trained = ((offloaded, offloaded._parameter()) for offloaded in waiting)
+        return sum(offloaded.state_bytes for offloaded, p in trained if p is not None and p.requires_grad)
 
-    def _forget(self, key: int, home: OffloadedParameter) -> None:
-        if self._by_storage.get(key) is home:
+    def _forget(self, key: int, offloaded: OffloadedParameter) -> None:
+        if self._by_storage.get(key) is offloaded:
             del self._by_storage[key]
-        self._buffers.discard_later(home.buffer, home.has_left)
+        self._buffers.discard_later(offloaded.buffer, offloaded.is_unread)
 
     def _refuse(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Stop an optimizer that would change parameters whose bytes are not where it looks for them."""
-        if getattr(optimizer, "updates_at_home", False):
+        if getattr(optimizer, "updates_on_host", False):
             return
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-            home = self.find(parameter)
-            if home is not None and not home.summoned:
+            offloaded = self.find(parameter)
+            if offloaded is not None and not offloaded.summoned:
                 raise UsageError(
-                    f"{type(optimizer).__name__} would update {home.name}, whose home is in host memory; use "
+                    f"{type(optimizer).__name__} would update {offloaded.name}, which is offloaded to host memory; use "
                     "tencache_fx.optim.AdamW, or call step() inside `with tencache_fx.summon(model):`."
                 )
 
@@ -167,10 +174,10 @@ class ParameterStore:
         if child is None or not isinstance(module, DistributedDataParallel):
             return
         for parameter in child.parameters():
-            if (home := self.find(parameter)) is not None and not home.summoned:
+            if (offloaded := self.find(parameter)) is not None and not offloaded.summoned:
                 raise UsageError(
-                    f"{home.name} has its home in host memory, where DistributedDataParallel does not find it; wrap "
-                    "the model first and call tencache_fx.offload then, or wrap it inside "
+                    f"{offloaded.name} is offloaded to host memory, where DistributedDataParallel does not find it; "
+                    "wrap the model first and call tencache_fx.offload then, or wrap it inside "
                     "`with tencache_fx.summon(model):`."
                 )
 
@@ -195,50 +202,52 @@ def _find(engine: Engine, parameter: Tensor) -> OffloadedParameter | None:
     return None if (store := _attached_to(engine)) is None else store.find(parameter)
 
 
-def find_home(parameter: Tensor) -> OffloadedParameter | None:
-    """Return a parameter's home; None if it has none.
+def find_offloaded(parameter: Tensor) -> OffloadedParameter | None:
+    """Return the record of an offloaded parameter; None for any other.
 
-    Raises `UsageError` in a forked process, where the parent's homes are not.
+    Raises `UsageError` in a forked process, which has none of the parent's host memory.
     """
     if parameter.device.type not in ("cpu", "cuda") or is_functorch_wrapped_tensor(parameter):
         return None
     engine = find_engine(parameter.device)
-    home = None if engine is None else _find(engine, parameter)
-    if home is None:
+    offloaded = None if engine is None else _find(engine, parameter)
+    if offloaded is None:
         _refuse_inherited(parameter)
-    return home
+    return offloaded
 
 
 def _refuse_inherited(parameter: Tensor) -> None:
-    """Raise `UsageError` for a parameter that is at home in the process from which this one was forked."""
+    """Raise `UsageError` for a parameter that the process from which this one was forked has offloaded."""
     for engine in inherited_engines():
-        home = _find(engine, parameter)
-        if home is not None and not home.on_device:
+        offloaded = _find(engine, parameter)
+        if offloaded is not None and not offloaded.on_device:
             raise UsageError(
-                f"{home.name} is at home in the memory of the process from which process {os.getpid()} was forked, "
-                "which has none of it; start the process by spawn, with a model and a state_dict() of its own."
+                f"{offloaded.name} is offloaded to the memory of the process from which process {os.getpid()} was "
+                "forked, which has none of it; start the process by spawn, with a model and a state_dict() of its own."
             )
 
 
-def find_homes(values: Sequence[object], device: torch.device) -> dict[int, OffloadedParameter]:
-    """Return the homes of the parameters among `values`, by position; what only shares memory with one is none."""
+def find_all_offloaded(values: Sequence[object], device: torch.device) -> dict[int, OffloadedParameter]:
+    """Return the offloaded parameters among `values`, by position, without tensors that share memory with one."""
     engine = find_engine(device) if device.type in ("cpu", "cuda") else None
-    homes = None if engine is None else _attached_to(engine)
-    if not homes:
+    store = None if engine is None else _attached_to(engine)
+    if not store:
         return {}
     tensors = ((index, value) for index, value in enumerate(values) if isinstance(value, torch.Tensor))
-    found = ((index, homes.find(tensor)) for index, tensor in tensors if tensor.device == device)
-    return {index: home for index, home in found if home is not None and home.parameter is values[index]}
+    found = ((index, store.find(tensor)) for index, tensor in tensors if tensor.device == device)
+    return {
+        index: offloaded for index, offloaded in found if offloaded is not None and offloaded.parameter is values[index]
+    }
 
 
-def follow(device: torch.device, results: object, homes: Mapping[str, OffloadedParameter]) -> None:
+def follow(device: torch.device, results: object, all_offloaded: Mapping[str, OffloadedParameter]) -> None:
     """Note a region's call, whose backward may come; see `PendingBackwards`."""
     if (engine := find_engine(device)) is not None:
-        parameters_of(engine).pending.follow(results, homes)
+        parameters_of(engine).pending.follow(results, all_offloaded)
 
 
 def open_update_room(device: torch.device, device_budget_bytes: int | None) -> None:
-    """Let updates of parameters with a home run on a GPU, too, in a fiftieth of its budget, 192 MiB at most."""
+    """Let updates of offloaded parameters run on a GPU, too, in a fiftieth of its budget, 192 MiB at most."""
     engine = find_engine(device)
     if engine is not None and device.type == "cuda":
         most = _MOST_ROOM_BYTES

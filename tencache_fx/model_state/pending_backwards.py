@@ -1,8 +1,8 @@
 """Whose backward is running, and whether the gradient that it just made is all there will be of a parameter's.
 
 Autograd tells an optimizer of a gradient only once the whole compiled backward has been issued. An update that may
-begin during backward begins earlier: where the gradient leaves. That is right only if nothing is to be added to it, so
-each call of a region whose backward may follow, a *flight*, is noted with the parameters it reads.
+begin during backward begins earlier: where the gradient is offloaded. That is right only if nothing is to be added to
+it, so each call of a region whose backward may follow is noted with the parameters it reads.
 """
 
 import threading
@@ -20,53 +20,53 @@ _DEPTH = 3  # a region's results may be views, which autograd made of them
 
 
 class PendingBackward:
-    """One call of a region, until nobody can run its backward any more. `homes` are those with no gradient yet."""
+    """One call of a region, until nobody can run its backward any more. `all_offloaded` have no gradient yet."""
 
-    def __init__(self, homes: Mapping[str, OffloadedParameter]) -> None:
-        self.homes = dict(homes)
+    def __init__(self, all_offloaded: Mapping[str, OffloadedParameter]) -> None:
+        self.all_offloaded = dict(all_offloaded)
         self.started = False
         self.node: weakref.ref[Any] | None = None
 
 
 class PendingBackwards:
-    """All flights of one device's regions."""
+    """All pending backwards of one device's regions."""
 
     def __init__(self) -> None:
         self._running = threading.local()
 
-    def follow(self, results: Any, homes: Mapping[str, OffloadedParameter]) -> None:
-        """Note the call of a region that gave `results` and read the parameters in `homes`, if a backward may come."""
+    def follow(self, results: Any, all_offloaded: Mapping[str, OffloadedParameter]) -> None:
+        """Note the call of a region that returned `results` and read `all_offloaded`, if a backward may follow."""
         tensors = [each for each in tree_leaves(results) if isinstance(each, torch.Tensor) and each.requires_grad]
         if not tensors:
             return
-        flight = PendingBackward(homes)
-        for home in homes.values():
-            home.expect(flight)
+        backward = PendingBackward(all_offloaded)
+        for offloaded in all_offloaded.values():
+            offloaded.gradient.expect(backward)
         node = next((found for each in tensors if (found := _backward_of(each.grad_fn)) is not None), None)
         if node is None:  # its gradients will come unannounced
-            flight.started = True
+            backward.started = True
             return
 
         def over(_: object) -> None:
-            for home in homes.values():
-                home.parts.discard(flight)
+            for offloaded in all_offloaded.values():
+                offloaded.gradient.sources.discard(backward)
 
         def start(_: object) -> None:
-            flight.started = True
-            self._running.flight = flight
+            backward.started = True
+            self._running.backward = backward
 
         def stop(*_: object) -> None:
-            self._running.flight = None
+            self._running.backward = None
 
-        flight.node = weakref.ref(node, over)
+        backward.node = weakref.ref(node, over)
         node.register_prehook(start)
         node.register_hook(stop)
 
     def whole(self, name: str) -> OffloadedParameter | None:
         """Return the parameter that the running backward calls `name`, if the gradient it has now is all of it."""
-        flight: PendingBackward | None = getattr(self._running, "flight", None)
-        home = None if flight is None else flight.homes.pop(name, None)
-        return home if home is not None and home.parts == {flight} else None
+        backward: PendingBackward | None = getattr(self._running, "backward", None)
+        offloaded = None if backward is None else backward.all_offloaded.pop(name, None)
+        return offloaded if offloaded is not None and offloaded.gradient.sources == {backward} else None
 
 
 def _backward_of(node: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where the state of each parameter is to be: on the device, in host memory, or, for what that has no room, on disk."""
+"""Where the state of each parameter is to be: on the device, in host memory, or, where that has no room, on disk."""
 
 import copy
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from tencache_fx.model_state.disk_state import DiskState, line_bytes
 from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.modules import engine_of, roomy_engine
 from tencache_fx.model_state.offloading import LEAST_BYTES
-from tencache_fx.model_state.parameter_store import find_home, parameters_of
+from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.staged_update import ROUND_BYTES
 from tencache_fx.model_state.step_kernel import MASTER
 from tencache_fx.planning.problem import Tier
@@ -29,16 +29,16 @@ class StatePlacement:
     def add(self, parameter: Tensor, dtypes: Mapping[str, torch.dtype]) -> None:
         """Add a parameter that is to have such arrays, behind those that are read before it; or know it has others."""
         self._order[parameter] = state_bytes = parameter.numel() * sum(dtype.itemsize for dtype in dtypes.values())
-        if (home := find_home(parameter)) is not None:
-            home.state_bytes = state_bytes
+        if (offloaded := find_offloaded(parameter)) is not None:
+            offloaded.state_bytes = state_bytes
 
     def of(self, parameter: Tensor, held: State | DiskState | None) -> Tier:
         """Return where a parameter's state is to be, given where it is now."""
-        home = find_home(parameter)
-        if home is None:  # for a small one the host would wait, and the device then for the host
+        offloaded = find_offloaded(parameter)
+        if offloaded is None:  # for a small one the host would wait, and the device then for the host
             stays = parameter.nbytes < LEAST_BYTES or parameter in parameters_of(engine_of(parameter.device)).kept
             return Tier.DEVICE if stays else Tier.HOST
-        if home.updated_here:
+        if offloaded.updated_on_device:
             return Tier.DEVICE
         if held is not None and held.place in (Tier.HOST, Tier.NVME):
             return held.place
@@ -54,8 +54,8 @@ class StatePlacement:
         All states are read and written once a step, so which of them are on disk changes nothing else.
         """
         pool = engine_of(device).pool
-        homes = {p: find_home(p) for p in self._order if p.device == device and p.requires_grad}
-        updated = [p for p, home in homes.items() if home is not None and not home.updated_here]
+        found = {p: find_offloaded(p) for p in self._order if p.device == device and p.requires_grad}
+        updated = [p for p, each in found.items() if each is not None and not each.updated_on_device]
         gradient_bytes = max(0, sum(p.nbytes for p in updated) - pool.held_for(Use.GRADIENT))  # none was there yet
         room_bytes = pool.room_bytes - gradient_bytes - line_bytes(pool.budget_bytes) - ROUND_BYTES
         for parameter in updated:
@@ -73,12 +73,12 @@ def hold_state(
 
     Raises `BudgetError` or `StoreError` when neither has.
     """
-    engine, home = roomy_engine(parameter.device), find_home(parameter)
+    engine, offloaded = roomy_engine(parameter.device), find_offloaded(parameter)
     if place is not Tier.NVME:
         try:
             held = State(engine.object_buffers, parameter, dtypes, on_device=place is Tier.DEVICE)
         except BudgetError:
-            if engine.store is None or home is None:
+            if engine.store is None or offloaded is None:
                 raise
         else:
             for name, tensor in held.tensors.items():
@@ -88,7 +88,7 @@ def hold_state(
                 else:
                     tensor.fill_(value)
             return held
-    label = "a parameter" if home is None else home.name
+    label = "a parameter" if offloaded is None else offloaded.name
     return DiskState(parameters_of(engine).disk_line, parameter, dtypes, values, label)
 
 
@@ -109,7 +109,7 @@ def saved_of(
 
 
 def is_in(held: State | DiskState, state: Mapping[str, Any]) -> bool:
-    """Say whether the arrays in `state` are those that are held."""
+    """Return whether the arrays in `state` are those that are held."""
     return all(state.get(name) is tensor for name, tensor in shown_of(held).items())
 
 

@@ -1,8 +1,8 @@
-"""Torch's ways to spread a model over several ranks, where parameters at home are in their way.
+"""Torch's ways to spread a model over several ranks, which do not find offloaded parameters.
 
-Each is refused before it has changed anything: `refuse_shards` keeps what is sharded from getting a home, and
-`ShardingGuard` keeps `fully_shard` from what has one. DistributedDataParallel is stopped where it takes the module over
-(see `homes`).
+Each is refused before it has changed anything. `refuse_shards` refuses to offload sharded parameters; `ShardingGuard`
+lets `fully_shard` refuse modules with offloaded ones. `ParameterStore` stops DistributedDataParallel where it takes the
+module over.
 """
 
 import weakref
@@ -41,13 +41,13 @@ class ShardingGuard(OrderedDict[str, object]):
         self._module = module if module is None else weakref.ref(module)  # the module has this, and goes with its user
 
     def __contains__(self, name: object) -> bool:
-        """Say whether a wrapper was applied; raises `UsageError` for one that shards, if a parameter is at home."""
+        """Return whether a wrapper was applied; raises `UsageError` for one that shards offloaded parameters."""
         module = self._module if self._module is None else self._module()
-        home = None if module is None or name not in _SHARDING else _home_below(module)
-        if home is not None:
+        offloaded = None if module is None or name not in _SHARDING else _first_offloaded(module)
+        if offloaded is not None:
             raise UsageError(
-                f"{home.name} has its home in host memory, where fully_shard, or replicate, does not find it; use one "
-                "of these or tencache_fx.offload, not both."
+                f"{offloaded.name} is offloaded to host memory, where fully_shard, or replicate, does not find it; use "
+                "one of these or tencache_fx.offload, not both."
             )
         return super().__contains__(name)
 
@@ -60,20 +60,22 @@ _SHARDING = ("fully_shard", "replicate")
 
 
 def guard_from_sharding(model: nn.Module) -> None:
-    """Have every module of `model` that has a parameter at home, itself or below it, refuse to be sharded."""
+    """Let every module of `model` that has an offloaded parameter, itself or below it, refuse to be sharded."""
     if not torch.distributed.is_available():
         return
     from torch.distributed._composable.contract import REGISTRY_KEY
 
     for module in model.modules():
         applied = module.__dict__.get(REGISTRY_KEY, {})
-        if not isinstance(applied, ShardingGuard) and _home_below(module) is not None:
+        if not isinstance(applied, ShardingGuard) and _first_offloaded(module) is not None:
             module.__dict__[REGISTRY_KEY] = ShardingGuard(module, applied.items())
 
 
-def _home_below(module: nn.Module) -> OffloadedParameter | None:
-    return next((home for parameter in module.parameters() if (home := _find(parameter)) is not None), None)
+def _first_offloaded(module: nn.Module) -> OffloadedParameter | None:
+    return next((offloaded for parameter in module.parameters() if (offloaded := _find(parameter)) is not None), None)
 
 
 def _find(parameter: Tensor) -> OffloadedParameter | None:
-    return next((home for engine in engines() if (home := parameters_of(engine).find(parameter)) is not None), None)
+    return next(
+        (offloaded for engine in engines() if (offloaded := parameters_of(engine).find(parameter)) is not None), None
+    )

@@ -1,8 +1,8 @@
-"""Bring device memory to the host piece by piece, work on it there, and take it back: the runtime's side of an
-optimizer whose state is at home.
+"""Copy device memory to the host piece by piece, update it there, and copy it back: for parameters that are not
+offloaded, and whose optimizer's state is in host memory.
 
-While the host works on one piece, the next ones are on their way out and the last ones on their way in. A piece's
-buffer holds what came out, and then what goes in.
+While the host works on one piece, the next ones are copied out and the last ones in. A piece's buffer has
+the bytes that came out, and then those that go in.
 """
 
 import contextlib
@@ -45,25 +45,25 @@ class Piece(Generic[_T]):
 
 @contextlib.contextmanager
 def open_round(engine: Engine, count: int, most_bytes: int = PIECE_BYTES) -> Iterator[Round]:
-    """Lend the buffers for `count` pieces, none of whose sources has more than `most_bytes`.
+    """Acquire the buffers for `count` pieces, none of whose sources has more than `most_bytes`.
 
     Raises `BudgetError` when there is no room for them.
     """
-    lent: list[Buffer] = []
+    acquired: list[Buffer] = []
     try:
-        while len(lent) < _SOURCES * min(count, _DEPTH):
-            lent.append(engine.object_buffers.lend(most_bytes, Use.ROUND))
-        yield tuple(zip(*(lent[k::_SOURCES] for k in range(_SOURCES)), strict=True))
+        while len(acquired) < _SOURCES * min(count, _DEPTH):
+            acquired.append(engine.object_buffers.acquire(most_bytes, Use.ROUND))
+        yield tuple(zip(*(acquired[k::_SOURCES] for k in range(_SOURCES)), strict=True))
     except BaseException:
         # Whoever handles this may free what is still being copied.
-        engine.streams.settle([event for buffer in lent for event in buffer.after])
+        engine.streams.wait_host([event for buffer in acquired for event in buffer.after])
         raise
     finally:
-        for buffer in lent:
-            engine.pool.give_back(buffer)
+        for buffer in acquired:
+            engine.pool.release(buffer)
 
 
-def work_at_home(
+def work_on_host(
     engine: Engine, opened: Round, pieces: Iterable[Piece[_T]], work: Callable[[_T, tuple[Tensor, ...]], None]
 ) -> None:
     """Copy the sources of each piece out; let `work(about, copies)` turn the first into what goes in.

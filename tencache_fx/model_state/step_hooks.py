@@ -29,7 +29,7 @@ class StepHook:
 
     @property
     def is_dead(self) -> bool:
-        """Say whether the optimizer is gone."""
+        """Return whether the optimizer is gone."""
         return self._method() is None
 
     def remove(self) -> None:
@@ -60,25 +60,25 @@ def step_hooks(parameter: Tensor) -> list[StepHook]:
 
 
 def is_hooked_once(parameter: Tensor) -> bool:
-    """Say whether one hook is all that looks at a parameter's gradient before an optimizer does."""
+    """Return whether one hook is all that looks at a parameter's gradient before an optimizer does."""
     return len(_living_hooks(parameter)) == 1 and not parameter._backward_hooks
 
 
-def check_updates_in_backward(homes: Iterable[OffloadedParameter]) -> None:
+def check_updates_in_backward(all_offloaded: Iterable[OffloadedParameter]) -> None:
     """Raise `UsageError` if a gradient is to be taken during backward that others are to see later.
 
     It is for the forward, before anything has run: in it torch says which reducer is active, and all wrapping is done,
     in whatever order. Costs a look at each parameter's hooks.
     """
-    updated = [home for home in homes if any(not each.is_dead for each in step_hooks(home.parameter))]
+    updated = [each for each in all_offloaded if not all(hook.is_dead for hook in step_hooks(each.parameter))]
     reduced = _reduced_parameters() if updated else set()
-    for home in updated:
-        if id(home.parameter) in reduced:
+    for offloaded in updated:
+        if id(offloaded.parameter) in reduced:
             raise UsageError(
-                f"{home.name} would be updated during backward, before DistributedDataParallel has averaged its "
+                f"{offloaded.name} would be updated during backward, before DistributedDataParallel has averaged its "
                 "gradient over the ranks; make the optimizer without step_in_backward=True."
             )
-        check_last(home.parameter, home.name)
+        check_last(offloaded.parameter, offloaded.name)
 
 
 def check_last(parameter: Tensor, name: str) -> None:
@@ -102,7 +102,7 @@ def check_node(parameter: Tensor, name: str) -> None:
 
 
 def is_watched_in_graph(parameter: Tensor) -> bool:
-    """Say whether somebody has registered a hook on the node that adds up a parameter's gradient.
+    """Return whether somebody has registered a hook on the node that adds up a parameter's gradient.
 
     A handle shows the hooks beside its own, and nothing else of torch does; those made in C++, as by a reducer, it does
     not show.

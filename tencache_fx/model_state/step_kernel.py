@@ -1,4 +1,4 @@
-"""The arithmetic of an optimizer at home: for a step of its class, a kernel in one pass over memory, and its numbers.
+"""The arithmetic of an optimizer: for a step of its class, a kernel in one pass over memory, and its numbers.
 
 A kernel makes of a gradient in the parameter's dtype, an fp32 master weight and the optimizer's arrays the new ones,
 and the new weight. Arrays may be kept in bfloat16: they are rounded stochastically then, because to the nearest a
@@ -73,7 +73,7 @@ class Rule:
         return rule_of, (self._class, self._state_dtype, self._given)
 
     def arrays(self, group: Mapping[str, Any], dim: int) -> Mapping[str, torch.dtype]:
-        """Return the dtypes of what is kept of parameters of so many dimensions in a group, the master weight first.
+        """Return the dtypes of the state of parameters of so many dimensions in a group, the master weight first.
 
         Raises `OptionError` when the class cannot be used, or not with these options.
         """
@@ -133,7 +133,7 @@ class Rule:
             try:
                 kernel.try_out()
             except RuntimeError as error:
-                raise OptionError(f"{self._class.__name__} cannot update a parameter at home: {error}") from error
+                raise OptionError(f"{self._class.__name__} cannot update an offloaded parameter: {error}") from error
             self._kernels[key] = kernel
         return self._kernels[key]
 
@@ -157,13 +157,13 @@ def find_rule(
         defaults = dict(optimizer_class([weight], **options).defaults)
     except (RuntimeError, TypeError, ValueError) as error:
         name, said = optimizer_class.__name__, str(error).rstrip(".")
-        raise OptionError(f"{name} cannot be made with these options: {said}; mend them.") from error
+        raise OptionError(f"{name} cannot be made with these options: {said}; correct them.") from error
     given = Options({name: value for name, value in options.items() if name not in defaults})
     return rule_of(optimizer_class, state_dtype, given), defaults  # type: ignore[arg-type]
 
 
 def _check_class(given: object, options: Mapping[str, Any]) -> None:
-    """Raise `OptionError` for what is no optimizer class that can be had at home, or has no such options."""
+    """Raise `OptionError` for a class that cannot update offloaded parameters, or has no such options."""
     if not isinstance(given, type) or not issubclass(given, torch.optim.Optimizer):
         kind = given.__name__ if isinstance(given, type) else f"an object of type {type(given).__name__}"
         raise OptionError(f"optimizer_class is {kind}; give a class of torch.optim.Optimizer, such as torch.optim.SGD.")
@@ -176,8 +176,8 @@ def _check_class(given: object, options: Mapping[str, Any]) -> None:
     closure = inspect.signature(inspect.unwrap(given.step)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise OptionError(
-            f"{name} cannot update a parameter at home: within a step it calls a closure several times, which runs the "
-            "model; use an optimizer whose step() needs none."
+            f"{name} cannot update an offloaded parameter: within a step it calls a closure several times, which runs "
+            "the model; use an optimizer whose step() needs none."
         )
 
 

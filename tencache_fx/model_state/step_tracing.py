@@ -72,7 +72,7 @@ def trace_step(
         except OptionError:
             raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise OptionError(f"{optimizer_class.__name__} cannot update a parameter at home: {error}") from error
+            raise OptionError(f"{optimizer_class.__name__} cannot update an offloaded parameter: {error}") from error
     if (own, _own_values(inner)) != before:
         raise OptionError(f"{optimizer_class.__name__} changes its own options as it steps; use another optimizer.")
     if set(inner.state) - {weight}:
@@ -201,7 +201,7 @@ class _Recorder(TorchDispatchMode):
     def _refuse(self, func: Any) -> NoReturn:
         raise OptionError(
             f"{self._owner.__name__} does more than arithmetic on single elements ({func}): it cannot update a "
-            "parameter in pieces, at home; use an optimizer that does no more, or keep the parameter on the device."
+            "parameter in pieces, on the host; use an optimizer that does no more, or keep the parameter on the device."
         )
 
 
@@ -217,7 +217,7 @@ def _key(graph: fx.Graph) -> str:
 
 
 def _is_pointwise(name: str, func: Any) -> bool:
-    """Say whether the op that returns what `func` may write is one of single elements: not all variants say so."""
+    """Return whether the op that returns what `func` may write is one of single elements: not all variants say so."""
     packet = getattr(_aten, name)
     overloads = (func, getattr(packet, func._overloadname, func))
     return any(torch.Tag.pointwise in each.tags for each in overloads)

@@ -1,4 +1,4 @@
-"""One parameter's update at home: on the host, or streamed through the device, with the same bits either way."""
+"""One offloaded parameter's update: on the host, or streamed through the device, with the same bits either way."""
 
 import time
 import weakref
@@ -14,8 +14,8 @@ from tencache_fx.model_state.host_gradient import HostGradient, HostGradientBuff
 from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.modules import engine_of
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
-from tencache_fx.model_state.parameter_ops import homed, sink
-from tencache_fx.model_state.parameter_store import find_home
+from tencache_fx.model_state.parameter_ops import offload_grad, take_grad
+from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.model_state.step_hooks import step_hooks
 from tencache_fx.model_state.step_kernel import Step
 from tencache_fx.model_state.update_queue import Begun, Room, Updates
@@ -37,14 +37,14 @@ class PieceUpdate:
 
 @dataclass(kw_only=True, eq=False)
 class ParameterUpdate:
-    """What an update needs: a gradient (`lease`), the weight's `home`, the optimizer's `state`, the `step` it takes.
+    """An update's gradient (`buffer`), `offloaded` weight and optimizer's `state`, and the `step` it takes.
 
     `factor` scales the gradient. The first of the state's arrays is the master weight; `fresh` says that the weight may
     have been set since it was made from that.
     """
 
-    home: OffloadedParameter
-    lease: HostGradientBuffer
+    offloaded: OffloadedParameter
+    buffer: HostGradientBuffer
     state: State | DiskState
     step: Step
     factor: Callable[[], float] | None
@@ -53,16 +53,16 @@ class ParameterUpdate:
     stats: Stats
 
     def prepare(self, updates: Updates) -> None:
-        """Have the kernels compiled now, in the caller's thread."""
+        """Compile the kernels now, in the caller's thread."""
         self._kernel(_CPU)
         if updates.streams_through_device:
-            self._kernel(self.home.parameter.device)
+            self._kernel(self.offloaded.parameter.device)
 
     @torch.no_grad()
     def on_host(self) -> None:
         """Update in host memory."""
         gradient, weight, numbers, arrays = self._begin()
-        self.home.write_after()
+        self.offloaded.wait_readers()
         begin_ns = time.perf_counter_ns()
         self._kernel(_CPU)(gradient, weight, *arrays, numbers)
         self.stats.add(updates=1, update_ns=time.perf_counter_ns() - begin_ns)
@@ -71,15 +71,15 @@ class ParameterUpdate:
     @torch.no_grad()
     def on_device(self, room: Room) -> Begun:
         """Issue the update's pieces."""
-        device = self.home.parameter.device
+        device = self.offloaded.parameter.device
         gradient, weight, on_host, arrays = self._begin()
-        kernel, numbers = self._kernel(device), room.bring(on_host)
+        kernel, numbers = self._kernel(device), room.copy_in(on_host)
 
         def work(pieces: Sequence[Tensor]) -> None:
             change, *some, value = pieces
             kernel(change, value, *some, numbers)
 
-        reading = () if self.home.left is None else (self.home.left,)
+        reading = () if self.offloaded.last_read is None else (self.offloaded.last_read,)
         last = room.stream(len(weight), [gradient, *arrays], [*arrays, weight], work, reading)
 
         def finish() -> None:
@@ -95,7 +95,7 @@ class ParameterUpdate:
         assert isinstance(self.state, DiskState)
         gradient, weight, numbers, _ = self._begin()
         kernel = self._kernel(_CPU)
-        self.home.write_after()
+        self.offloaded.wait_readers()
 
         @torch.no_grad()
         def work(part: slice, arrays: Sequence[Tensor]) -> None:
@@ -117,7 +117,7 @@ class ParameterUpdate:
 
         A master that is out of date is set.
         """
-        gradient, weight = flat(self.lease.landed()), self.home.elements
+        gradient, weight = flat(self.buffer.landed()), self.offloaded.elements
         arrays = self.state.arrays if isinstance(self.state, State) else ()
         if self.fresh and arrays:
             set_master(arrays[0], weight)
@@ -127,11 +127,11 @@ class ParameterUpdate:
         return gradient, weight, numbers, arrays
 
     def _kernel(self, device: torch.device) -> Callable[..., None]:
-        return self.step.kernel.compiled(self.home.layout.dtype, device)
+        return self.step.kernel.compiled(self.offloaded.layout.dtype, device)
 
     def _end(self) -> None:
         self.count()
-        self.stats.add(h2d_bytes=self.home.renew())
+        self.stats.add(h2d_bytes=self.offloaded.finish_update())
 
 
 @torch.no_grad()
@@ -159,18 +159,18 @@ def set_master(master: Tensor, weight: Tensor) -> None:
         some.copy_(torch.where(some.to(values.dtype) == values, some, values))
 
 
-def send_home(engine: Engine, gradient: Tensor) -> HostGradient:
+def send_to_host(engine: Engine, gradient: Tensor) -> HostGradient:
     """Return a gradient in host memory for one on the device."""
-    handle = sink(engine, gradient)
+    handle = offload_grad(engine, gradient)
     engine.release(handle, gradient)
-    return homed(engine, handle)
+    return take_grad(engine, handle)
 
 
-def gradient_at_home(parameter: Tensor, gradient: Tensor) -> HostGradient:
+def gradient_on_host(parameter: Tensor, gradient: Tensor) -> HostGradient:
     """Return a parameter's gradient in host memory; one of a module that ran by itself is sent there."""
     if isinstance(gradient, HostGradient):
         return gradient
-    return send_home(engine_of(parameter.device), dense_like(parameter, gradient.to(parameter.dtype)))
+    return send_to_host(engine_of(parameter.device), dense_like(parameter, gradient.to(parameter.dtype)))
 
 
 def read_later(engine: Engine, number: Tensor) -> Callable[[], float]:
@@ -187,18 +187,18 @@ def read_later(engine: Engine, number: Tensor) -> Callable[[], float]:
 
 
 def unhook(parameter: Tensor) -> bool:
-    """Have no optimizer called when a parameter's gradient has come; return whether one would have been."""
+    """Let no optimizer be called when a parameter's gradient has come; return whether one would have been."""
     ours = step_hooks(parameter)
     alive = [each for each in ours if not each.is_dead]
     for each in ours:
         each.remove()
-    if ours and (home := find_home(parameter)) is not None:
-        home.update_now = None
+    if ours and (offloaded := find_offloaded(parameter)) is not None:
+        offloaded.gradient.update_now = None
     return bool(alive)
 
 
 def weakly(method: Callable[..., object], parameter: Tensor) -> Callable[..., None]:
-    """Return `method` of an optimizer for a parameter: a home must not keep either alive."""
+    """Return `method` of an optimizer for a parameter: an offloaded parameter must not keep either alive."""
     bound, reference = weakref.WeakMethod(method), weakref.ref(parameter)
 
     def call(*more: Any) -> None:
@@ -210,7 +210,7 @@ def weakly(method: Callable[..., object], parameter: Tensor) -> Callable[..., No
 
 
 def accumulates(parameter: Tensor) -> bool:
-    """Say whether the backward that runs adds to a parameter's gradient: `torch.autograd.grad` does not."""
+    """Return whether the backward that runs adds to a parameter's gradient: `torch.autograd.grad` does not."""
     if not parameter.requires_grad:  # any more: its graph is older
         return False
     node = torch.autograd.graph.get_gradient_edge(parameter).node

@@ -1,7 +1,7 @@
-"""Work on what is at home, by a few threads: the most urgent first, of what can begin.
+"""Updates of offloaded parameters, by a few threads: the most urgent first, of those that can begin.
 
 An optimizer's updates are wanted in the order in which the next forward reads, and their gradients land in the other
-order. So whoever is next is chosen when a thread is free, and not when the work is handed in.
+order. So the next one is chosen when a thread is free, and not when the work is handed in.
 
 One thread updates on the host. The other, where it was given device memory to work in (`open_room`), streams its
 updates through the device, piece by piece: host memory, the links and the device are then all busy. Both take their
@@ -93,7 +93,7 @@ class Room:
         allocated = (streams.record_compute(),)  # kernels may still run that had it before
         self._slots = deque(_Slot(each, allocated) for each in memory)
 
-    def bring(self, small: Tensor) -> Tensor:
+    def copy_in(self, small: Tensor) -> Tensor:
         """Return a copy on the device of a few numbers, for the `work` that is streamed next."""
         if self._streams.device.type != "cuda":
             return small
@@ -108,7 +108,7 @@ class Room:
         work: Callable[[Sequence[Tensor]], None],
         after: Sequence[Event] = (),
     ) -> Event:
-        """Bring `sources`, 1-D of `count` elements, piece by piece; let `work` change them; take `targets` back.
+        """Copy `sources`, 1-D of `count` elements, in piece by piece; let `work` change them; copy `targets` out.
 
         `targets` are the last of the sources, or the same with others before them, for which `work` gets memory. They
         are written behind `after`. Returns the event of the last copy. The host waits until a piece can begin: a copy
@@ -118,11 +118,11 @@ class Room:
         slot_bytes = self._slots[0].memory.numel()
         most = slot_bytes // sum(array.itemsize for array in arrays) // _ALIGN * _ALIGN
         last: Event = streams.record_compute()
-        with streams.beside(), self._settled_on_failure():
+        with streams.beside(), self._joined_on_failure():
             for start in range(0, count, most):
                 slot = self._slots[0]
                 self._slots.rotate(-1)
-                streams.settle(slot.after)
+                streams.wait_host(slot.after)
                 self.between()
                 some = min(most, count - start)
                 pieces = _cut(slot.memory, arrays, most, some)
@@ -137,12 +137,12 @@ class Room:
         return last
 
     @contextlib.contextmanager
-    def _settled_on_failure(self) -> Iterator[None]:
+    def _joined_on_failure(self) -> Iterator[None]:
         """Wait for all copies if something fails: whoever handles that may free or write what they touch."""
         try:
             yield
         except BaseException:
-            self._streams.settle([event for slot in self._slots for event in slot.after])
+            self._streams.wait_host([event for slot in self._slots for event in slot.after])
             raise
 
 
@@ -201,7 +201,7 @@ class _Ahead:
         self._lock = threading.Lock()
 
     def note(self) -> None:
-        """Say that there is one task more; others may do it first."""
+        """Note that there is one task more; others may do it first."""
         with self._lock:
             self._noted += 1
         self._thread.submit(self._do_one)
@@ -250,7 +250,7 @@ class Updates:
 
     @property
     def streams_through_device(self) -> bool:
-        """Say whether some of the updates run on the device."""
+        """Return whether some of the updates run on the device."""
         return self._on_device is not None
 
     def open_room(self, nbytes: int) -> None:
@@ -302,7 +302,7 @@ def _end(task: _Task, begun: Begun) -> None:
 
 
 def _can_begin(task: _Task) -> bool:
-    """Say whether a task can begin; one whose question fails does, to fail by itself."""
+    """Return whether a task can begin; one whose question fails does, to fail by itself."""
     try:
         return task.can_begin()
     except (RuntimeError, TencacheError):

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 
 from tencache_fx.planning.plan import PoolClass, Transfer, TransferKind
 from tencache_fx.planning.problem import Step, Tier
-from tencache_fx.units import round_up
+from tencache_fx.units import PAGE_BYTES, round_up
 
 
-def size_classes(lent: Sequence[tuple[Step, Step, int]], *, page_bytes: int = 4096) -> tuple[PoolClass, ...]:
+def size_classes(lent: Sequence[tuple[Step, Step, int]], *, page_bytes: int = PAGE_BYTES) -> tuple[PoolClass, ...]:
     """Return the fewest buffers that serve the `lent` intervals `(from, until, nbytes)`, sized by class.
 
     Sizes are rounded to pages; neighbouring sizes share a class while that wastes under 3 %. A class needs as many
@@ -43,7 +43,7 @@ def staging_classes(spills: Iterable[Transfer], room_bytes: int) -> tuple[PoolCl
     sizes = [spill.nbytes for spill in spills if spill.tier is Tier.NVME]
     if not sizes:
         return ()
-    nbytes = round_up(max(sizes), 4096)
+    nbytes = round_up(max(sizes), PAGE_BYTES)
     return (PoolClass(nbytes=nbytes, count=max(1, min(4, len(sizes), room_bytes // nbytes))),)
 
 

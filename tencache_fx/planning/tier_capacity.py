@@ -10,9 +10,8 @@ from tencache_fx.planning.liveness import is_candidate
 from tencache_fx.planning.plan import Transfer
 from tencache_fx.planning.pool_sizing import size_classes
 from tencache_fx.planning.problem import Problem, Step, Tier
-from tencache_fx.units import round_up
+from tencache_fx.units import PAGE_BYTES, round_up
 
-_PAGE_BYTES = 4096
 _MOST_STAGING = 4
 
 
@@ -39,7 +38,7 @@ class TierCapacity:
         self.staging_bytes = 0  # of one buffer
         self.staging_count = 0
         if self._room[Tier.NVME] and everything > host_bytes:
-            pages = sorted(round_up(nbytes, _PAGE_BYTES) for nbytes in sizes)
+            pages = sorted(round_up(nbytes, PAGE_BYTES) for nbytes in sizes)
             share = max(pages[0], host_bytes // 8)
             largest = max(nbytes for nbytes in pages if nbytes <= share)
             if largest <= host_bytes:
@@ -70,10 +69,10 @@ class TierCapacity:
         self._most[key] = max(self._most.get(key, 0), int(lent[spill.copy_out_after : spill.needed_at].max()))
         if spill.tier is Tier.NVME:
             self._room[Tier.HOST] -= self._more_staging_bytes(spill)
-            self.staging_bytes = max(self.staging_bytes, round_up(spill.nbytes, _PAGE_BYTES))
+            self.staging_bytes = max(self.staging_bytes, round_up(spill.nbytes, PAGE_BYTES))
 
     def _more_staging_bytes(self, spill: Transfer) -> int:
-        return self.staging_count * max(0, round_up(spill.nbytes, _PAGE_BYTES) - self.staging_bytes)
+        return self.staging_count * max(0, round_up(spill.nbytes, PAGE_BYTES) - self.staging_bytes)
 
     def _growth_bytes(self, spill: Transfer) -> int:
         key = self._key(spill)
@@ -83,4 +82,4 @@ class TierCapacity:
         return self._tops[key[1]] * max(0, wanted - self._most[key])
 
     def _key(self, spill: Transfer) -> tuple[Tier, int]:
-        return spill.tier, bisect_left(self._tops, round_up(spill.nbytes, _PAGE_BYTES))
+        return spill.tier, bisect_left(self._tops, round_up(spill.nbytes, PAGE_BYTES))

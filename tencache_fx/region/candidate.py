@@ -150,7 +150,7 @@ class ParameterFacts(Protocol):
         """Return True if the parameter's bytes are on the device, too."""
 
     @property
-    def updated_here(self) -> bool:
+    def updated_on_device(self) -> bool:
         """Return True if its gradient and its optimizer's state are there, or are to be."""
 
     @property
@@ -158,7 +158,7 @@ class ParameterFacts(Protocol):
         """Return the bytes of its optimizer's state, or of the state that may be made."""
 
     @property
-    def state_here_bytes(self) -> int:
+    def device_state_bytes(self) -> int:
         """Return the bytes of that state that are there now."""
 
 
@@ -253,9 +253,9 @@ class RegionPlanner:
         """Return the bytes on the device without offloaded parameters, and without their state if that is planned."""
         bytes_here = 0
         for home in self._homes.values():
-            if training or not home.updated_here:
+            if training or not home.updated_on_device:
                 bytes_here += home.nbytes if home.on_device else 0
-                bytes_here += home.state_here_bytes
+                bytes_here += home.device_state_bytes
         return max(0, self._environment.held_bytes - bytes_here)
 
     def choose_recomputed(self, problem: Problem) -> tuple[str, ...]:

@@ -66,16 +66,16 @@ class Placement:
         """
         for index, home in homes.items():
             if self.updated_here is not None and self.names[index] in self.updated_here:
-                home.updated_here = True
+                home.updated_on_device = True
             elif self.updated_here is not None:
-                home.update_elsewhere()
-            if self.names[index] not in self.resident and not home.updated_here:
-                home.leave()
+                home.update_on_host()
+            if self.names[index] not in self.resident and not home.updated_on_device:
+                home.unpin()
         for index, home in homes.items():
             if self.names[index] in self.resident:
-                home.stay()
+                home.pin()
             if self.names[index] in self.staying:  # nothing in the graph sees to it
-                home.bring()
+                home.load()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from tencache_fx import compat
 from tencache_fx.errors import BudgetError, StoreError, TencacheError, UsageError
 from tencache_fx.hardware.device_memory import peak_held_bytes
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
-from tencache_fx.model_state.parameter_store import find_homes, follow
+from tencache_fx.model_state.parameter_store import find_all_offloaded, follow
 from tencache_fx.model_state.step_hooks import check_updates_in_backward
 from tencache_fx.records import RegionRecord
 from tencache_fx.region.ambient_state import unchanged
@@ -68,7 +68,7 @@ class Region:
         if are_faked(args):
             return self._run_fakes(args)
         self._calls.note()
-        homes = find_homes(args, self.device)
+        homes = find_all_offloaded(args, self.device)
         if homes and torch.is_grad_enabled():
             check_updates_in_backward(homes.values())
         if homes.keys() != self._homes.keys():
@@ -82,11 +82,11 @@ class Region:
             current.placement.apply(homes)
         names = current.placement.names
         staying = [home for index, home in homes.items() if names[index] in current.placement.staying]
-        written = [home.written_here for home in staying]
+        written = [home.device_version for home in staying]
         results = current.run(*args)
         for home, before in zip(staying, written, strict=True):
-            if home.written_here != before:  # by the region
-                home.take()
+            if home.device_version != before:  # by the region
+                home.write_back()
         if homes and torch.is_grad_enabled():
             follow(self.device, results, {names[index]: home for index, home in homes.items()})
         return results

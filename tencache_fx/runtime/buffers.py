@@ -10,24 +10,22 @@ import torch
 
 from tencache_fx.runtime.streams import Event, Streams
 
-PAGE_BYTES = 4096
-
 
 class Use(StrEnum):
     """What a buffer is for."""
 
-    TRIP = "host trips"
+    TRIP = "offloaded tensors"
     STAGING = "staging"
     ROUND = "optimizer steps"
-    HOME = "parameters at home"
-    GRADIENT = "gradients at home"
+    PARAMETER = "offloaded parameters"
+    GRADIENT = "gradients in host memory"
     STATE = "optimizer state"
 
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Page-aligned host memory, lent or free. `after` are the copies that may still touch it: whoever issues one sets
-    it, and the next taker waits for it. `host` is the buffer that it is a piece of, if it is one.
+    """Page-aligned host memory, acquired or free. `after` are the copies that may still touch it: who issues one sets
+    it, and the next owner waits for it. `block` is the buffer that it is a part of, if it is one.
     """
 
     memory: torch.Tensor
@@ -35,11 +33,11 @@ class Buffer:
     raw: "np.ndarray[tuple[int], np.dtype[np.uint8]]"
     use: Use
     pinned: bool
-    host: "Buffer | None" = None
+    block: "Buffer | None" = None
     after: tuple[Event, ...] = ()
     requested_bytes: int = 0
-    holds: int = 0
-    parked: bool = False
+    holders: int = 0
+    stuck: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -48,8 +46,8 @@ class Buffer:
 
     @property
     def idle(self) -> bool:
-        """Say whether nobody has it and no copy touches it."""
-        return self.holds == 0 and all(event.query() for event in self.after)
+        """Return whether nobody has it and no copy touches it."""
+        return self.holders == 0 and all(event.query() for event in self.after)
 
     def piece(self, start: int, nbytes: int, use: Use) -> "Buffer":
         """Return a part of the buffer as one by itself, whose memory has a storage of its own, too."""
@@ -60,7 +58,7 @@ class Buffer:
             raw=self.raw[part],
             use=use,
             pinned=self.pinned,
-            host=self,
+            block=self,
         )
 
 

@@ -1,11 +1,11 @@
-"""Carries out trips: the four graph ops' deeds, on one device of this process.
+"""Carries out transfers: what the four graph ops do, on one device of this process.
 
-    offload   lend a buffer; copy out behind what compute queued so far; for disk, a worker writes the buffer after that
+    offload   acquire a buffer; copy out behind what compute queued so far; for disk, a worker writes it then
     release   compute waits for the copy out
     prefetch  allocate on compute; copy in, behind the allocation and the copy out; from disk, a worker reads first
     wait      compute waits for the copy in
 
-Lanes wait only for copies issued earlier, so they never deadlock. `trips.py` says who gives what back. Offloaded
+Lanes wait only for copies issued earlier, so they never deadlock. `trips.py` says who releases what. Offloaded
 parameters and their gradients have ops of their own, in `model_state`, which attaches itself to the engine.
 """
 
@@ -39,17 +39,17 @@ class Attachment(Protocol):
     def stop(self, *, at_exit: bool) -> None:
         """Finish all work and join the threads, while pool, lanes and store still run.
 
-        What is offloaded comes back to the device, but for `at_exit`.
+        Offloaded values are loaded to the device, but for `at_exit`.
         """
 
     def forget(self) -> None:
-        """Drop all references to buffers: every copy is over, and their memory is about to be given back."""
+        """Drop all references to buffers: every copy is over, and their memory is about to be unmapped."""
 
 
 class Engine:
-    """Owns pool, streams, store and the trips under way. Thread-safe; autograd calls it from its own threads.
+    """Owns pool, streams, store and the transfers under way. Thread-safe; autograd calls it from its own threads.
 
-    `stats.take()` adds these gauges to the counters: `host_lent_bytes`, `host_high_water_bytes` (most lent at once),
+    `stats.take()` adds these gauges to the counters: `host_lent_bytes` (in use), `host_high_water_bytes` (its maximum),
     `host_pool_bytes`, `host_waste_bytes` (allocated, but not asked for at the high water), `disk_bytes` (allocated),
     `disk_lent_bytes`, `trips` (under way).
     """
@@ -78,7 +78,7 @@ class Engine:
         self.object_buffers = ObjectBuffers(self.pool, self.streams)
         self.trips = TripLifecycle(self.pool, self.streams, self.stats)
         self._lock = self.trips.lock
-        self._slots = self.trips.slots
+        self._table = self.trips.table
         self._closed = False
         self._pid = os.getpid()
         if spill_dirs:
@@ -91,12 +91,12 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Say whether `close` was called."""
+        """Return whether `close` was called."""
         return self._closed
 
     @property
     def inherited(self) -> bool:
-        """Say whether this is a forked child's copy of its parent's engine: no threads, no buffers, only the names."""
+        """Return whether this is a forked child's copy of its parent's engine, without threads and buffers."""
         return os.getpid() != self._pid
 
     def attach_store(self, store: Store) -> None:
@@ -107,12 +107,12 @@ class Engine:
         self.trips.store = store
 
     def resize_host_budget(self, budget_bytes: int) -> None:
-        """Set the most bytes of host memory; raises `OptionError` when more is lent, and leaves it as it was."""
+        """Set the most bytes of host memory; raises `OptionError`, and changes nothing, when more is in use."""
         self.enter()
         self.pool.resize_budget(budget_bytes)
 
     def reserve(self, *, pool: Sequence[PoolClass], staging: Sequence[PoolClass], disk_bytes: int) -> None:
-        """Hold at least these buffers and this much disk, once work that gives buffers back is done.
+        """Hold at least these buffers and this much disk, once work that releases buffers is done.
 
         What is held already counts.
         Raises `BudgetError`, `StoreError` or `OptionError` when that cannot be.
@@ -130,7 +130,7 @@ class Engine:
         self.pool.promise(size_classes([(Step(0), Step(1), nbytes) for nbytes in sizes]), Use.GRADIENT)
 
     def offload(self, src: Tensor, tier: Tier, label: str = "") -> Tensor:
-        """Issue the copy of `src` to `tier`; return the handle. `src` must stay as it is until `release`.
+        """Issue the copy of `src` to `tier`; return the handle. `src` must not change until `release`.
 
         Blocks the host only while all staging buffers are busy. Raises `BudgetError` when no buffer can come.
         """
@@ -145,53 +145,53 @@ class Engine:
                 store = self.trips.need_store()
                 extent = store.allocate(layout.nbytes, label)
                 undo.callback(store.free, extent)
-            buffer = self._lend(layout.nbytes, tier, label)
-            undo.callback(self.pool.give_back, buffer)
+            buffer = self._acquire(layout.nbytes, tier, label)
+            undo.callback(self.pool.release, buffer)
             with self._lock:
                 self.check_open()
-                slot = self.trips.begin(src, layout, label, tier, buffer)
-                slot.extent = extent
+                transfer = self.trips.begin(src, layout, label, tier, buffer)
+                transfer.extent = extent
                 if extent is not None:
-                    self.trips.start_write(slot, buffer, extent)
+                    self.trips.start_write(transfer, buffer, extent)
                 undo.pop_all()
-                handle = self._slots.add(slot)
+                handle = self._table.add(transfer)
         self.stats.add(offloads=1, d2h_bytes=layout.nbytes)
         return handle
 
-    def release(self, handle: Tensor, src: Tensor, *, lent: bool = False) -> Tensor:
-        """Let compute wait for the copy out of `src`, whose memory is then its owner's: who that is, `lent` says."""
+    def release(self, handle: Tensor, src: Tensor, *, donated: bool = False) -> Tensor:
+        """Let compute wait for the copy out of `src`; its memory is free then, or its caller's if it was `donated`."""
         self.enter()
         with self._lock:
-            slot = self._slots.find(handle, "release")
-        with named_range("release", slot.label):
+            transfer = self._table.find(handle, "release")
+        with named_range("release", transfer.label):
             watch = self.streams.watch()
-            self.streams.wait_compute(slot.copied_out)
+            self.streams.wait_compute(transfer.copied_out)
             watch.stop()
             with self._lock:
-                slot.src = None
-            if not lent:
+                transfer.src = None
+            if not donated:
                 self.streams.after_release(raw_bytes(src))
         self.stats.add_stall(watch, "stall_out_ns")
         return new_token()
 
     def prefetch(self, handle: Tensor) -> Tensor:
-        """Allocate the tensor and issue its copy in; return the ticket, which owns the trip from now on.
+        """Allocate the tensor and issue its copy in; return the ticket, which owns the transfer from now on.
 
         Raises `UsageError` the second time, and for a copy of the handle.
         """
         self.enter()
         with self._lock:
             self.check_open()
-            slot = self._slots.find(handle, "prefetch")
-            if slot.stage is not Stage.AWAY:
-                raise UsageError(slot.refusal())
-            with named_range("prefetch", slot.label):
-                dst = slot.layout.empty()
+            transfer = self._table.find(handle, "prefetch")
+            if transfer.stage is not Stage.OFFLOADED:
+                raise UsageError(transfer.refusal())
+            with named_range("prefetch", transfer.label):
+                dst = transfer.layout.empty()
                 allocated = self.streams.record_compute()
-                self.trips.bring(slot, dst, allocated)
-                slot.stage = Stage.COMING
-                ticket = self._slots.ticket(slot)
-        self.stats.add(prefetches=1, h2d_bytes=slot.layout.nbytes)
+                self.trips.start_copy_in(transfer, dst, allocated)
+                transfer.stage = Stage.PREFETCHING
+                ticket = self._table.ticket(transfer)
+        self.stats.add(prefetches=1, h2d_bytes=transfer.layout.nbytes)
         return ticket
 
     def wait(self, ticket: Tensor) -> Tensor:
@@ -201,33 +201,33 @@ class Engine:
         """
         self.enter()
         with self._lock:
-            slot = self._slots.find(ticket, "wait for")
-            ready = self.trips.arrived(slot)
-        with named_range("wait", slot.label):
-            reading = self.streams.watch() if slot.read is not None and not ready else None
-            self.trips.finish_read(slot)
+            transfer = self._table.find(ticket, "wait for")
+            ready = self.trips.arrived(transfer)
+        with named_range("wait", transfer.label):
+            reading = self.streams.watch() if transfer.read is not None and not ready else None
+            self.trips.finish_read(transfer)
             with self._lock:
-                if slot.stage is not Stage.COMING:
-                    raise UsageError(slot.refusal())
-                dst, copied_in = slot.dst, slot.copied_in
+                if transfer.stage is not Stage.PREFETCHING:
+                    raise UsageError(transfer.refusal())
+                dst, copied_in = transfer.dst, transfer.copied_in
                 assert dst is not None
                 assert copied_in is not None
-                slot.stage, slot.dst, slot.copied_in = Stage.BACK, None, None
+                transfer.stage, transfer.dst, transfer.copied_in = Stage.ENDED, None, None
             if ready:
                 self.streams.wait_compute(copied_in)  # raises what the copy raised
-                self.stats.add_ready(slot.layout.nbytes)
+                self.stats.add_ready(transfer.layout.nbytes)
                 return dst
             # Begun as late as it can be: on an idle device the host's own time between the two marks counts as stall.
             watch = reading or self.streams.watch()
             self.streams.wait_compute(copied_in)
             watch.stop()
-        self.stats.add_stall(watch, "stall_in_ns", wanted_bytes=slot.layout.nbytes)
+        self.stats.add_stall(watch, "stall_in_ns", wanted_bytes=transfer.layout.nbytes)
         return dst
 
     def close(self, *, at_exit: bool = False) -> None:
         """Finish the copies under way, join all threads, give all memory, files and disk back. Idempotent.
 
-        Later use raises `TencacheError`; tensors returned by `wait` stay valid. Parameters with a home come back to the
+        Later use raises `TencacheError`; tensors returned by `wait` stay valid. Offloaded parameters are loaded to the
         device, but for `at_exit`. Does nothing in a forked child.
         """
         if self.inherited:
@@ -251,16 +251,16 @@ class Engine:
                 steps.callback(self.attachment.stop, at_exit=at_exit)
 
     def enter(self) -> None:
-        """Begin a call: give back what has died since the last one. Raises `TencacheError` for a closed engine."""
+        """Begin a call: release what dead objects owned. Raises `TencacheError` for a closed engine."""
         self.check_open()
         self.trips.drain()
         self.object_buffers.drain()
 
-    def _lend(self, nbytes: int, tier: Tier, label: str) -> Buffer:
+    def _acquire(self, nbytes: int, tier: Tier, label: str) -> Buffer:
         if tier is Tier.HOST:
-            return self.trips.lend(nbytes, Use.TRIP, label)
+            return self.trips.acquire(nbytes, Use.TRIP, label)
         watch = self.streams.watch()
-        buffer = self.trips.lend(nbytes, Use.STAGING, label)
+        buffer = self.trips.acquire(nbytes, Use.STAGING, label)
         watch.stop()
         self.stats.add_stall(watch, "stall_out_ns")
         return buffer
@@ -287,7 +287,7 @@ class Engine:
             "host_waste_bytes": max(0, pool.allocated_bytes - pool.high_water_requested_bytes),
             "disk_bytes": 0 if store is None else store.file_bytes,
             "disk_lent_bytes": 0 if store is None else store.lent_bytes,
-            "trips": len(self._slots),
+            "trips": len(self._table),
         }
 
 

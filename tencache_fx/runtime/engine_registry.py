@@ -59,11 +59,11 @@ class Registry:
         for engine in self.open_engines():
             engine.close(at_exit=True)
 
-    def settle_in_child(self) -> None:
+    def reset_in_child(self) -> None:
         """Make a forked child's copy safe: its lock is free, and the parent's engines are never taken apart.
 
         Their buffers are not mapped here (`MADV_DONTFORK`), and what has been mapped in their place since would be
-        unmapped with them, even by the interpreter's own end: so one reference more than anybody will give back.
+        unmapped with them, even by the interpreter's own end: so each gets one reference that nobody drops.
         """
         self._lock = threading.Lock()
         for engine in self._engines.values():
@@ -72,7 +72,7 @@ class Registry:
 
 _REGISTRY = Registry()
 atexit.register(_REGISTRY.close_all)
-os.register_at_fork(after_in_child=_REGISTRY.settle_in_child)
+os.register_at_fork(after_in_child=_REGISTRY.reset_in_child)
 
 
 def open_engine(
@@ -118,9 +118,9 @@ def find_engine(device: torch.device) -> Engine | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a device's runtime has taken from the system, and how much of that is lent to values that are away.
+    """What a device's runtime has taken from the system, and how much of that is in use.
 
-    Parameters, gradients and optimizer state at home are among these.
+    Offloaded parameters, their gradients and optimizer state are among these.
     """
 
     host_bytes: int = 0

@@ -19,7 +19,7 @@ class FreeBuffers:
 
     @property
     def all_idle(self) -> bool:
-        """Say whether no copy touches any of them."""
+        """Return whether no copy touches any of them."""
         return all(buffer.idle for free in self._free.values() for buffer in free)
 
     @property
@@ -28,7 +28,7 @@ class FreeBuffers:
         return sum(buffer.nbytes for free in self._free.values() for buffer in free if buffer.idle)
 
     def know(self, use: Use, size: int) -> None:
-        """Have a class for buffers of `size`."""
+        """Add a class for buffers of `size`."""
         if (use, size) not in self._free:
             self._free[use, size] = []
             bisect.insort(self._sizes[use], size)
@@ -69,8 +69,8 @@ class FreeBuffers:
     ) -> list[Buffer]:
         """Return idle buffers of at least `nbytes` together, and none if there are not so many.
 
-        There are `counts` buffers of each class, lent ones included: first come those beyond the counts in the first of
-        `keeps`, then those beyond the second.
+        There are `counts` buffers of each class, acquired ones included. First come those beyond the counts in the
+        first of `keeps`, then those beyond the second.
         """
         if nbytes <= 0:
             return []

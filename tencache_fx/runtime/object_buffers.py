@@ -1,6 +1,6 @@
 """Pinned buffers that Python objects own: a gradient's, an optimizer state's, an offloaded parameter's.
 
-Such a buffer is given back when its object dies. A finalizer may run in any thread, at any time, even while a lock is
+Such a buffer is released when its object dies. A finalizer may run in any thread, at any time, even while a lock is
 held: it only appends to a deque, which the next runtime call drains.
 """
 
@@ -20,7 +20,7 @@ def _at_once() -> bool:
 
 
 class ObjectBuffers:
-    """Lends buffers of one pool to objects, and takes them back from finalizers. Thread-safe."""
+    """Acquires buffers of one pool for objects; their finalizers release them. Thread-safe."""
 
     def __init__(self, pool: Pool, streams: Streams) -> None:
         self._pool = pool
@@ -32,37 +32,37 @@ class ObjectBuffers:
         self._draining = threading.Lock()  # threads take turns; finalizers only append
 
     def expect(self, work: "Future[Any]") -> None:
-        """Note work under way that gives buffers back once it is done, well or not: `lend` waits for it."""
+        """Note work under way that releases buffers once it is done, well or not: `acquire` waits for it."""
         with self._expecting:
             while self._expected and self._expected[0].done():
                 self._expected.popleft()
             self._expected.append(work)
 
     def wait(self) -> None:
-        """Block until all work that was expected is done; what it gave back can be lent again."""
+        """Block until all work that was expected is done; what it released can be acquired again."""
         while self._wait_for_one():
             pass
 
-    def lend(self, nbytes: int, use: Use) -> Buffer:
-        """Lend a buffer. Waits for expected work rather than take memory that is not reserved; raises `BudgetError`."""
+    def acquire(self, nbytes: int, use: Use) -> Buffer:
+        """Acquire a buffer. Waits for expected work before it takes unreserved memory; raises `BudgetError`."""
         self.drain()
-        while (buffer := self._pool.lend_at_hand(nbytes, use)) is None and self._wait_for_one():
+        while (buffer := self._pool.acquire_reserved(nbytes, use)) is None and self._wait_for_one():
             self.drain()
-        return self._pool.lend(nbytes, use) if buffer is None else buffer
+        return self._pool.acquire(nbytes, use) if buffer is None else buffer
 
-    def lend_settled(self, nbytes: int, use: Use) -> Buffer:
-        """Lend a buffer, as `lend`, that no copy touches any more. Blocks the host; raises `BudgetError`."""
-        buffer = self.lend(nbytes, use)
-        self._streams.settle(buffer.after)
+    def acquire_settled(self, nbytes: int, use: Use) -> Buffer:
+        """Acquire a buffer, as `acquire`, that no copy touches any more. Blocks the host; raises `BudgetError`."""
+        buffer = self.acquire(nbytes, use)
+        self._streams.wait_host(buffer.after)
         buffer.after = ()
         return buffer
 
-    def give_back_later(self, buffer: Buffer) -> None:
-        """Have the next runtime call give a buffer back to the pool: safe to call from a finalizer."""
+    def release_later(self, buffer: Buffer) -> None:
+        """Let the next runtime call release a buffer: safe to call from a finalizer."""
         self._returned.append(buffer)
 
     def discard_later(self, buffer: Buffer, copies_are_over: Callable[[], bool] = _at_once) -> None:
-        """Have a runtime call give a buffer's memory back to the system, once `copies_are_over()`.
+        """Let a runtime call unmap a buffer, once `copies_are_over()`.
 
         Safe to call from a finalizer. The memory goes with the last tensor that shares it, such as one of a
         `state_dict`.
@@ -70,10 +70,10 @@ class ObjectBuffers:
         self._discarded.append((buffer, copies_are_over))
 
     def drain(self) -> None:
-        """Give back the buffers of dead objects; those to discard once no copy touches them."""
+        """Release the buffers of dead objects; unmap those to discard once no copy touches them."""
         with self._draining:
             while self._returned:
-                self._pool.give_back(self._returned.popleft())
+                self._pool.release(self._returned.popleft())
             for _ in range(len(self._discarded)):
                 buffer, copies_are_over = self._discarded.popleft()
                 if copies_are_over():

@@ -14,8 +14,8 @@ def _offload(src: Tensor, engine: int, tier: str, label: str) -> Tensor:
     return engine_by_id(engine).offload(src, Tier(tier), label)
 
 
-def _release(handle: Tensor, src: Tensor, engine: int, lent: bool = False) -> Tensor:  # noqa: FBT001
-    return engine_by_id(engine).release(handle, src, lent=lent)
+def _release(handle: Tensor, src: Tensor, engine: int, donated: bool = False) -> Tensor:  # noqa: FBT001
+    return engine_by_id(engine).release(handle, src, donated=donated)
 
 
 def _prefetch(handle: Tensor, engine: int) -> Tensor:

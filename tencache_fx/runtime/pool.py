@@ -1,26 +1,26 @@
-"""Pinned host buffers, lent by size class: no allocation while training, and never a byte above the host budget.
+"""Pinned host buffers, by size class: no allocation while training, and never a byte above the host budget.
 
 10Cache (arXiv 2511.14124) keeps a pool of pinned buffers in size classes; here the classes and counts come from the
-plan, which knows the largest number that is ever lent at once. Two *uses* never share a buffer, so that trips to disk,
-which can fall behind, cannot starve trips to host memory, whose number the plan fixed:
+plan, which knows the largest number that is ever acquired at once. Two *uses* never share a buffer, so that transfers
+to disk, which can fall behind, cannot starve those to host memory, whose number the plan fixed:
 
-    Use.TRIP      holds a value while it is away in host memory
-    Use.STAGING   holds a value only on its way to or from disk; whoever asks may have to wait for one
-    Use.ROUND     holds a piece of what an optimizer works on, during its step
-    Use.HOME      holds a parameter
-    Use.GRADIENT  holds a gradient, from backward until nobody has it any more
-    Use.STATE     holds what an optimizer keeps of a parameter
+    Use.TRIP       holds a value while it is offloaded to host memory
+    Use.STAGING    holds a value only while it is copied to or from disk; `acquire` may have to wait for one
+    Use.ROUND      holds a piece of the tensors that an optimizer updates on the host, during its step
+    Use.PARAMETER  holds an offloaded parameter
+    Use.GRADIENT   holds a gradient, from backward until nobody has it any more
+    Use.STATE      holds the optimizer's state of a parameter
 
-A buffer that is given back while copies still touch it carries their events; whoever takes it next must wait for them.
+A buffer that is released while copies still touch it carries their events; its next owner must wait for them.
 
 Every buffer is a mapping of its own, so that any idle byte can make way for a size nobody planned. What was reserved is
 remembered as counts by class: idle buffers beyond those counts make way first, and a class that had to make way is
-mapped again when a trip of its size comes. So what was reserved together can be lent together again, whatever sizes
-came in between.
+mapped again when a transfer of its size comes. So what was reserved together can be acquired together again, whatever
+sizes came in between.
 
 Gradients are the exception to both: what is reserved for them is only *promised*, to be mapped when it is wanted, and
-with budget to spare they are lent pieces of free buffers for trips (`carving.py`). Whoever is lent one may keep it, so
-a buffer is opened for that only while all that was reserved could be mapped beside the open ones: trips never wait.
+with budget to spare they get parts of free transfer buffers (`suballocator.py`). Their owners may keep them, so a
+buffer is opened for that only while all that was reserved could be mapped beside the open ones: transfers never wait.
 """
 
 import itertools
@@ -31,18 +31,18 @@ from collections.abc import Callable, Iterable, Iterator
 
 from tencache_fx.errors import BudgetError, OptionError, TencacheError
 from tencache_fx.planning.plan import PoolClass
-from tencache_fx.runtime.buffers import PAGE_BYTES, Buffer, Use, map_buffer
+from tencache_fx.runtime.buffers import Buffer, Use, map_buffer
 from tencache_fx.runtime.free_buffers import FreeBuffers
 from tencache_fx.runtime.streams import STUCK_S, Event, Streams
 from tencache_fx.runtime.suballocator import Suballocator
-from tencache_fx.units import round_up
+from tencache_fx.units import PAGE_BYTES, round_up
 
 _ROOMY = 2  # a buffer this many times too large serves only when the budget leaves no better one
 _POLL_S = 0.02  # CUDA events do not notify; a waiter looks again this often
 
 
 class Pool:
-    """Lends buffers. Thread-safe; the lock is held while a buffer is mapped, which a planned run does only at first."""
+    """Owns the buffers. Thread-safe; the lock is held while one is mapped, which a planned run does only at first."""
 
     def __init__(self, streams: Streams, budget_bytes: int, *, patience_s: float = STUCK_S) -> None:
         self._streams = streams
@@ -53,8 +53,8 @@ class Pool:
         self._buffers: dict[Buffer, None] = {}
         self._counts: Counter[tuple[Use, int]] = Counter()
         self._planned: Counter[tuple[Use, int]] = Counter()
-        self._most: Counter[tuple[Use, int]] = Counter()  # lent at once so far
-        self._carving = Suballocator()
+        self._most: Counter[tuple[Use, int]] = Counter()  # acquired at once so far
+        self._suballocator = Suballocator()
         self._to_come: Callable[[], int] = int
         self._returns = 0
         self._warned = False
@@ -71,13 +71,13 @@ class Pool:
         return self._budget_bytes
 
     def lent_for(self, use: Use) -> int:
-        """Return the bytes of the buffers lent for `use`."""
+        """Return the bytes of the buffers acquired for `use`."""
         with self._cond:
-            every = itertools.chain(self._buffers, self._carving.tenants())
-            return sum(buffer.nbytes for buffer in every if buffer.use is use and buffer.holds)
+            every = itertools.chain(self._buffers, self._suballocator.parts())
+            return sum(buffer.nbytes for buffer in every if buffer.use is use and buffer.holders)
 
     def held_for(self, use: Use) -> int:
-        """Return the bytes of all buffers for `use`: lent, free, or promised."""
+        """Return the bytes of all buffers for `use`: acquired, free, or promised."""
         with self._cond:
             return sum(size * count for (each, size), count in (self._counts | self._planned).items() if each is use)
 
@@ -88,29 +88,29 @@ class Pool:
             return self._budget_bytes - self.allocated_bytes - self._owed_bytes(Counter())
 
     def keep_free(self, to_come: Callable[[], int]) -> None:
-        """Have gradients share no buffers at the cost of `to_come()` bytes, which nobody reserves but which will come.
+        """Keep `to_come()` bytes, which nobody reserves but which will come, out of what gradients may share.
 
         It is called with the pool's lock held.
         """
         self._to_come = to_come
 
     def raise_budget(self, budget_bytes: int) -> None:
-        """Have at least this budget; who waits for a buffer gets one that it has room for."""
+        """Raise the budget to this at least; a waiting `acquire` gets a buffer that it has room for."""
         with self._cond:
             self._budget_bytes = max(self._budget_bytes, budget_bytes)
             self._cond.notify_all()
 
     def resize_budget(self, budget_bytes: int) -> None:
-        """Set the budget. If need be idle buffers are given back to the system, and mapped again when they are wanted.
+        """Set the budget. If need be idle buffers are unmapped, and mapped again when they are wanted.
 
-        Waits for copies under way. Raises `OptionError` when what is lent does not fit; the budget is then as it was.
+        Waits for copies under way. Raises `OptionError`, and changes nothing, when the buffers in use do not fit.
         """
         with self._cond:
             if not self._make_way(int, Counter(), budget_bytes):
                 used_bytes = self.allocated_bytes - self._free.idle_bytes
                 raise OptionError(
                     f"host_budget {budget_bytes} bytes is below the {used_bytes} bytes of host memory in use; drop "
-                    "what has them (models with parameters at home, their optimizers, losses that wait for their "
+                    "what uses it (models with offloaded parameters, their optimizers, losses that wait for their "
                     "backward), or call tencache_fx.close() first."
                 )
             self._budget_bytes = budget_bytes
@@ -127,9 +127,9 @@ class Pool:
                 )
 
     def reserve(self, classes: Iterable[PoolClass], use: Use) -> None:
-        """Hold at least `count` buffers of each class, lent ones included; idle buffers of other classes make way.
+        """Map at least `count` buffers of each class, acquired ones included; evict idle ones of other classes.
 
-        They may be evicted later for a size nobody planned, and then come back when they are wanted. Waits for copies
+        They may be evicted later for a size nobody planned, and are mapped again when they are wanted. Waits for copies
         under way if their buffers must make way. Raises `BudgetError` when the host budget does not allow it.
         """
         with self._cond:
@@ -138,15 +138,15 @@ class Pool:
                     self._map(size, use)
 
     def promise(self, classes: Iterable[PoolClass], use: Use) -> None:
-        """As `reserve`, but have buffers mapped only when they are wanted."""
+        """As `reserve`, but map buffers only when they are wanted."""
         with self._cond:
             self._set_aside(classes, use)
 
-    def lend(self, nbytes: int, use: Use) -> Buffer:
-        """Return a buffer of at least `nbytes`; the taker orders itself behind `buffer.after`.
+    def acquire(self, nbytes: int, use: Use) -> Buffer:
+        """Return a buffer of at least `nbytes`; its owner orders itself behind `buffer.after`.
 
         The smallest class that fits wins, and in it a buffer whose copies are over. A dry pool grows by one buffer
-        within the budget; staging does not while a reserved buffer that fits is on its way back, since the plan counts
+        within the budget; staging does not while a reserved buffer that fits will be released, since the plan counts
         on their number. Else the caller waits; raises `BudgetError` when none can come, or none came for a minute.
         """
         waiting_since = time.monotonic()
@@ -154,89 +154,91 @@ class Pool:
         with self._cond:
             while not self._closed:
                 if buffer := self._obtain(nbytes, use):
-                    return self._lent(buffer, nbytes)
+                    return self._acquired(buffer, nbytes)
                 if returns != self._returns:
                     returns, waiting_since = self._returns, time.monotonic()
                 if not any(self._moving()) or time.monotonic() - waiting_since > self._patience_s:
                     raise BudgetError(
                         f"no pinned buffer of {nbytes} bytes is free for {use}, and the host budget of "
                         f"{self._budget_bytes} bytes has {self._budget_bytes - self.allocated_bytes} left "
-                        f"({self.lent_bytes} lent); raise host_budget."
+                        f"({self.lent_bytes} in use); raise host_budget."
                     )
                 self._cond.wait(_POLL_S)
         raise TencacheError("the engine was closed while a copy waited for a pinned buffer.")
 
-    def lend_at_hand(self, nbytes: int, use: Use) -> Buffer | None:
-        """Return a buffer of at least `nbytes` as `lend` does; None where it would take memory that is not reserved."""
+    def acquire_reserved(self, nbytes: int, use: Use) -> Buffer | None:
+        """Return a buffer as `acquire` does; None where that would take memory that is not reserved."""
         with self._cond:
             buffer = None if self._closed else self._obtain(nbytes, use, grow=False)
-            return None if buffer is None else self._lent(buffer, nbytes)
+            return None if buffer is None else self._acquired(buffer, nbytes)
 
-    def hold(self, buffer: Buffer) -> None:
-        """Add a holder: the buffer is free once every holder gave it back."""
+    def retain(self, buffer: Buffer) -> None:
+        """Add a holder: the buffer is free once every holder has released it."""
         with self._cond:
-            assert buffer.holds > 0, "only a lent buffer can be held once more"
-            buffer.holds += 1
+            assert buffer.holders > 0, "only an acquired buffer can be retained"
+            buffer.holders += 1
 
-    def give_back(self, buffer: Buffer, *after: Event) -> None:
-        """Return the buffer; its next taker waits for `after` (of all holders)."""
+    def release(self, buffer: Buffer, *after: Event) -> None:
+        """Release the buffer; its next owner waits for `after` (of all holders)."""
         with self._cond:
-            assert buffer.holds > 0, "a buffer was given back twice"
-            buffer.holds -= 1
+            assert buffer.holders > 0, "a buffer was released twice"
+            buffer.holders -= 1
             buffer.after += after
-            if buffer.holds:
+            if buffer.holders:
                 return
             self.lent_bytes -= buffer.nbytes
             self.requested_bytes -= buffer.requested_bytes
-            buffer.parked = False
+            buffer.stuck = False
             self._returns += 1
             if not self._closed:
                 buffer.after = self._streams.after_return(buffer.memory, buffer.after)
-                free = buffer if buffer.host is None else self._carving.leave(buffer)
+                free = buffer if buffer.block is None else self._suballocator.free(buffer)
                 if free is not None:
                     self._free.put(free)
             self._cond.notify_all()
 
     def discard(self, buffer: Buffer) -> None:
-        """Return a buffer that nobody shall get again: its memory goes with the last tensor that shares it."""
+        """Release a buffer for good: its memory goes with the last tensor that shares it."""
         with self._cond:
             if self._closed:
                 return
-            assert buffer.host is None, "a piece goes back to the buffer that it is of"
-            buffer.holds = 0
+            assert buffer.block is None, "a part is released to its block"
+            buffer.holders = 0
             self.lent_bytes -= buffer.nbytes
             self.requested_bytes -= buffer.requested_bytes
             self._returns += 1
             self._unmap(buffer)
             self._cond.notify_all()
 
-    def park(self, buffer: Buffer) -> None:
-        """Say that a staging buffer will not come back by itself: nobody should wait for it."""
+    def mark_stuck(self, buffer: Buffer) -> None:
+        """Note that a staging buffer will not be released by itself: nobody should wait for it."""
         with self._cond:
-            buffer.parked = True
+            buffer.stuck = True
             self._cond.notify_all()
 
     def stop(self) -> None:
-        """Lend no more; whoever waits for a buffer gets `TencacheError`."""
+        """Refuse `acquire` from now on; one that waits for a buffer raises `TencacheError`."""
         with self._cond:
             self._closed = True
             self._cond.notify_all()
 
     def close(self) -> None:
-        """Give all memory back to the system. Every copy must be over; buffers still lent become invalid."""
+        """Unmap all memory. Every copy must be over; buffers still in use become invalid."""
         self.stop()
         with self._cond:
             for buffer in list(self._buffers):
                 self._unmap(buffer)
             self._free.clear()
-            self._carving = Suballocator()
+            self._suballocator = Suballocator()
 
     def _set_aside(self, classes: Iterable[PoolClass], use: Use) -> "Counter[tuple[Use, int]]":
         """Make room for the buffers of `classes` that are missing, and remember them all; return the missing ones."""
         wanted: Counter[tuple[Use, int]] = Counter()
         for each in classes:
             wanted[use, round_up(max(1, each.nbytes), PAGE_BYTES)] += each.count
-        aside_bytes = self._owed_bytes(self._carving.opened) - self._owed_bytes(Counter())  # to do without open buffers
+        aside_bytes = self._owed_bytes(self._suballocator.opened) - self._owed_bytes(
+            Counter()
+        )  # to do without open buffers
 
         def needed_bytes() -> int:
             return aside_bytes + sum(size * count for (_, size), count in self._missing(wanted).items())
@@ -247,7 +249,7 @@ class Pool:
             more = f" (and {len(missing) - 1} more sizes)" if len(missing) > 1 else ""
             raise BudgetError(
                 f"{count} more pinned buffers of {size} bytes{more} for {use} do not fit the host "
-                f"budget: {self.allocated_bytes} of {self._budget_bytes} bytes are taken; raise host_budget."
+                f"budget: {self.allocated_bytes} of {self._budget_bytes} bytes are in use; raise host_budget."
             )
         missing = self._missing(wanted)
         for _, size in wanted:
@@ -256,23 +258,23 @@ class Pool:
         return missing
 
     def _missing(self, wanted: "Counter[tuple[Use, int]]") -> "Counter[tuple[Use, int]]":
-        """Return the buffers that are neither there nor lent as a piece of another."""
-        pieces = Counter((b.use, self._class_of(b.nbytes, b.use) or b.nbytes) for b in self._carving.tenants())
+        """Return the buffers that are neither mapped nor acquired as a part of another."""
+        pieces = Counter((b.use, self._class_of(b.nbytes, b.use) or b.nbytes) for b in self._suballocator.parts())
         return wanted - self._counts - pieces
 
     def _obtain(self, nbytes: int, use: Use, *, grow: bool = True) -> Buffer | None:
         """Return a fitting free buffer, else a new one, else any that is free, else a new one in place of idle ones.
 
         A reserved class that lacks buffers gets the one that is missing first: with a larger one instead, what was
-        reserved together might not fit together. A gradient without a fitting buffer is a tenant rather than in a new
-        one. Without `grow`, only buffers that are reserved are new.
+        reserved together might not fit together. A gradient without a fitting buffer gets a part of another rather than
+        a new one. Without `grow`, only buffers that are reserved are new.
         """
         size = round_up(max(1, nbytes), PAGE_BYTES)
         roomy = size * _ROOMY if use in (Use.TRIP, Use.GRADIENT) else self._budget_bytes
         short = self._short_class(size, use)
         if buffer := self._free.take(nbytes, use, short or roomy):
             return buffer
-        if use is Use.GRADIENT and (buffer := self._lodge(size)):
+        if use is Use.GRADIENT and (buffer := self._suballocate(size)):
             return buffer
         if short and self._make_room(short, Counter()):
             self._map(short, use)
@@ -295,34 +297,34 @@ class Pool:
     def _short_class(self, size: int, use: Use) -> int | None:
         """Return the reserved class of a request, if some of its buffers are promised, made way, or are open now."""
         key = use, self._class_of(size, use) or 0
-        return key[1] if self._counts[key] - self._carving.opened[key] < self._planned[key] else None
+        return key[1] if self._counts[key] - self._suballocator.opened[key] < self._planned[key] else None
 
     def _class_of(self, size: int, use: Use) -> int | None:
         """Return the reserved class that a request of `size` belongs to."""
         near = self._free.sizes(use, size, size * _ROOMY)
         return next((each for each in near if self._planned[use, each]), None)
 
-    def _lodge(self, size: int) -> Buffer | None:
-        """Return a piece of a buffer for trips: of an open one, else of an idle one, else of one that will be idle."""
-        if tenant := self._carving.place(size):
-            return tenant
+    def _suballocate(self, size: int) -> Buffer | None:
+        """Return a part of a transfer buffer: of an open one, else of an idle one, else of one that will be idle."""
+        if part := self._suballocator.place(size):
+            return part
         free = [self._free.of(Use.TRIP, each) for each in reversed(self._free.sizes(Use.TRIP, size))]
-        hosts = itertools.chain((b for each in free for b in each if b.idle), (each[0] for each in free if each))
-        if (host := next(filter(self._may_open, hosts), None)) is None:
+        blocks = itertools.chain((b for each in free for b in each if b.idle), (each[0] for each in free if each))
+        if (block := next(filter(self._may_open, blocks), None)) is None:
             return None
-        self._free.remove(host)
-        self._carving.open(host)
-        return self._carving.place(size)
+        self._free.remove(block)
+        self._suballocator.open(block)
+        return self._suballocator.place(size)
 
-    def _may_open(self, host: Buffer) -> bool:
-        """Say whether everything that was reserved could still be mapped if the host never came back."""
-        owed_bytes = self._owed_bytes(self._carving.opened + Counter([(host.use, host.nbytes)]))
+    def _may_open(self, block: Buffer) -> bool:
+        """Return whether everything that was reserved could still be mapped if the block were never released."""
+        owed_bytes = self._owed_bytes(self._suballocator.opened + Counter([(block.use, block.nbytes)]))
         return self.allocated_bytes + owed_bytes + self._to_come() <= self._budget_bytes
 
     def _owed_bytes(self, opened: "Counter[tuple[Use, int]]") -> int:
         """Return the bytes it takes to map all that is promised, made way, or is `opened`.
 
-        A class that more buffers than reserved were lent of counts on those that are there, too.
+        Where more buffers of a class than reserved were acquired at once, that number counts.
         """
         owed_bytes = 0
         for key in self._planned | opened:
@@ -330,13 +332,13 @@ class Pool:
             owed_bytes += key[1] * max(0, due + opened[key] - self._counts[key])
         return owed_bytes
 
-    def _lent(self, buffer: Buffer, nbytes: int) -> Buffer:
-        buffer.holds = 1
+    def _acquired(self, buffer: Buffer, nbytes: int) -> Buffer:
+        buffer.holders = 1
         buffer.requested_bytes = nbytes
-        if buffer.host is None:
+        if buffer.block is None:
             key = buffer.use, buffer.nbytes
-            lent = self._counts[key] - self._carving.opened[key] - len(self._free.of(*key))
-            self._most[key] = max(self._most[key], lent)
+            acquired = self._counts[key] - self._suballocator.opened[key] - len(self._free.of(*key))
+            self._most[key] = max(self._most[key], acquired)
         self.lent_bytes += buffer.nbytes
         self.requested_bytes += nbytes
         if self.lent_bytes > self.high_water_bytes:
@@ -347,14 +349,14 @@ class Pool:
     def _moving(self) -> Iterator[Buffer]:
         """Yield the buffers that will come free without the caller's doing."""
         for buffer in self._buffers:
-            if buffer.holds:
-                if buffer.use is Use.STAGING and not buffer.parked:
+            if buffer.holders:
+                if buffer.use is Use.STAGING and not buffer.stuck:
                     yield buffer
             elif not buffer.idle:
                 yield buffer
 
     def _make_way(self, needed_bytes: Callable[[], int], keep: "Counter[tuple[Use, int]]", budget_bytes: int) -> bool:
-        """Make room within such a budget, once copies under way are over if need be; say whether there is."""
+        """Make room within such a budget, once copies under way are over if need be; return whether there is."""
         until = time.monotonic() + self._patience_s
         while not (fits := self._make_room(needed_bytes(), keep, budget_bytes)):
             if time.monotonic() >= until or self._free.all_idle:
@@ -363,7 +365,7 @@ class Pool:
         return fits
 
     def _make_room(self, nbytes: int, keep: "Counter[tuple[Use, int]]", budget_bytes: int | None = None) -> bool:
-        """Evict what it takes to map `nbytes` more within the budget; say whether they fit now."""
+        """Evict what it takes to map `nbytes` more within the budget; return whether they fit now."""
         budget_bytes = self._budget_bytes if budget_bytes is None else budget_bytes
         if nbytes <= budget_bytes:
             self._evict(self.allocated_bytes + nbytes - budget_bytes, keep)

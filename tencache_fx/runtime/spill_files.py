@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tencache_fx.runtime.freelist import FreeList
-
-PAGE_BYTES = 4096
+from tencache_fx.units import PAGE_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +22,7 @@ class SpillFile:
 
     @property
     def is_empty(self) -> bool:
-        """Say whether nothing is in it."""
+        """Return whether nothing is in it."""
         return self.free.free_bytes == self.nbytes
 
     def close(self) -> None:

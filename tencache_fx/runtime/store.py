@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tencache_fx.errors import BudgetError, OptionError, StoreError
-from tencache_fx.runtime.spill_files import PAGE_BYTES, SpillFile, open_unnamed
-from tencache_fx.units import round_up
+from tencache_fx.runtime.spill_files import SpillFile, open_unnamed
+from tencache_fx.units import PAGE_BYTES, round_up
 
 BLOCK_BYTES = 8 << 20
 WORKERS = 4
@@ -142,7 +142,7 @@ class Store:
         return tuple(self._files[i].directory for i in self._current)
 
     def spill_to(self, directories: Sequence[Path]) -> None:
-        """Have values go to these directories from now on.
+        """Write values to these directories from now on.
 
         Raises `OptionError` where a file cannot be opened in one; then they go where they went before.
         """
@@ -166,7 +166,7 @@ class Store:
             self._close_former()
 
     def raise_budget(self, budget_bytes: int) -> None:
-        """Have at least this budget."""
+        """Raise the budget to this at least."""
         with self._lock:
             self.budget_bytes = max(self.budget_bytes, budget_bytes)
 
@@ -176,13 +176,13 @@ class Store:
             if budget_bytes < self.file_bytes:
                 raise OptionError(
                     f"spill_budget {budget_bytes} bytes is below the {self.file_bytes} bytes that the spill files have "
-                    f"({self.lent_bytes} lent); give as much, or call tencache_fx.close() first."
+                    f"({self.lent_bytes} in use); give as much, or call tencache_fx.close() first."
                 )
             self.budget_bytes = budget_bytes
 
     @property
     def file_bytes(self) -> int:
-        """Return the disk space taken."""
+        """Return the disk space in use."""
         return sum(file.nbytes for file in self._files)
 
     def reserve(self, nbytes: int) -> None:

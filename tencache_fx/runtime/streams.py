@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from tencache_fx.errors import InvariantError
+from tencache_fx.units import PAGE_BYTES
 
 STUCK_S = 60.0
-"""A single copy that takes longer than this is taken for dead."""
+"""A single copy that takes longer than this counts as stuck."""
 
-_PAGE_BYTES = 4096
 _TOUCH_THREADS = 8
 
 
@@ -46,7 +46,7 @@ class Event(Protocol):
     """A point in a line of work; `torch.cuda.Event` is one."""
 
     def query(self) -> bool:
-        """Say whether everything before the point is done, without waiting."""
+        """Return whether everything before the point is done, without waiting."""
 
     def synchronize(self) -> None:
         """Block the host until it is."""
@@ -91,7 +91,7 @@ class Streams(ABC):
         """Make the caller's compute stream wait for `event`; raises what the copy raised, where copies can."""
 
     @abstractmethod
-    def settle(self, events: Iterable[Event]) -> None:
+    def wait_host(self, events: Iterable[Event]) -> None:
         """Block the host until `events` happened, well or not: enough for memory that is about to be overwritten."""
 
     @abstractmethod
@@ -118,7 +118,7 @@ class Streams(ABC):
         """Called with a source's bytes once compute has waited for their copy out: nobody may read them again."""
 
     def after_return(self, memory: Tensor, after: tuple[Event, ...]) -> tuple[Event, ...]:
-        """Called when a buffer is given back that is free behind `after`; returns what it is free behind now."""
+        """Called when a buffer is released that is free behind `after`; returns the events that replace these."""
         return after
 
 
@@ -131,17 +131,17 @@ class CpuEvent:
         self._job = job
 
     def query(self) -> bool:
-        """Say whether the job is over, well or not."""
+        """Return whether the job is over, well or not."""
         return self._job.done()
 
     def synchronize(self) -> None:
         """Block until the job is over; raises `InvariantError` when it failed or is stuck."""
-        self.settle()
+        self.wait_host()
         if (error := self._job.exception()) is not None:
             # A new exception: its traceback will hold the caller's tensors, and the job lives as long as its event.
             raise InvariantError(f"a copy between device and host memory failed: {error!r}.") from error
 
-    def settle(self) -> None:
+    def wait_host(self) -> None:
         """Block until the job is over, well or not: for memory that is reused, whatever became of its old value."""
         if not self._job.done() and wait_futures([self._job], STUCK_S).not_done:
             raise InvariantError(f"a copy did not finish within {STUCK_S:.0f} s; the copy lane is stuck.")
@@ -184,7 +184,7 @@ class CpuStreams(Streams):
         waiting = deque(pairs)
 
         def job() -> None:
-            self.settle(after)
+            self.wait_host(after)
             some = list(waiting)
             waiting.clear()
             self.transfer(some)
@@ -204,11 +204,11 @@ class CpuStreams(Streams):
         """Block the calling thread."""
         event.synchronize()
 
-    def settle(self, events: Iterable[Event]) -> None:
+    def wait_host(self, events: Iterable[Event]) -> None:
         """Block the calling thread, whatever became of the jobs."""
         for event in events:
             assert isinstance(event, CpuEvent)
-            event.settle()
+            event.wait_host()
 
     def watch(self) -> Watch:
         """Start a clock."""
@@ -293,7 +293,7 @@ class CudaStreams(Streams):
         assert isinstance(event, torch.cuda.Event)
         torch.cuda.current_stream(self.device).wait_event(event)
 
-    def settle(self, events: Iterable[Event]) -> None:
+    def wait_host(self, events: Iterable[Event]) -> None:
         """Block the calling thread; the events sleep instead of spinning."""
         for event in events:
             event.synchronize()
@@ -350,10 +350,10 @@ def open_streams(device: torch.device) -> Streams:
 
 def _touch(memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
     """Write one byte of every page: page faults are what makes registering slow, and threads share them."""
-    part = -(-memory.nbytes // _TOUCH_THREADS // _PAGE_BYTES) * _PAGE_BYTES
+    part = -(-memory.nbytes // _TOUCH_THREADS // PAGE_BYTES) * PAGE_BYTES
 
     def fill(start: int) -> None:
-        memory[start : start + part : _PAGE_BYTES] = 0
+        memory[start : start + part : PAGE_BYTES] = 0
 
     with ThreadPoolExecutor(_TOUCH_THREADS, thread_name_prefix="tencache-touch") as threads:
         list(threads.map(fill, range(0, memory.nbytes, part)))

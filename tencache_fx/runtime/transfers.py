@@ -1,10 +1,10 @@
-"""Trips under way, and the tensors that stand for them in the graph.
+"""Transfers under way, and the tensors that stand for them in the graph.
 
-A slot is one value's trip. The *handle* (from offload) owns it until prefetch, the *ticket* (from prefetch) until wait:
+A transfer is one value's. The *handle* (from offload) owns it until prefetch, the *ticket* (from prefetch) until wait:
 
-    AWAY --prefetch--> COMING --wait--> BACK
-      |                  |
-      +--handle died-----+--ticket died--> DROPPED
+    OFFLOADED --prefetch--> PREFETCHING --wait--> ENDED
+      |                       |
+      +--handle died----------+--ticket died--> DROPPED
 
 Handles and tickets are one-element CPU int64 tensors over a numpy array. The array dies with the tensor's storage,
 however many Python wrappers or saved variables there were, and its finalizer notes the key. A finalizer may run in any
@@ -29,21 +29,21 @@ from tencache_fx.runtime.store import Extent
 from tencache_fx.runtime.streams import Event
 
 _REMEMBERED = 4096
-"""How many trips that are over can still be named in an error."""
+"""How many transfers that are over can still be named in an error."""
 
 
 class Stage(Enum):
-    """How far a trip is."""
+    """How far a transfer is."""
 
-    AWAY = auto()
-    COMING = auto()
-    BACK = auto()
+    OFFLOADED = auto()
+    PREFETCHING = auto()
+    ENDED = auto()
     DROPPED = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a tensor must look like when it is back."""
+    """Size, strides, dtype and device of a tensor, which it has again after its transfer."""
 
     nbytes: int
     size: torch.Size
@@ -71,7 +71,7 @@ class Layout:
 
 @dataclass(slots=True, eq=False)
 class ActiveTransfer:
-    """One trip. Guarded by the engine's lock; what a field points to belongs to the trip while it is not None."""
+    """One transfer. Guarded by the engine's lock; it owns what a field points to, while that is not None."""
 
     key: int
     label: str
@@ -80,7 +80,7 @@ class ActiveTransfer:
     copied_out: Event
     src: Tensor | None  # until released: the copy out reads it
     buffer: Buffer | None  # while the value, or a write of it, is there
-    stage: Stage = Stage.AWAY
+    stage: Stage = Stage.OFFLOADED
     extent: Extent | None = None
     writing: bool = False
     reading: bool = False
@@ -88,88 +88,88 @@ class ActiveTransfer:
     read: "Future[None] | None" = None
     dst: Tensor | None = None
     copied_in: Event | None = None
-    payload: object | None = None  # who owns the value in host memory, if that is not the trip: a gradient
+    payload: object | None = None  # owns the value in host memory instead of this: a gradient's buffer
     owners: dict[str, int] = field(default_factory=dict)  # "handle", "ticket": the address of its key
 
     def refusal(self) -> str:
-        """Return what to say to who asks for the value once more."""
+        """Return the message for a second request for the value."""
         return (
-            f"{self.label} was asked for a second time: a region with a plan has one backward, which frees what was "
-            "away; call backward once, without retain_graph=True, or compile with device_budget=None."
+            f"{self.label} was asked for a second time: a region with a plan has one backward, which frees the "
+            "offloaded values; call backward once, without retain_graph=True, or compile with device_budget=None."
         )
 
 
 class TransferTable:
-    """Finds slots by handle and ticket; learns of their deaths. Not thread-safe but for the finalizers."""
+    """Finds transfers by handle and ticket; learns of their deaths. Not thread-safe but for the finalizers."""
 
     def __init__(self) -> None:
         self._keys = itertools.count(1)
-        self._slots: dict[int, ActiveTransfer] = {}
+        self._transfers: dict[int, ActiveTransfer] = {}
         self._dead: deque[tuple[int, str]] = deque()
         self._past: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._transfers)
 
     @property
     def any_dead(self) -> bool:
-        """Say whether a handle or ticket has died since the last `pop_dead`."""
+        """Return whether a handle or ticket has died since the last `pop_dead`."""
         return bool(self._dead)
 
     def next_key(self) -> int:
         """Return a key never used before."""
         return next(self._keys)
 
-    def add(self, slot: ActiveTransfer) -> Tensor:
-        """Enter the slot; return its handle."""
-        self._slots[slot.key] = slot
-        return self._issue(slot, "handle")
+    def add(self, transfer: ActiveTransfer) -> Tensor:
+        """Enter the transfer; return its handle."""
+        self._transfers[transfer.key] = transfer
+        return self._issue(transfer, "handle")
 
-    def ticket(self, slot: ActiveTransfer) -> Tensor:
-        """Return the slot's ticket; the slot is entered, if it is not yet."""
-        self._slots[slot.key] = slot
-        return self._issue(slot, "ticket")
+    def ticket(self, transfer: ActiveTransfer) -> Tensor:
+        """Enter the transfer, if it is not there yet; return its ticket."""
+        self._transfers[transfer.key] = transfer
+        return self._issue(transfer, "ticket")
 
     def find(self, tensor: Tensor, deed: str) -> ActiveTransfer:
-        """Return the slot that a handle or ticket stands for.
+        """Return the transfer that a handle or ticket stands for.
 
         Raises `UsageError` for a copy of one: nothing says when it dies, and its number may have been rounded.
         """
         key, address = int(tensor.item()), tensor.data_ptr()
-        slot = self._slots.get(key)
-        if slot is not None and address in slot.owners.values():
-            return slot
-        label = dict(self._past).get(key, "a tensor") if slot is None else slot.label
+        transfer = self._transfers.get(key)
+        if transfer is not None and address in transfer.owners.values():
+            return transfer
+        label = dict(self._past).get(key, "a tensor") if transfer is None else transfer.label
         raise UsageError(
-            f"cannot {deed} {label}: what autograd saved to bring it back was copied; run the compiled region outside "
+            f"cannot {deed} {label}: the handle that autograd saved for it was copied; run the compiled region outside "
             "of saved_tensors_hooks that copy (save_on_cpu, for instance), since its tensors are offloaded already."
         )
 
     def pop_dead(self) -> tuple[ActiveTransfer, str] | None:
-        """Return a slot and which of its owners ("handle", "ticket") died, or None when no more did."""
+        """Return a transfer and which of its owners ("handle", "ticket") died, or None when no more did."""
         if not self._dead:
             return None
         key, owner = self._dead.popleft()
-        slot = self._slots[key]
-        slot.owners.pop(owner, None)
-        if not slot.owners:
-            del self._slots[key]
-            self._past.append((key, slot.label))
-        return slot, owner
+        transfer = self._transfers[key]
+        transfer.owners.pop(owner, None)
+        if not transfer.owners:
+            del self._transfers[key]
+            self._past.append((key, transfer.label))
+        return transfer, owner
 
     def clear(self) -> tuple[ActiveTransfer, ...]:
-        """Forget every slot and return them; deaths are ignored from now on."""
-        slots = tuple(self._slots.values())
-        self._slots.clear()
+        """Forget every transfer and return them; deaths are ignored from now on."""
+        table = tuple(self._transfers.values())
+        self._transfers.clear()
         self._dead = deque()
-        return slots
+        return table
 
-    def _issue(self, slot: ActiveTransfer, owner: str) -> Tensor:
-        array = np.array([slot.key], dtype=np.int64)
+    def _issue(self, transfer: ActiveTransfer, owner: str) -> Tensor:
+        array = np.array([transfer.key], dtype=np.int64)
         tensor = torch.from_numpy(array)
-        slot.owners[owner] = tensor.data_ptr()
+        transfer.owners[owner] = tensor.data_ptr()
         # Bound to the deque alone, so that a tensor that lives on does not keep the engine alive.
-        weakref.finalize(array, self._dead.append, (slot.key, owner)).atexit = False
+        weakref.finalize(array, self._dead.append, (transfer.key, owner)).atexit = False
         return tensor
 
 

@@ -1,11 +1,11 @@
-"""Who holds what while trips are under way, and who gives it back.
+"""Who owns what while transfers are under way, and who releases it.
 
-A buffer has one hold for the trip and one more for a write under way; it is free when both are given back, behind the
-events of the copies that touched it. Room on disk is given back by whoever ends last: the write, the read or the trip.
-Tensors that a copy may still touch when their trip is dropped stay in limbo until its event has happened.
+A buffer has one holder for the transfer and one more for a write under way. It is free when both have released it,
+behind the events of the copies that touched it. The last of the write, the read and the transfer to end frees the
+extent. Tensors that a copy may still touch when their transfer is dropped are kept until its event has happened.
 
-Writers and readers are separate threads, and neither waits for a staging buffer while it holds one; so whoever waits
-for one gets it, unless writes failed: then their buffers are parked, and the pool knows not to wait for those.
+Writers and readers are separate threads, and neither waits for a staging buffer while it has one; so each gets one in
+the end, unless writes failed: then their buffers are marked stuck, and the pool does not wait for those.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ from tencache_fx.runtime.transfers import ActiveTransfer, Layout, Stage, Transfe
 
 
 class TripLifecycle:
-    """Keeps the trips of one engine. `lock` guards every slot; methods that need it held say so."""
+    """The transfers of one engine. `lock` guards each of them; methods that need it held say so."""
 
     def __init__(self, pool: Pool, streams: Streams, stats: Stats) -> None:
         self.lock = threading.RLock()
-        self.slots = TransferTable()
+        self.table = TransferTable()
         self.store: Store | None = None
         self._pool = pool
         self._streams = streams
         self._stats = stats
-        self._limbo: list[tuple[Event, Tensor]] = []
+        self._pending_frees: list[tuple[Event, Tensor]] = []
         self._failures: deque[str] = deque()
         self._planned_bytes = dict.fromkeys(Use, 0)  # the largest buffer that a plan asked for
         self._write_failure: str | None = None  # of the last write that ended, if it failed
@@ -55,54 +55,60 @@ class TripLifecycle:
         return self.store
 
     def begin(self, src: Tensor, layout: Layout, label: str, tier: Tier, buffer: Buffer) -> ActiveTransfer:
-        """Issue the copy of `src` to its buffer; return the trip that begins so. Lock held."""
+        """Issue the copy of `src` to its buffer; return the transfer. Lock held."""
         source, after = raw_bytes(src), (self._streams.record_compute(), *buffer.after)
         copied_out = self._streams.copy(Lane.OUT, buffer.memory[: layout.nbytes], source, after)
         buffer.after = (copied_out,)
-        return ActiveTransfer(self.slots.next_key(), label, tier, layout, copied_out, source, buffer)
+        return ActiveTransfer(self.table.next_key(), label, tier, layout, copied_out, source, buffer)
 
-    def start_write(self, slot: ActiveTransfer, buffer: Buffer, extent: Extent) -> None:
+    def start_write(self, transfer: ActiveTransfer, buffer: Buffer, extent: Extent) -> None:
         """Let a worker write the buffer once its copy out has landed. Lock held."""
         with contextlib.ExitStack() as undo:
-            self._pool.hold(buffer)
-            undo.callback(self._pool.give_back, buffer)
-            slot.written = self._writers.submit(self._write, slot, buffer, extent)
-            slot.writing = True
+            self._pool.retain(buffer)
+            undo.callback(self._pool.release, buffer)
+            transfer.written = self._writers.submit(self._write, transfer, buffer, extent)
+            transfer.writing = True
             undo.pop_all()
 
-    def bring(self, slot: ActiveTransfer, dst: Tensor, allocated: Event) -> None:
+    def start_copy_in(self, transfer: ActiveTransfer, dst: Tensor, allocated: Event) -> None:
         """Issue the copy in from where the value is: the buffer, even while it is written, or the disk. Lock held."""
-        if (buffer := slot.buffer) is not None:
-            after = (allocated, slot.copied_out)
-            slot.copied_in = self._streams.copy(Lane.IN, raw_bytes(dst), buffer.memory[: slot.layout.nbytes], after)
-            buffer.after = (slot.copied_out, slot.copied_in)
-            self._leave_buffer(slot, buffer)
+        if (buffer := transfer.buffer) is not None:
+            after = (allocated, transfer.copied_out)
+            transfer.copied_in = self._streams.copy(
+                Lane.IN, raw_bytes(dst), buffer.memory[: transfer.layout.nbytes], after
+            )
+            buffer.after = (transfer.copied_out, transfer.copied_in)
+            self._end_use(transfer, buffer)
         else:
-            assert slot.extent is not None
-            self._issue_later(self._readers, slot, partial(self._read, slot, slot.extent, dst, allocated))
-        slot.dst = dst
+            assert transfer.extent is not None
+            self._issue_later(self._readers, transfer, partial(self._read, transfer, transfer.extent, dst, allocated))
+        transfer.dst = dst
 
-    def bring_later(self, slot: ActiveTransfer, dst: Tensor, issue: Callable[[], Event]) -> None:
-        """Have a thread `issue` the copy to `dst`, which may block first; it returns the copy's event. Lock held."""
-        self._issue_later(self._fetchers, slot, issue)
-        slot.dst = dst
+    def start_copy_in_later(self, transfer: ActiveTransfer, dst: Tensor, issue: Callable[[], Event]) -> None:
+        """Let a thread `issue` the copy to `dst` and return its event; it may block first. Lock held."""
+        self._issue_later(self._fetchers, transfer, issue)
+        transfer.dst = dst
 
-    def arrived(self, slot: ActiveTransfer) -> bool:
-        """Say whether the value is on the device already, well or not: then nobody needs to wait for it. Lock held."""
-        return (slot.read is None or slot.read.done()) and slot.copied_in is not None and slot.copied_in.query()
+    def arrived(self, transfer: ActiveTransfer) -> bool:
+        """Return whether the copy in is over, well or not: then nobody needs to wait for it. Lock held."""
+        return (
+            (transfer.read is None or transfer.read.done())
+            and transfer.copied_in is not None
+            and transfer.copied_in.query()
+        )
 
     def reserve(self, classes: Sequence[PoolClass], use: Use) -> None:
         """Hold at least these buffers; raises `BudgetError` when the host budget does not allow it."""
         self._pool.reserve(classes, use)
         self._planned_bytes[use] = max((each.nbytes for each in classes), default=0) or self._planned_bytes[use]
 
-    def lend(self, nbytes: int, use: Use, label: str) -> Buffer:
-        """Lend a buffer, as `Pool.lend`; the errors say for what, and why there is none.
+    def acquire(self, nbytes: int, use: Use, label: str) -> Buffer:
+        """Acquire a buffer, as `Pool.acquire` does; the errors say for what, and why there is none.
 
         Raises `BudgetError`, or `StoreError` where failed writes keep the staging buffers.
         """
         try:
-            return self._pool.lend(nbytes, use)
+            return self._pool.acquire(nbytes, use)
         except BudgetError as error:
             failure, planned_bytes = self._write_failure, self._planned_bytes[use]
             if use is Use.STAGING and failure is not None:
@@ -112,36 +118,36 @@ class TripLifecycle:
                     f"The plan's largest is {planned_bytes} bytes: a shape has grown; compile for the largest first."
                 )
             else:
-                cause = f"{len(self.slots)} trips are under way, of another region or of forwards before this one."
-            raise BudgetError(f"{label} ({nbytes} bytes) cannot travel: {error}\n  {cause}") from error
+                cause = f"{len(self.table)} transfers are under way, of another region or of forwards before this one."
+            raise BudgetError(f"{label} ({nbytes} bytes) cannot be offloaded: {error}\n  {cause}") from error
 
-    def finish_read(self, slot: ActiveTransfer) -> None:
+    def finish_read(self, transfer: ActiveTransfer) -> None:
         """Block until the copy in was issued; raises what stopped it. Lock not held."""
-        if slot.read is None:
+        if transfer.read is None:
             return
         try:
-            error = slot.read.exception()
+            error = transfer.read.exception()
         except CancelledError:
-            raise TencacheError(f"the engine was closed while {slot.label} was on its way back.") from None
+            raise TencacheError(f"the engine was closed while {transfer.label} was being prefetched.") from None
         if error is None:
             return
         with self.lock:
-            slot.stage, slot.dst = Stage.BACK, None
+            transfer.stage, transfer.dst = Stage.ENDED, None
         # A new exception, because its traceback will hold the caller's ticket, and the slot holds the old one.
         if isinstance(error, TencacheError):
             raise type(error)(*error.args) from error
-        raise InvariantError(f"{slot.label} could not be brought back: {error!r}.") from error
+        raise InvariantError(f"{transfer.label} could not be prefetched: {error!r}.") from error
 
     def drain(self) -> None:
-        """Give back what dead handles and tickets owned; warn, once, if a write failed meanwhile. Lock not held."""
-        if not (self.slots.any_dead or self._limbo or self._failures):
+        """Release what dead handles and tickets owned; warn, once, if a write failed meanwhile. Lock not held."""
+        if not (self.table.any_dead or self._pending_frees or self._failures):
             return
         with self.lock:
-            while dead := self.slots.pop_dead():
-                slot, owner = dead
-                if slot.stage is (Stage.AWAY if owner == "handle" else Stage.COMING):
-                    self._drop(slot)
-            self._limbo = [(event, tensor) for event, tensor in self._limbo if not event.query()]
+            while dead := self.table.pop_dead():
+                transfer, owner = dead
+                if transfer.stage is (Stage.OFFLOADED if owner == "handle" else Stage.PREFETCHING):
+                    self._drop(transfer)
+            self._pending_frees = [(event, tensor) for event, tensor in self._pending_frees if not event.query()]
         while self._failures:
             message = self._failures.popleft()
             if not self._warned:
@@ -155,17 +161,17 @@ class TripLifecycle:
         self._fetchers.shutdown(wait=True, cancel_futures=True)
 
     def forget(self) -> None:
-        """Let go of every trip. All copies must be over."""
+        """Forget every transfer. All copies must be over."""
         with self.lock:
-            self.slots.clear()
-            self._limbo.clear()
+            self.table.clear()
+            self._pending_frees.clear()
 
-    def _write(self, slot: ActiveTransfer, buffer: Buffer, extent: Extent) -> None:
-        """Write a buffer once its copy out has landed. If that fails the value stays where it is."""
-        failure = f"the copy of {slot.label} to host memory failed, so it was not written to disk."
+    def _write(self, transfer: ActiveTransfer, buffer: Buffer, extent: Extent) -> None:
+        """Write a buffer once its copy out has landed. If that fails the buffer keeps the value."""
+        failure = f"the copy of {transfer.label} to host memory failed, so it was not written to disk."
         done = False
         try:
-            slot.copied_out.synchronize()
+            transfer.copied_out.synchronize()
             self.need_store().write(extent, buffer.view)
             done = True
             self._stats.add(disk_write_bytes=extent.nbytes)
@@ -177,38 +183,38 @@ class TripLifecycle:
                 self._failures.append(f"{failure} The run goes on, slower: such values stay in host memory.")
                 self._stats.add(disk_write_failures=1)
             with self.lock:
-                slot.writing = False
-                if slot.stage is Stage.AWAY and done:
-                    slot.buffer = None
-                    self._pool.give_back(buffer)
+                transfer.writing = False
+                if transfer.stage is Stage.OFFLOADED and done:
+                    transfer.buffer = None
+                    self._pool.release(buffer)
                 else:
-                    self._free_extent(slot)
-                if slot.stage is Stage.AWAY and not done:
-                    self._pool.park(buffer)
-                self._pool.give_back(buffer)
+                    self._free_extent(transfer)
+                if transfer.stage is Stage.OFFLOADED and not done:
+                    self._pool.mark_stuck(buffer)
+                self._pool.release(buffer)
 
-    def _issue_later(self, threads: ThreadPoolExecutor, slot: ActiveTransfer, issue: Callable[[], Event]) -> None:
-        slot.read = threads.submit(self._issue, slot, issue)
-        slot.reading = True
+    def _issue_later(self, threads: ThreadPoolExecutor, transfer: ActiveTransfer, issue: Callable[[], Event]) -> None:
+        transfer.read = threads.submit(self._issue, transfer, issue)
+        transfer.reading = True
 
-    def _issue(self, slot: ActiveTransfer, issue: Callable[[], Event]) -> None:
+    def _issue(self, transfer: ActiveTransfer, issue: Callable[[], Event]) -> None:
         """Issue the copy in; nothing is read any more from here on."""
         copied_in = None
         try:
             copied_in = issue()
         finally:
             with self.lock:
-                slot.reading = False
-                slot.copied_in = copied_in
-                self._free_extent(slot)
-                if slot.stage is Stage.DROPPED:
-                    self._abandon(slot)
+                transfer.reading = False
+                transfer.copied_in = copied_in
+                self._free_extent(transfer)
+                if transfer.stage is Stage.DROPPED:
+                    self._free_later(transfer)
 
-    def _read(self, slot: ActiveTransfer, extent: Extent, dst: Tensor, allocated: Event) -> Event:
+    def _read(self, transfer: ActiveTransfer, extent: Extent, dst: Tensor, allocated: Event) -> Event:
         """Read an extent into a staging buffer and issue the copy in; return its event."""
-        buffer = self.lend(extent.nbytes, Use.STAGING, slot.label)
+        buffer = self.acquire(extent.nbytes, Use.STAGING, transfer.label)
         try:
-            self._streams.settle(buffer.after)
+            self._streams.wait_host(buffer.after)
             buffer.after = ()
             self.need_store().read(extent, buffer.view)
             self._stats.add(disk_read_bytes=extent.nbytes)
@@ -216,40 +222,40 @@ class TripLifecycle:
             buffer.after = (copied_in,)
             return copied_in
         finally:
-            self._pool.give_back(buffer)
+            self._pool.release(buffer)
 
-    def _leave_buffer(self, slot: ActiveTransfer, buffer: Buffer) -> None:
-        """End the trip's hold; a write that has not begun is not needed any more."""
-        slot.buffer = None
-        if slot.writing and slot.written is not None and slot.written.cancel():
-            slot.writing = False
-            self._pool.give_back(buffer)
-        if not slot.writing:
-            self._free_extent(slot)
-        self._pool.give_back(buffer)
+    def _end_use(self, transfer: ActiveTransfer, buffer: Buffer) -> None:
+        """Release the transfer's buffer; a write that has not begun is not needed any more."""
+        transfer.buffer = None
+        if transfer.writing and transfer.written is not None and transfer.written.cancel():
+            transfer.writing = False
+            self._pool.release(buffer)
+        if not transfer.writing:
+            self._free_extent(transfer)
+        self._pool.release(buffer)
 
-    def _free_extent(self, slot: ActiveTransfer) -> None:
-        if slot.extent is not None:
-            self.need_store().free(slot.extent)
-            slot.extent = None
+    def _free_extent(self, transfer: ActiveTransfer) -> None:
+        if transfer.extent is not None:
+            self.need_store().free(transfer.extent)
+            transfer.extent = None
 
-    def _drop(self, slot: ActiveTransfer) -> None:
-        """End a trip whose owner died. A read or write that runs sees `DROPPED` when it ends."""
-        stage, slot.stage, slot.payload = slot.stage, Stage.DROPPED, None
+    def _drop(self, transfer: ActiveTransfer) -> None:
+        """End a transfer whose owner died. A read or write that runs sees `DROPPED` when it ends."""
+        stage, transfer.stage, transfer.payload = transfer.stage, Stage.DROPPED, None
         self._stats.add(dropped=1)
-        if slot.src is not None:
-            self._limbo.append((slot.copied_out, slot.src))
-            slot.src = None
-        if stage is Stage.AWAY and slot.buffer is not None:
-            self._leave_buffer(slot, slot.buffer)
-        elif slot.reading and slot.read is not None and slot.read.cancel():
-            slot.reading = False
-        if not slot.reading:
-            self._abandon(slot)
-            if not slot.writing:
-                self._free_extent(slot)
+        if transfer.src is not None:
+            self._pending_frees.append((transfer.copied_out, transfer.src))
+            transfer.src = None
+        if stage is Stage.OFFLOADED and transfer.buffer is not None:
+            self._end_use(transfer, transfer.buffer)
+        elif transfer.reading and transfer.read is not None and transfer.read.cancel():
+            transfer.reading = False
+        if not transfer.reading:
+            self._free_later(transfer)
+            if not transfer.writing:
+                self._free_extent(transfer)
 
-    def _abandon(self, slot: ActiveTransfer) -> None:
-        if slot.dst is not None and slot.copied_in is not None:
-            self._limbo.append((slot.copied_in, slot.dst))
-        slot.dst = None
+    def _free_later(self, transfer: ActiveTransfer) -> None:
+        if transfer.dst is not None and transfer.copied_in is not None:
+            self._pending_frees.append((transfer.copied_in, transfer.dst))
+        transfer.dst = None

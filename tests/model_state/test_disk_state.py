@@ -123,7 +123,7 @@ def test_a_piece_that_cannot_be_read_is_named_by_whoever_reads_the_parameter(tmp
     with pytest.raises(InvariantError, match="could not be updated.*go back to a checkpoint"):
         train(model, run, optimizer, range(1, 3))
     for home in parameters_of(engine):
-        home.wait()  # an update that has yet to read would find a disk that works again
+        home.join_update()  # an update that has yet to read would find a disk that works again
     io.read_errors = []
     with pytest.warns(UserWarning, match="could not be updated"):
         tencache_fx.close()

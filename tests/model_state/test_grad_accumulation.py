@@ -18,13 +18,13 @@ from tencache_fx.model_state import host_gradient
 from tencache_fx.model_state.grad_accumulation import kernel_of
 from tencache_fx.model_state.host_gradient import HostGradient
 from tencache_fx.model_state.parameter_store import parameters_of
-from tencache_fx.model_state.update import send_home
+from tencache_fx.model_state.update import send_to_host
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.plan import PoolClass
-from tencache_fx.runtime.buffers import PAGE_BYTES, Use
+from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import engines
-from tencache_fx.units import round_up
+from tencache_fx.units import PAGE_BYTES, round_up
 
 COUNT = 3000
 
@@ -67,22 +67,22 @@ def numbers(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_sum_and_its_norm_are_those_of_torch(engine: Engine, dtype: torch.dtype) -> None:
-    gradient, expected = send_home(engine, numbers(0, dtype)), numbers(0, dtype)
+    gradient, expected = send_to_host(engine, numbers(0, dtype)), numbers(0, dtype)
     for seed in (1, 2, 3):
-        gradient.add_(send_home(engine, numbers(seed, dtype)))
+        gradient.add_(send_to_host(engine, numbers(seed, dtype)))
         expected.add_(numbers(seed, dtype))
     norm = expected.double().norm()
-    torch.testing.assert_close(gradient.lease.norm(), norm.float(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(gradient.buffer.norm(), norm.float(), rtol=1e-3, atol=0)
     assert torch.equal(gradient.clone(), expected)
 
 
 def test_a_sum_beyond_the_largest_number_has_no_finite_norm(engine: Engine) -> None:
-    gradient = send_home(engine, torch.full((8,), 40000.0, dtype=torch.float16))
-    gradient.add_(send_home(engine, torch.full((8,), 25500.0, dtype=torch.float16)))
+    gradient = send_to_host(engine, torch.full((8,), 40000.0, dtype=torch.float16))
+    gradient.add_(send_to_host(engine, torch.full((8,), 25500.0, dtype=torch.float16)))
     norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
     assert norm.isfinite()
     assert gradient.clone().isfinite().all()
-    gradient.add_(send_home(engine, torch.full((8,), 100.0, dtype=torch.float16)))
+    gradient.add_(send_to_host(engine, torch.full((8,), 100.0, dtype=torch.float16)))
     assert gradient.clone().isinf().all()
     assert torch.linalg.vector_norm(gradient, dtype=torch.float32).isinf()
 
@@ -99,9 +99,9 @@ def other_default(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_the_norm_does_not_depend_on_the_default_dtype(engine: Engine) -> None:
     kernel_of.cache_clear()
     first, second = numbers(0, torch.float32), numbers(1, torch.float32)
-    gradient = send_home(engine, first.clone())
-    gradient.add_(send_home(engine, second.clone()))
-    torch.testing.assert_close(gradient.lease.norm(), (first + second).norm(), rtol=1e-3, atol=0)
+    gradient = send_to_host(engine, first.clone())
+    gradient.add_(send_to_host(engine, second.clone()))
+    torch.testing.assert_close(gradient.buffer.norm(), (first + second).norm(), rtol=1e-3, atol=0)
 
 
 def test_the_kernel_is_one_of_the_cpu_whatever_the_default_device() -> None:
@@ -122,10 +122,10 @@ def test_the_kernel_is_compiled_whatever_the_stance() -> None:
 
 
 def test_norms_of_many_equal_numbers(engine: Engine) -> None:
-    gradient = send_home(engine, torch.full((1 << 22,), 0.1))
-    assert gradient.lease.norm().item() == pytest.approx(0.1 * 2**11, rel=1e-6)
+    gradient = send_to_host(engine, torch.full((1 << 22,), 0.1))
+    assert gradient.buffer.norm().item() == pytest.approx(0.1 * 2**11, rel=1e-6)
     gradient.add_(torch.full((1 << 22,), 0.2))
-    assert gradient.lease.norm().item() == pytest.approx(0.3 * 2**11, rel=1e-6)
+    assert gradient.buffer.norm().item() == pytest.approx(0.3 * 2**11, rel=1e-6)
 
 
 def test_buffers_to_be_reserved_wait_for_additions(
@@ -140,35 +140,35 @@ def test_buffers_to_be_reserved_wait_for_additions(
         return kernel(value, more)
 
     monkeypatch.setattr(host_gradient, "kernel_of", lambda _: late)
-    gradient = send_home(engine, numbers(0))
-    gradient.add_(send_home(engine, numbers(1)))
+    gradient = send_to_host(engine, numbers(0))
+    gradient.add_(send_to_host(engine, numbers(1)))
     engine.reserve(pool=[PoolClass(nbytes=4 * COUNT, count=1)], staging=[], disk_bytes=0)
     torch.testing.assert_close(gradient.clone(), numbers(0) + numbers(1))
 
 
 def test_a_double_has_the_range_of_one(engine: Engine) -> None:
-    gradient = send_home(engine, torch.full((4,), 1e25, dtype=torch.float64))
-    gradient.add_(send_home(engine, torch.full((4,), 1e25, dtype=torch.float64)))
+    gradient = send_to_host(engine, torch.full((4,), 1e25, dtype=torch.float64))
+    gradient.add_(send_to_host(engine, torch.full((4,), 1e25, dtype=torch.float64)))
     torch.testing.assert_close(torch.linalg.vector_norm(gradient).item(), 4e25)
 
 
 def test_a_state_takes_the_place_of_what_is_being_added(new_engine: Callable[..., Engine], gate: Gate) -> None:
     """The budget has room for a sum and the state, once what is added is gone; a step follows at once."""
     engine = new_engine(host_budget_bytes=3 * round_up(4 * COUNT, PAGE_BYTES))
-    gradient = send_home(engine, numbers(0))
-    gradient.add_(send_home(engine, numbers(1)))
+    gradient = send_to_host(engine, numbers(0))
+    gradient.add_(send_to_host(engine, numbers(1)))
     threading.Timer(0.2, gate.opened.set).start()
-    state = engine.object_buffers.lend_settled(8 * COUNT, Use.STATE)
+    state = engine.object_buffers.acquire_settled(8 * COUNT, Use.STATE)
     torch.testing.assert_close(gradient.clone(), numbers(0) + numbers(1))
-    engine.pool.give_back(state)
+    engine.pool.release(state)
 
 
 def test_nobody_waits_for_an_addition_but_who_reads(engine: Engine, gate: Gate) -> None:
-    gradient, more = send_home(engine, numbers(0)), send_home(engine, numbers(1))
+    gradient, more = send_to_host(engine, numbers(0)), send_to_host(engine, numbers(1))
     gradient.add_(more)
-    gradient.add_(send_home(engine, numbers(2)))
+    gradient.add_(send_to_host(engine, numbers(2)))
     gradient.mul_(0.5)
-    assert not gradient.lease.has_landed
+    assert not gradient.buffer.has_landed
     threading.Timer(0.2, gate.opened.set).start()
     norm = torch.linalg.vector_norm(gradient)
     assert gate.opened.is_set()
@@ -179,7 +179,7 @@ def test_nobody_waits_for_an_addition_but_who_reads(engine: Engine, gate: Gate) 
 
 
 def test_what_is_being_added_is_not_changed_meanwhile(engine: Engine, gate: Gate) -> None:
-    gradient, more = send_home(engine, numbers(0)), send_home(engine, numbers(1))
+    gradient, more = send_to_host(engine, numbers(0)), send_to_host(engine, numbers(1))
     gradient.add_(more)
     threading.Timer(0.2, gate.opened.set).start()
     more.mul_(3)
@@ -190,9 +190,9 @@ def test_what_is_being_added_is_not_changed_meanwhile(engine: Engine, gate: Gate
 
 
 def test_an_addition_keeps_what_it_needs(engine: Engine, gate: Gate) -> None:
-    gradient = send_home(engine, numbers(0))
-    gradient.add_(send_home(engine, numbers(1)))
-    others = [send_home(engine, numbers(seed)) for seed in range(2, 6)]
+    gradient = send_to_host(engine, numbers(0))
+    gradient.add_(send_to_host(engine, numbers(1)))
+    others = [send_to_host(engine, numbers(seed)) for seed in range(2, 6)]
     lent = engine.stats.take()["host_lent_bytes"]
     gate.opened.set()
     torch.testing.assert_close(gradient.clone(), numbers(0) + numbers(1))
@@ -202,8 +202,8 @@ def test_an_addition_keeps_what_it_needs(engine: Engine, gate: Gate) -> None:
 
 
 def test_an_addition_outlives_its_gradient(engine: Engine, gate: Gate) -> None:
-    gradient = send_home(engine, numbers(0))
-    gradient.add_(send_home(engine, numbers(1)))
+    gradient = send_to_host(engine, numbers(0))
+    gradient.add_(send_to_host(engine, numbers(1)))
     del gradient
     assert engine.stats.take()["host_lent_bytes"] > 0
     gate.opened.set()
@@ -221,10 +221,10 @@ def test_new_gradients_take_the_place_of_those_being_added(
         return kernel(value, more)
 
     monkeypatch.setattr(host_gradient, "kernel_of", lambda _: late)
-    sums = [send_home(engine, numbers(seed)) for seed in range(4)]
+    sums = [send_to_host(engine, numbers(seed)) for seed in range(4)]
     held_bytes = engine.pool.allocated_bytes
     for part in range(1, 4):
-        more = [send_home(engine, numbers(seed + part)) for seed in range(4)]
+        more = [send_to_host(engine, numbers(seed + part)) for seed in range(4)]
         for gradient, other in zip(sums, more, strict=True):
             gradient.add_(other)
         del more, other
@@ -237,7 +237,7 @@ def test_an_addition_that_fails_is_raised_by_whoever_reads(engine: Engine, monke
     def failing(value: Tensor, more: Tensor) -> Tensor:
         raise RuntimeError("injected")
 
-    gradient, more = send_home(engine, numbers(0)), send_home(engine, numbers(1))
+    gradient, more = send_to_host(engine, numbers(0)), send_to_host(engine, numbers(1))
     with monkeypatch.context() as patch:
         patch.setattr(host_gradient, "kernel_of", lambda _: failing)
         gradient.add_(more)
@@ -249,7 +249,7 @@ def test_an_addition_that_fails_is_raised_by_whoever_reads(engine: Engine, monke
 
 
 def test_gradients_of_an_engine_that_is_closed_are_added(engine: Engine) -> None:
-    gradient, more = send_home(engine, numbers(0)), send_home(engine, numbers(1))
+    gradient, more = send_to_host(engine, numbers(0)), send_to_host(engine, numbers(1))
     gradient.add_(more)
     engine.close()
     gradient.add_(more)
@@ -275,10 +275,10 @@ ACTIONS = [
 def test_any_use_of_gradients_is_that_of_ordinary_ones(actions: list[str], delay_ms: int) -> None:
     engine = Engine(torch.device("cpu"), host_budget_bytes=1 << 24, streams=FaultyCpuStreams(delay_s=delay_ms / 1000))
     try:
-        sums, others = (numbers(0), send_home(engine, numbers(0))), (numbers(1), send_home(engine, numbers(1)))
+        sums, others = (numbers(0), send_to_host(engine, numbers(0))), (numbers(1), send_to_host(engine, numbers(1)))
         for seed, action in enumerate(actions, start=2):
             if action == "add":
-                others = numbers(seed), send_home(engine, numbers(seed))
+                others = numbers(seed), send_to_host(engine, numbers(seed))
             found = []
             for total, other in zip(sums, others, strict=True):
                 if action == "add plain":

@@ -1,4 +1,4 @@
-"""Models with parameters at home: the same training as without, whatever copies and updates do meanwhile."""
+"""Models with offloaded parameters: the same training as without, whatever copies and updates do meanwhile."""
 
 import io
 from collections.abc import Callable
@@ -15,7 +15,7 @@ import tencache_fx
 from tencache_fx.api import regions
 from tencache_fx.errors import BudgetError, InvariantError, OptionError, UsageError
 from tencache_fx.model_state.host_gradient import HostGradient
-from tencache_fx.model_state.parameter_store import find_home, parameters_of
+from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.update import ParameterUpdate
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.liveness import live_bytes
@@ -135,8 +135,8 @@ def test_summoned_parameters_can_be_read_and_changed() -> None:
     with tencache_fx.summon(model, write=False), torch.no_grad():
         parameter.zero_()
     assert torch.equal(weights(model)["1.into.weight"], before * 2)
-    assert not find_home(parameter).on_device
-    with pytest.raises(UsageError, match="no parameter of this model has a home"), tencache_fx.summon(network()):
+    assert not find_offloaded(parameter).on_device
+    with pytest.raises(UsageError, match="no parameter of this model is offloaded"), tencache_fx.summon(network()):
         pass
 
 
@@ -193,7 +193,7 @@ def test_homes_that_leave_no_plan_are_refused_at_each_call() -> None:
     finally:
         tencache_fx.configure(reset=True)
     for _ in range(2):  # what was compiled before would read parameters that are not there
-        with pytest.raises(BudgetError, match="gradients at home"):
+        with pytest.raises(BudgetError, match="gradients in host memory"):
             run(batch(0))
 
 
@@ -217,7 +217,7 @@ def test_a_model_on_meta_is_made_module_by_module() -> None:
 def test_host_memory_too_small_for_it_is_refused() -> None:
     tencache_fx.configure(host_budget="200kB")
     try:
-        with pytest.raises(BudgetError, match="parameters at home"):
+        with pytest.raises(BudgetError, match="offloaded parameters"):
             tencache_fx.offload(network())
     finally:
         tencache_fx.configure(reset=True)
@@ -361,14 +361,14 @@ def test_what_reads_a_parameter_that_stays_waits_for_its_late_copy(new_engine: C
 def test_an_optimizer_that_knows_no_homes_is_refused_unless_parameters_are_summoned() -> None:
     parameter, gradient = home_gradient()
     optimizer = torch.optim.SGD([parameter], lr=0.5)
-    with pytest.raises(UsageError, match="SGD would update weight, whose home is in host memory"):
+    with pytest.raises(UsageError, match="SGD would update weight, which is offloaded to host memory"):
         optimizer.step()
-    before = find_home(parameter).host.clone()
+    before = find_offloaded(parameter).host.clone()
     holder = nn.Module()
     holder.register_parameter("weight", parameter)
     with tencache_fx.summon(holder):
         optimizer.step()
-    torch.testing.assert_close(find_home(parameter).host, before - 0.5 * gradient)
+    torch.testing.assert_close(find_offloaded(parameter).host, before - 0.5 * gradient)
 
 
 def test_writes_through_views_of_a_gradient_count() -> None:
@@ -379,7 +379,7 @@ def test_writes_through_views_of_a_gradient_count() -> None:
     expected.view(-1)[-1] = 7
     torch.testing.assert_close(nn.utils.clip_grad_norm_([parameter], 0.5), expected.norm())
     expected.mul_(0.5 / (expected.norm() + 1e-6))
-    torch.testing.assert_close(parameter.grad.lease.host(), expected)
+    torch.testing.assert_close(parameter.grad.buffer.host(), expected)
 
 
 def test_a_saved_state_outlives_its_model() -> None:

@@ -1,4 +1,4 @@
-"""Models with parameters at home on a CUDA device: the same training as on the device, inside the budget."""
+"""Models with offloaded parameters on a CUDA device: the same training as on the device, inside the budget."""
 
 import gc
 from collections.abc import Iterator

@@ -11,7 +11,7 @@ from torch import nn
 import tencache_fx
 from tencache_fx.errors import OptionError
 from tencache_fx.model_state import modules, offloading
-from tencache_fx.model_state.parameter_store import find_home, parameters_of
+from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine_registry import engines
 
@@ -187,7 +187,7 @@ def test_what_a_frozen_model_trains_stays_with_all_that_belongs_to_it(
 def test_what_is_trained_has_a_home_if_it_is_more_than_a_few() -> None:
     model = tencache_fx.offload(adapted(HIDDEN + 8), "cpu")
     assert len(parameters_of(engines()[0])) == 32
-    assert not find_home(model[1].weight).on_device
+    assert not find_offloaded(model[1].weight).on_device
 
 
 def test_a_new_head_beside_small_matrices_stays() -> None:
@@ -248,7 +248,7 @@ def test_a_module_between_regions_brings_its_own_parameters() -> None:
         return x
 
     for each in model.parameters():
-        if (home := modules.find_home(each)) is not None:
-            home.put_away()
+        if (home := modules.find_offloaded(each)) is not None:
+            home.evict()
     torch.testing.assert_close(run(inputs), expected)
     torch.compiler.reset()

@@ -13,7 +13,7 @@ from harness import EAGER, compiled
 from torch import Tensor, nn
 
 import tencache_fx
-from tencache_fx.model_state.parameter_store import find_home, parameters_of
+from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.update import ParameterUpdate
 from tencache_fx.optim import AdamW
 from tencache_fx.runtime.engine_registry import engines
@@ -58,7 +58,7 @@ def run_of(model: nn.Module, way: str) -> nn.Module:
 
 
 def summoned(model: nn.Module) -> contextlib.AbstractContextManager[object]:
-    at_home = any(find_home(parameter) is not None for parameter in model.parameters())
+    at_home = any(find_offloaded(parameter) is not None for parameter in model.parameters())
     return tencache_fx.summon(model) if at_home else contextlib.nullcontext()
 
 
@@ -207,11 +207,11 @@ def test_what_a_parameter_is_given_stays_its_givers() -> None:
     model = tencache_fx.offload(network())
     averages = {name: value.clone() * 0.5 for name, value in model.state_dict().items()}
     expected = {name: value.clone() for name, value in averages.items()}
-    homes = [find_home(parameter) for parameter in model.parameters()]
+    homes = [find_offloaded(parameter) for parameter in model.parameters()]
     with tencache_fx.summon(model):
         for name, parameter in model.named_parameters():
             parameter.data = averages[name]
-    assert [find_home(parameter) for parameter in model.parameters()] == homes
+    assert [find_offloaded(parameter) for parameter in model.parameters()] == homes
     assert all(torch.equal(averages[name], value) for name, value in expected.items())
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     with tencache_fx.summon(model, write=False):
@@ -227,7 +227,7 @@ def test_a_parameter_of_another_size_gets_another_home() -> None:
         model[2].weight.data = torch.ones(2 * WIDTH, WIDTH)
         model[0].weight.data = model[0].weight.data.t()[:, :WIDTH]  # a view of what it has
         transposed = model[0].weight.data.clone()
-    home = find_home(model[2].weight)
+    home = find_offloaded(model[2].weight)
     assert home is not None
     assert home.host.shape == (2 * WIDTH, WIDTH)
     assert torch.equal(model.state_dict()["2.weight"], torch.ones(2 * WIDTH, WIDTH))
@@ -235,7 +235,7 @@ def test_a_parameter_of_another_size_gets_another_home() -> None:
     assert engine.stats.take()["host_lent_bytes"] == before + WIDTH * WIDTH * 4
     with tencache_fx.summon(model):
         model[2].weight.data = torch.ones(4, WIDTH)  # too small for a home
-    assert find_home(model[2].weight) is None
+    assert find_offloaded(model[2].weight) is None
     assert model[2].weight.sum() == 4 * WIDTH
     assert engine.stats.take()["host_lent_bytes"] == before - WIDTH * WIDTH * 4
 
@@ -377,7 +377,7 @@ def test_an_old_state_dict_is_refused_where_the_device_is_newer() -> None:
         run(torch.randn(8, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert all(home.updated_here for home in parameters_of(engines()[0]))
+    assert all(home.updated_on_device for home in parameters_of(engines()[0]))
     old["0.weight"].zero_()
     with pytest.raises(tencache_fx.UsageError, match=r"0\.weight .* call state_dict\(\) anew"):
         run(torch.randn(8, WIDTH))
@@ -396,8 +396,8 @@ def test_what_stays_may_read_what_is_at_home() -> None:
     model = nn.ModuleList([nn.MultiheadAttention(WIDTH, 4), *(linear() for _ in range(120))]).requires_grad_(False)
     model[0].in_proj_weight.requires_grad_(True)
     tencache_fx.offload(model)
-    assert find_home(model[0].in_proj_weight) is None
-    assert find_home(model[0].out_proj.weight) is not None
+    assert find_offloaded(model[0].in_proj_weight) is None
+    assert find_offloaded(model[0].out_proj.weight) is not None
     x = torch.randn(4, 2, WIDTH)
     model[0](x, x, x)[0].sum().backward()
     assert model[0].in_proj_weight.grad.norm() > 0

@@ -1,4 +1,4 @@
-"""Who reads a parameter at home where nothing is compiled: its module's forward, in any thread; all others are told."""
+"""Who reads an offloaded parameter where nothing is compiled: its module's forward, in any thread; others are told."""
 
 import contextlib
 import copy
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import tencache_fx
 from tencache_fx import compat
 from tencache_fx.errors import UsageError
-from tencache_fx.model_state.parameter_store import find_home, parameters_of
+from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.optim import AdamW
 from tencache_fx.runtime.engine_registry import engines
 
-HINT = r"is at home, in host memory, and nothing has brought it.*summon"
+HINT = r"is offloaded to host memory, and nothing has loaded it.*summon"
 
 
 compiles_in_threads = pytest.mark.skipif(
@@ -158,7 +158,7 @@ def test_a_forward_that_fails_leaves_nothing_behind(where: str) -> None:
     calls: list[int] = []
 
     def fail(*_: object) -> None:
-        calls.append(find_home(model.weight).on_device)
+        calls.append(find_offloaded(model.weight).on_device)
         if len(calls) == 2:
             raise ValueError("injected")
 
@@ -359,5 +359,5 @@ def test_a_forked_child_has_no_homes_and_is_told() -> None:
         told = os.read(reads, 4096).decode()
         os.close(reads)
         os.close(writes)
-        assert "weight is at home in the memory of the process from which" in told
+        assert "weight is offloaded to the memory of the process from which" in told
         assert "spawn" in told

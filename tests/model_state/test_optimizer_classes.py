@@ -131,12 +131,16 @@ def test_steps_are_those_of_the_class(optimizer_class: type[torch.optim.Optimize
     [
         (torch.optim.Muon, {}, "Muon only supports 2D parameters"),
         (torch.optim.Adafactor, {}, "Adafactor does more than arithmetic on single elements"),
-        (torch.optim.LBFGS, {}, "LBFGS cannot update a parameter at home: within a step it calls a closure.*; use an"),
+        (
+            torch.optim.LBFGS,
+            {},
+            "LBFGS cannot update an offloaded parameter: within a step it calls a closure.*; use an",
+        ),
         (int, {}, "optimizer_class is int; give a class of torch.optim.Optimizer, such as torch.optim.SGD"),
         (torch.optim.SGD([nn.Parameter(torch.ones(4))]), {}, "optimizer_class is an object of type SGD; give a class"),
-        (torch.optim.Optimizer, {}, "Optimizer cannot be made with these options: .*; mend them"),
+        (torch.optim.Optimizer, {}, "Optimizer cannot be made with these options: .*; correct them"),
         (torch.optim.SGD, {"lrr": 1}, "SGD has no option lrr; did you mean lr. its options are: lr, momentum, "),
-        (torch.optim.SGD, {"lr": "x"}, "SGD cannot be made with these options: .*'str'.*; mend them"),
+        (torch.optim.SGD, {"lr": "x"}, "SGD cannot be made with these options: .*'str'.*; correct them"),
         (torch.optim.Adam, {"fused": True, "differentiable": True}, "Adam cannot be made with these options: .fused."),
         (torch.optim.SGD, {"lr": -1.0}, "SGD cannot be made with these options: Invalid learning rate"),
         (torch.optim.Adam, {"state_dtype": torch.float16}, "state_dtype is torch.float16; choose"),
@@ -339,7 +343,7 @@ def wants_matrices(self: Other, p: Tensor, g: Tensor, state: dict[str, Any]) -> 
 def test_state_of_a_class_for_matrices_only_is_loaded() -> None:
     optimizer = OffloadedOptimizer([nn.Parameter(torch.ones(3, 3))], other(wants_matrices))
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    with pytest.raises(OptionError, match="cannot update a parameter at home: no matrix"):
+    with pytest.raises(OptionError, match="cannot update an offloaded parameter: no matrix"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
@@ -376,7 +380,7 @@ def hardens(self: Other, p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
         (keeps_one_twice, r"keeps what shares memory.*\(one, two\)"),
         (throws_dice, "more than arithmetic on single elements .*rand"),
         (looks_at_the_size, "depends on a parameter's size"),
-        (hardens, "(?s)cannot update a parameter at home.*hardtanh"),
+        (hardens, "(?s)cannot update an offloaded parameter.*hardtanh"),
     ],
 )
 def test_what_would_go_wrong_later_is_refused_at_once(change: Callable[..., None], message: str) -> None:
@@ -439,7 +443,7 @@ def test_a_step_compiles_one_kernel_whatever_its_numbers() -> None:
         kernels.add(found.kernel)
         scalars, made = dict(found.after), frozenset(rule.arrays(group, 2))
     assert len(kernels) == 1
-    with pytest.raises(OptionError, match="AdamW cannot update a parameter at home: 'step'"):
+    with pytest.raises(OptionError, match="AdamW cannot update an offloaded parameter: 'step'"):
         rule.step(group, 2, {}, made)
 
 

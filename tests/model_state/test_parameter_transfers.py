@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tencache_fx
-from tencache_fx.model_state.parameter_store import find_home
+from tencache_fx.model_state.parameter_store import find_offloaded
 
 
 def network() -> nn.Module:
@@ -28,8 +28,8 @@ def test_what_is_there_already_stays_at_home(move) -> None:
     model = tencache_fx.offload(network())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert move(model) is model
-    assert find_home(model[0].weight) is not None
-    assert not find_home(model[0].weight).on_device
+    assert find_offloaded(model[0].weight) is not None
+    assert not find_offloaded(model[0].weight).on_device
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -48,7 +48,7 @@ def test_what_would_lose_the_bytes_is_refused_before_it_is_done(move) -> None:
     model = tencache_fx.offload(network())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(
-        tencache_fx.UsageError, match=r"weight has its home in host memory.* before tencache_fx\.offload"
+        tencache_fx.UsageError, match=r"weight is offloaded to host memory.* before tencache_fx\.offload"
     ):
         move(model)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -58,7 +58,7 @@ def test_what_would_lose_the_bytes_is_refused_before_it_is_done(move) -> None:
 def test_a_model_in_another_format_may_be_asked_for_it_again() -> None:
     model = tencache_fx.offload(network().to(memory_format=torch.channels_last))
     model.to(memory_format=torch.channels_last)
-    assert find_home(model[1][1].weight) is not None
+    assert find_offloaded(model[1][1].weight) is not None
 
 
 def test_a_model_that_is_summoned_may_be_copied() -> None:

@@ -16,7 +16,7 @@ import tencache_fx
 from tencache_fx.api import regions
 from tencache_fx.errors import InvariantError
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
-from tencache_fx.model_state.parameter_store import find_home, parameters_of
+from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.optim import AdamW
 from tencache_fx.planning import search
 from tencache_fx.planning.parameter_schedule import first_homes, keep_resident, step_ns
@@ -44,7 +44,7 @@ def test_updates_that_stream_through_the_device_are_those_of_the_host(
     assert all(torch.equal(value, after[name]) for name, value in weights(model).items())
     counts = engine.stats.take()
     updated = sum(home.parameter.requires_grad for home in parameters_of(engine))
-    small = sum(parameter.requires_grad and find_home(parameter) is None for parameter in model.parameters())
+    small = sum(parameter.requires_grad and find_offloaded(parameter) is None for parameter in model.parameters())
     assert 6 * small < counts["device_updates"] < counts["updates"] == 6 * (updated + small)
 
 
@@ -56,16 +56,16 @@ def test_with_room_for_it_state_is_on_the_device_and_nothing_travels(now: bool) 
     assert train(model, compiled(model, ROOMY), optimizer, range(3)) == losses[:3]
     (engine,) = engines()
     updated = [home for home in parameters_of(engine) if home.parameter.requires_grad]
-    assert all(home.updated_here for home in updated)
+    assert all(home.updated_on_device for home in updated)
     assert not engine.pool.lent_for(Use.STATE)
     record = regions()[-1]
     state_bytes = sum(6 * home.nbytes for home in updated)
     assert record.problem.outside_bytes - record.captured.outside_bytes == state_bytes
-    assert sum(home.state_here_bytes for home in updated) == state_bytes
+    assert sum(home.device_state_bytes for home in updated) == state_bytes
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     tight = compiled(model, TIGHT_BF16)  # another region that has no room for it: it goes home, and the run goes on
     assert train(model, tight, optimizer, range(3, 6)) == losses[3:]
-    assert not any(home.updated_here for home in updated if home.name not in regions()[-1].plan.updated_here)
+    assert not any(home.updated_on_device for home in updated if home.name not in regions()[-1].plan.updated_here)
     assert engine.pool.lent_for(Use.STATE)
     assert not torch.equal(saved["1.into.weight"], weights(model)["1.into.weight"])
     assert all(torch.equal(value, after[name]) for name, value in weights(model).items())
@@ -73,7 +73,7 @@ def test_with_room_for_it_state_is_on_the_device_and_nothing_travels(now: bool) 
 
 def test_nothing_of_it_is_on_the_device_between_steps() -> None:
     model = tencache_fx.offload(network())
-    homes = [home for p in model.parameters() if (home := find_home(p)) is not None]
+    homes = [home for p in model.parameters() if (home := find_offloaded(p)) is not None]
     assert len(homes) == 1 + 3 * 2
     assert not any(home.on_device for home in homes)
     optimizer = AdamW(model.parameters())
@@ -103,7 +103,7 @@ def test_with_room_parameters_stay_and_are_not_copied_in() -> None:
     optimizer.state_dict()  # waits for updates under way
     (engine,) = engines()
     assert all(home.on_device for home in parameters_of(engine))
-    assert not any(home.updated_here for home in parameters_of(engine))
+    assert not any(home.updated_on_device for home in parameters_of(engine))
     updated = sum(home.nbytes for home in parameters_of(engine) if home.parameter.requires_grad)
     assert engine.stats.take()["h2d_bytes"] == 2 * updated  # once after each update, and not for reading
     with torch.no_grad():  # a region that has no room takes them away again, for as long as it runs
@@ -158,7 +158,7 @@ def test_a_plan_with_less_room_takes_the_state_off_the_device_before_it_runs() -
     seen = []
 
     def look(*_: object) -> None:
-        seen.append((sum(home.updated_here for home in homes), sum(home.state_here_bytes for home in homes)))
+        seen.append((sum(home.updated_on_device for home in homes), sum(home.device_state_bytes for home in homes)))
 
     model[2].norm.weight.register_hook(look)
     for rows in (8, 8, 700, 700):
@@ -179,7 +179,7 @@ def test_updates_that_run_by_themselves_are_begun_first(monkeypatch: pytest.Monk
     run, begin = torch.compile(model, backend="tencache", options=options), AdamW._update
 
     def note(self: AdamW, parameter: Tensor, home: OffloadedParameter, gradient: Tensor) -> None:
-        begun.append(home.updated_here)
+        begun.append(home.updated_on_device)
         begin(self, parameter, home, gradient)
 
     monkeypatch.setattr(AdamW, "_update", note)

@@ -13,7 +13,7 @@ import tencache_fx
 from tencache_fx.api import regions
 from tencache_fx.errors import InvariantError
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
-from tencache_fx.ops import RENEW, SETTLE, SINK, key_tensor
+from tencache_fx.ops import OFFLOAD_GRAD, REFRESH_PARAM, SYNC_PARAM, key_tensor
 from tencache_fx.optim import AdamW
 from tencache_fx.passes.verify_parameters import check_homes
 from tencache_fx.runtime.engine_registry import install_engine
@@ -44,13 +44,13 @@ def network() -> nn.Module:
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_each_is_renewed_behind_its_last_reader(monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
     known: dict[str, list[bool]] = {}
-    end = OffloadedParameter.end_readers
+    end = OffloadedParameter.set_readers
 
     def noting(home: OffloadedParameter, readers: Event) -> int:
-        known.setdefault(home.name, []).append(home._readers is not None)
+        known.setdefault(home.name, []).append(home._update.readers is not None)
         return end(home, readers)
 
-    monkeypatch.setattr(OffloadedParameter, "end_readers", noting)
+    monkeypatch.setattr(OffloadedParameter, "set_readers", noting)
     expected = train(tencache_fx.offload(network()), compiler=compiler, now=False)
     assert not known
     torch.compiler.reset()
@@ -60,7 +60,7 @@ def test_each_is_renewed_behind_its_last_reader(monkeypatch: pytest.MonkeyPatch,
     assert all(found == [False, True] * 3 for found in known.values())  # the first step does not know the optimizer yet
     (backward,) = (listing for listing in regions()[-1].listings if listing.phase == "backward")
     rows = list(backward.nodes)
-    renewals = [row for row in rows if row.name.startswith("renew_")]
+    renewals = [row for row in rows if row.name.startswith("refresh_param_")]
     readers = [row for row in rows if "mm" in row.target]
     assert len(renewals) == 6
     assert rows.index(renewals[0]) < rows.index(readers[-1])  # while others are read still
@@ -83,13 +83,13 @@ def graph_of(*ops: str) -> fx.Graph:
     for node, value in zip(inputs, (weight, gradient), strict=True):
         node.meta["val"] = value
     made = []
-    for op in ("settle", *ops):
+    for op in ("sync_param", *ops):
         if op == "read":
             node = graph.call_function(torch.ops.aten.mm.default, (inputs[1], inputs[0]))
             node.meta["val"] = torch.ones(2, 2)
         else:
-            target = {"settle": SETTLE, "renew": RENEW, "sink": SINK}[op]
-            args = (inputs[1], 0, "change", "weight") if op == "sink" else (inputs[0], 0, "weight")
+            target = {"sync_param": SYNC_PARAM, "refresh_param": REFRESH_PARAM, "offload_grad": OFFLOAD_GRAD}[op]
+            args = (inputs[1], 0, "change", "weight") if op == "offload_grad" else (inputs[0], 0, "weight")
             node = graph.call_function(target, args)
             node.meta["val"] = key_tensor()
         made.append(node)
@@ -103,11 +103,11 @@ def check(*ops: str) -> None:
 
 
 def test_what_reads_a_parameter_behind_its_renewal_is_found() -> None:
-    check("read", "sink", "read", "renew")
+    check("read", "offload_grad", "read", "refresh_param")
     with pytest.raises(InvariantError, match=r"renewals: mm_default reads weight, which is renewed before it"):
-        check("sink", "renew", "read")
-    with pytest.raises(InvariantError, match="renewals: renew.* stands before the beginning of an update"):
-        check("read", "renew", "sink")
+        check("offload_grad", "refresh_param", "read")
+    with pytest.raises(InvariantError, match="renewals: refresh_param.* stands before the beginning of an update"):
+        check("read", "refresh_param", "offload_grad")
 
 
 def test_gradients_that_one_op_makes_leave_each_by_itself() -> None:

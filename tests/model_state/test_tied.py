@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import tencache_fx
 from tencache_fx.api import regions
+from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.problem import Kind
 from tencache_fx.records import RegionRecord
@@ -25,6 +26,23 @@ def network(blocks: int = 8) -> nn.Module:
     model = nn.Sequential(nn.Embedding(WORDS, HIDDEN), *stack, nn.Linear(HIDDEN, WORDS, bias=False))
     model[-1].weight = model[0].weight
     return model
+
+
+class Borrower(nn.Module):
+    """A module that has a parameter of a module below it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.weight = self.inner.weight
+
+
+def test_a_parameter_of_a_module_and_of_one_below_it_is_loaded() -> None:
+    model = tencache_fx.offload(Borrower())
+    model.load_state_dict({name: torch.full((HIDDEN, HIDDEN), 2.0) for name in ("weight", "inner.weight")})
+    offloaded = find_offloaded(model.weight)
+    assert not offloaded.on_device
+    assert bool((offloaded.host == 2.0).all())
 
 
 def words(step: int, rows: int = 64) -> Tensor:

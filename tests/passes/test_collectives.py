@@ -17,7 +17,7 @@ from test_verify_graph import Written, breaks, carry_out
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tencache_fx.ops import RENEW, SETTLE
+from tencache_fx.ops import REFRESH_PARAM, SYNC_PARAM
 from tencache_fx.passes.fake_aliasing import repair_view_fakes
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.lifetimes import StorageNodes, measure_lifetimes
@@ -214,15 +214,15 @@ def test_what_a_collective_reads_counts_until_the_wait_in_the_checker() -> None:
 
 
 def with_gather(*, wait_last: bool) -> fx.Graph:
-    """A backward that gathers a weight which stays, and whose update a sink begins before the gather is over."""
-    graph = graph_of("sink", "renew")
+    """A backward that gathers a weight that stays; an offload_grad begins its update before the gather is over."""
+    graph = graph_of("offload_grad", "refresh_param")
     weight, _ = graph.find_nodes(op="placeholder")
-    (settle,) = graph.find_nodes(op="call_function", target=SETTLE)
-    (renew,) = graph.find_nodes(op="call_function", target=RENEW)
-    with graph.inserting_after(settle):
+    (sync,) = graph.find_nodes(op="call_function", target=SYNC_PARAM)
+    (refresh,) = graph.find_nodes(op="call_function", target=REFRESH_PARAM)
+    with graph.inserting_after(sync):
         begun = graph.call_function(COLLECTIVES.all_gather_into_tensor.default, (weight, 1, "0"))
     begun.meta["val"] = torch.ones(2, 2)
-    with graph.inserting_after(renew) if wait_last else graph.inserting_before(renew):
+    with graph.inserting_after(refresh) if wait_last else graph.inserting_before(refresh):
         wait = graph.call_function(COLLECTIVES.wait_tensor.default, (begun,))
     wait.meta["val"] = begun.meta["val"]
     return graph
@@ -233,17 +233,17 @@ def test_a_parameter_is_renewed_behind_the_gather_that_reads_it() -> None:
     check_homes(problem, (with_gather(wait_last=False),))
     with breaks("renewals"):
         check_homes(problem, (graph := with_gather(wait_last=True),))
-    (renew,) = graph.find_nodes(op="call_function", target=RENEW)
-    renew.replace_all_uses_with(renew.args[0])
-    graph.erase_node(renew)
+    (refresh,) = graph.find_nodes(op="call_function", target=REFRESH_PARAM)
+    refresh.replace_all_uses_with(refresh.args[0])
+    graph.erase_node(refresh)
     with FakeTensorMode() as mode:
         for node in graph.nodes:
             if "val" in node.meta:
                 node.meta["val"] = mode.from_tensor(node.meta["val"])
     write_renewals(SimpleNamespace(backward=graph), frozenset(), 0)
-    (renew,) = graph.find_nodes(op="call_function", target=RENEW)
+    (refresh,) = graph.find_nodes(op="call_function", target=REFRESH_PARAM)
     (wait,) = graph.find_nodes(op="call_function", target=COLLECTIVES.wait_tensor.default)
-    assert wait < renew
+    assert wait < refresh
 
 
 def test_two_ranks_wait_late_in_a_tight_budget(tmp_path: Path) -> None:

@@ -315,7 +315,7 @@ def test_a_read_that_fails_is_told(bench: Callable[..., Bench], spill_dir: Path)
     made = bench(io, **on_disk(spill_dir))
     made.step_is_right()
     out = made.run(made.x)
-    assert eventually(lambda: not any(slot.writing for slot in made.engine.trips.slots._slots.values()))
+    assert eventually(lambda: not any(transfer.writing for transfer in made.engine.trips.table._transfers.values()))
     io.read_errors = [errno.EIO] * 8
     with pytest.raises(StoreError, match=r"could not read .* it is lost"):
         made.backward(out)

@@ -67,7 +67,7 @@ def test_a_refused_offload_changes_nothing_and_with_more_room_it_works() -> None
     before, values = state_of(model), values_of(model)
     storages = [each.untyped_storage().data_ptr() for each in model.parameters()]
     tencache_fx.configure(host_budget="200kB")  # for one of two matrices
-    with pytest.raises(BudgetError, match="parameters at home") as refusal:
+    with pytest.raises(BudgetError, match="offloaded parameters") as refusal:
         tencache_fx.offload(model)
     assert state_of(model) == before
     assert all(map(torch.equal, values_of(model), values))

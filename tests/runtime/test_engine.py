@@ -364,7 +364,7 @@ def test_a_tensor_without_a_buffer_is_named_with_the_likely_cause(new_engine: En
     assert "largest is 4096 bytes: a shape has grown" in str(caught.value)
     with pytest.raises(BudgetError, match=r"^mm_38 \(4000 bytes\) .* host budget of 4096 bytes") as caught:
         engine.offload(torch.zeros(1000), Tier.HOST, "mm_38")
-    assert "1 trips are under way, of another region" in str(caught.value)
+    assert "1 transfers are under way, of another region" in str(caught.value)
     with pytest.raises(BudgetError, match=r"^mm_39 \(9000 bytes\) .* spill budget is 4096 bytes"):
         engine.offload(torch.zeros(9000, dtype=torch.uint8), Tier.NVME, "mm_39")
     del blocker

@@ -119,11 +119,11 @@ def test_a_forked_child_never_unmaps_its_parents_buffers() -> None:
     engine = Engine(CPU, host_budget_bytes=1 << 20)
     registry.install(engine)
     engine.reserve(pool=[PoolClass(nbytes=1 << 20, count=1)], staging=[], disk_bytes=0)
-    address = engine.pool.lend(1 << 20, Use.TRIP).memory.data_ptr()
+    address = engine.pool.acquire(1 << 20, Use.TRIP).memory.data_ptr()
     child = os.fork()
     if child == 0:
         empty = not is_mapped(address)
-        registry.settle_in_child()
+        registry.reset_in_child()
         libc = ctypes.CDLL(None)
         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
         read_write, private_fixed_anonymous = 0x3, 0x32

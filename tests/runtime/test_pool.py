@@ -18,10 +18,10 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 from tencache_fx.errors import BudgetError, OptionError, TencacheError
 from tencache_fx.planning.plan import PoolClass
 from tencache_fx.runtime import pool as pool_module
-from tencache_fx.runtime.buffers import PAGE_BYTES, Buffer, Use
+from tencache_fx.runtime.buffers import Buffer, Use
 from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.streams import CpuStreams, Event
-from tencache_fx.units import round_up
+from tencache_fx.units import PAGE_BYTES, round_up
 
 BUDGET_BYTES = 24 * PAGE_BYTES
 sizes = st.one_of(st.integers(1, 9 * PAGE_BYTES), st.integers(1, 9).map(lambda pages: pages * PAGE_BYTES))
@@ -76,7 +76,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.holders: dict[Buffer, int] = {}
         self.asked: dict[Buffer, int] = {}
         self.left: list[tuple[int, int, Flag]] = []
-        self.parked: set[Buffer] = set()
+        self.stuck: set[Buffer] = set()
         self.reserved: list[tuple[Use, Counter[int]]] = []
         self.serial = 0
 
@@ -86,12 +86,12 @@ class PoolMachine(RuleBasedStateMachine):
         return {flag for a, b, flag in self.left if not flag.happened and a < stop and start < b}
 
     @property
-    def hosts(self) -> set[Buffer | None]:
-        return {b.host for b in self.holders if b.host is not None}
+    def blocks(self) -> set[Buffer | None]:
+        return {b.block for b in self.holders if b.block is not None}
 
     @property
     def free(self) -> list[Buffer]:
-        return [b for b in self.pool._buffers if b not in self.holders and b not in self.hosts]
+        return [b for b in self.pool._buffers if b not in self.holders and b not in self.blocks]
 
     @property
     def busy(self) -> list[Buffer]:
@@ -111,7 +111,7 @@ class PoolMachine(RuleBasedStateMachine):
         size = round_up(nbytes, PAGE_BYTES)
         known = {size for each, classes in self.reserved for size in classes if each is use}
         own = min((each for each in known if size <= each <= 2 * size), default=None)
-        have = sum(b.use is use and b.nbytes == own and b not in self.hosts for b in self.pool._buffers)
+        have = sum(b.use is use and b.nbytes == own and b not in self.blocks for b in self.pool._buffers)
         return own if own is not None and have < self.planned(use, own) else None
 
     def can_lend(self, nbytes: int, use: Use) -> bool:
@@ -120,7 +120,7 @@ class PoolMachine(RuleBasedStateMachine):
         short = self.short_class(nbytes, use)
         if short is not None and self.fits(short):
             return True
-        coming = [b for b in self.holders if b.use is use is Use.STAGING and b not in self.parked]
+        coming = [b for b in self.holders if b.use is use is Use.STAGING and b not in self.stuck]
         waits = any(b.nbytes >= nbytes and self.planned(use, b.nbytes) for b in coming)
         return not waits and self.fits(nbytes)
 
@@ -135,26 +135,26 @@ class PoolMachine(RuleBasedStateMachine):
         try:
             (self.pool.promise if use is Use.GRADIENT else self.pool.reserve)(asked, use)
         except BudgetError:
-            assert not allowed or self.hosts
+            assert not allowed or self.blocks
             assert list(self.pool._buffers) == before
             return
-        assert allowed or self.hosts, "gradients that are tenants count"
+        assert allowed or self.blocks, "gradients that are tenants count"
         have = Counter(b.nbytes for b in self.pool._buffers if b.use is use)
         assert use is Use.GRADIENT or have >= wanted
         self.reserved.append((use, wanted))
 
     @rule(target=lent, nbytes=sizes, use=uses)
-    def lend(self, nbytes: int, use: Use) -> Buffer | None:
+    def acquire(self, nbytes: int, use: Use) -> Buffer | None:
         allowed = self.can_lend(nbytes, use)
         before = self.pool.allocated_bytes
         most_bytes = self.short_class(nbytes, use) or nbytes * 2
         free_fit = any(b.use is use and nbytes <= b.nbytes <= most_bytes for b in self.free)
         try:
-            buffer = self.pool.lend(nbytes, use)
+            buffer = self.pool.acquire(nbytes, use)
         except BudgetError:
             assert not allowed
             return None
-        assert allowed or (use is Use.GRADIENT and buffer.host is not None)
+        assert allowed or (use is Use.GRADIENT and buffer.block is not None)
         assert not (free_fit and self.pool.allocated_bytes > before), "grew although a buffer was free"
         assert buffer not in self.holders
         assert buffer.use is use
@@ -177,30 +177,30 @@ class PoolMachine(RuleBasedStateMachine):
         self.left = [(a, b, flag) for a, b, flag in parts if a < b]
 
     @rule(buffer=lent)
-    def hold(self, buffer: Buffer | None) -> None:
+    def retain(self, buffer: Buffer | None) -> None:
         if buffer is not None and buffer in self.holders:
-            self.pool.hold(buffer)
+            self.pool.retain(buffer)
             self.holders[buffer] += 1
 
     @rule(buffer=consumes(lent), copies=st.integers(0, 2), done=st.booleans())
-    def give_back(self, buffer: Buffer | None, copies: int, done: bool) -> None:  # noqa: FBT001
+    def release(self, buffer: Buffer | None, copies: int, done: bool) -> None:  # noqa: FBT001
         if buffer is None or buffer not in self.holders:
             return
         value = int(buffer.memory[0])
-        assert bool((buffer.memory == value).all()), "somebody else wrote a lent buffer"
+        assert bool((buffer.memory == value).all()), "somebody else wrote to an acquired buffer"
         flags = [Flag() for _ in range(copies)]
         for flag in flags:
             flag.happened = done
         self.left += [(*span(buffer), flag) for flag in flags]
         for i in range(self.holders.pop(buffer)):
-            self.pool.give_back(buffer, *(flags if i == 0 else ()))
-        self.parked.discard(buffer)
+            self.pool.release(buffer, *(flags if i == 0 else ()))
+        self.stuck.discard(buffer)
 
     @rule(buffer=lent)
-    def park(self, buffer: Buffer | None) -> None:
+    def mark_stuck(self, buffer: Buffer | None) -> None:
         if buffer is not None and buffer in self.holders and buffer.use is Use.STAGING:
-            self.pool.park(buffer)
-            self.parked.add(buffer)
+            self.pool.mark_stuck(buffer)
+            self.stuck.add(buffer)
 
     @rule(data=st.data())
     def finish_copies(self, data: st.DataObject) -> None:
@@ -222,14 +222,14 @@ class PoolMachine(RuleBasedStateMachine):
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
 
     def return_everything(self) -> None:
-        for buffer, holds in self.holders.items():
-            for _ in range(holds):
-                self.pool.give_back(buffer)
+        for buffer, holders in self.holders.items():
+            for _ in range(holders):
+                self.pool.release(buffer)
         for _, _, flag in self.left:
             flag.happened = True
         self.holders.clear()
-        assert not any(self.pool._carving.tenants())
-        self.parked.clear()
+        assert not any(self.pool._suballocator.parts())
+        self.stuck.clear()
 
     def teardown(self) -> None:
         """Whatever came before: what was reserved together can be lent together, in any order."""
@@ -238,7 +238,7 @@ class PoolMachine(RuleBasedStateMachine):
             wanted = list(classes.elements())
             random.Random(k).shuffle(wanted)
             for size in wanted:
-                buffer = self.pool.lend(size - 7, use)
+                buffer = self.pool.acquire(size - 7, use)
                 assert buffer.nbytes == size
                 assert self.pool.allocated_bytes <= BUDGET_BYTES
                 self.holders[buffer] = 1
@@ -267,7 +267,7 @@ def pool_of(*classes: PoolClass, budget_bytes: int = BUDGET_BYTES, use: Use = Us
 def test_reserve_takes_the_maximum_and_not_the_sum() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=3), PoolClass(nbytes=5000, count=1))
     assert pool.allocated_bytes == 3 * 4096 + 8192
-    lent = [pool.lend(4000, Use.TRIP) for _ in range(2)]
+    lent = [pool.acquire(4000, Use.TRIP) for _ in range(2)]
     pool.reserve([PoolClass(nbytes=4096, count=2), PoolClass(nbytes=8192, count=2)], Use.TRIP)
     assert pool.allocated_bytes == 3 * 4096 + 2 * 8192
     pool.reserve([PoolClass(nbytes=4096, count=1)], Use.STAGING)
@@ -285,20 +285,20 @@ def test_a_reserved_pool_never_grows() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=2), PoolClass(nbytes=16384, count=1), budget_bytes=1 << 20)
     before = pool.allocated_bytes
     for _ in range(5):
-        lent = [pool.lend(n, Use.TRIP) for n in (4096, 16000, 3000)]
+        lent = [pool.acquire(n, Use.TRIP) for n in (4096, 16000, 3000)]
         for buffer in lent:
-            pool.give_back(buffer)
+            pool.release(buffer)
     assert pool.allocated_bytes == before
     pool.close()
 
 
 def test_idle_memory_makes_way_for_what_is_needed() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=4), budget_bytes=16384)
-    buffer = pool.lend(16384, Use.TRIP)
+    buffer = pool.acquire(16384, Use.TRIP)
     assert pool.allocated_bytes == 16384 == buffer.nbytes
-    with pytest.raises(BudgetError, match=r"16384 bytes has 0 left \(16384 lent\)"):
-        pool.lend(1, Use.TRIP)
-    pool.give_back(buffer)
+    with pytest.raises(BudgetError, match=r"16384 bytes has 0 left \(16384 in use\)"):
+        pool.acquire(1, Use.TRIP)
+    pool.release(buffer)
     pool.reserve([PoolClass(nbytes=4096, count=4)], Use.STAGING)
     assert pool.allocated_bytes == 16384
     pool.close()
@@ -308,19 +308,19 @@ def test_what_was_reserved_comes_back_after_larger_sizes() -> None:
     """Two trips of a batch of 512 are planned; others run in between, each within the budget on its own."""
     pool = pool_of(PoolClass(nbytes=16384, count=2), budget_bytes=4 * 16384)
     for batch in (512, 2048, 512, 1024, 2048, 512):
-        lent = [pool.lend(16384 * batch // 512, Use.TRIP) for _ in range(2 if batch < 2048 else 1)]
+        lent = [pool.acquire(16384 * batch // 512, Use.TRIP) for _ in range(2 if batch < 2048 else 1)]
         assert pool.allocated_bytes <= 4 * 16384
         for buffer in lent:
-            pool.give_back(buffer)
+            pool.release(buffer)
     assert sum(b.nbytes == 16384 for b in pool._buffers) == 2
     pool.close()
 
 
 def test_what_nobody_reserved_makes_way_first() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=2), budget_bytes=4 * 4096)
-    pool.give_back(pool.lend(8192, Use.TRIP))
+    pool.release(pool.acquire(8192, Use.TRIP))
     kept = [b for b in pool._buffers if b.nbytes == 4096]
-    pool.lend(5000, Use.STAGING)
+    pool.acquire(5000, Use.STAGING)
     assert [b for b in pool._buffers if b.use is Use.TRIP] == kept
     pool.close()
 
@@ -328,7 +328,7 @@ def test_what_nobody_reserved_makes_way_first() -> None:
 def test_reserve_waits_for_copies_that_give_room() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=1), budget_bytes=8192)
     flag = Flag()
-    pool.give_back(pool.lend(1, Use.TRIP), flag)
+    pool.release(pool.acquire(1, Use.TRIP), flag)
     thread, results = in_thread(lambda: pool.reserve([PoolClass(nbytes=8192, count=1)], Use.STAGING))
     time.sleep(0.1)
     assert not results
@@ -355,11 +355,11 @@ def in_thread(deed: Callable[[], object]) -> tuple[threading.Thread, list[object
 
 def test_staging_waits_for_its_planned_number_instead_of_growing() -> None:
     pool = pool_of(PoolClass(nbytes=8192, count=1), budget_bytes=1 << 20, use=Use.STAGING)
-    first = pool.lend(8192, Use.STAGING)
-    thread, results = in_thread(lambda: pool.lend(100, Use.STAGING))
+    first = pool.acquire(8192, Use.STAGING)
+    thread, results = in_thread(lambda: pool.acquire(100, Use.STAGING))
     time.sleep(0.1)
     assert not results
-    pool.give_back(first)
+    pool.release(first)
     thread.join(10)
     assert results == [first]
     assert pool.allocated_bytes == 8192
@@ -368,12 +368,12 @@ def test_staging_waits_for_its_planned_number_instead_of_growing() -> None:
 
 def test_nobody_waits_for_parked_buffers() -> None:
     pool = pool_of(PoolClass(nbytes=8192, count=2), budget_bytes=3 * 8192, use=Use.STAGING)
-    held = [pool.lend(8192, Use.STAGING) for _ in range(2)]
+    held = [pool.acquire(8192, Use.STAGING) for _ in range(2)]
     for buffer in held:
-        pool.park(buffer)
-    pool.lend(8192, Use.STAGING)  # grows
-    pool.park(held[0])
-    thread, results = in_thread(lambda: pool.lend(8192, Use.STAGING))
+        pool.mark_stuck(buffer)
+    pool.acquire(8192, Use.STAGING)  # grows
+    pool.mark_stuck(held[0])
+    thread, results = in_thread(lambda: pool.acquire(8192, Use.STAGING))
     time.sleep(0.1)
     assert not results, "one of the three is not parked, so it is waited for"
     pool.stop()
@@ -381,17 +381,17 @@ def test_nobody_waits_for_parked_buffers() -> None:
     assert isinstance(results[0], TencacheError)
     pool.close()
     full = pool_of(PoolClass(nbytes=8192, count=1), budget_bytes=8192, use=Use.STAGING)
-    full.park(full.lend(1, Use.STAGING))
+    full.mark_stuck(full.acquire(1, Use.STAGING))
     with pytest.raises(BudgetError, match="staging"):
-        full.lend(1, Use.STAGING)
+        full.acquire(1, Use.STAGING)
     full.close()
 
 
 def test_a_trip_waits_for_copies_that_give_room() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=1), budget_bytes=8192)
     flag = Flag()
-    pool.give_back(pool.lend(1, Use.TRIP), flag)
-    thread, results = in_thread(lambda: pool.lend(8192, Use.TRIP))
+    pool.release(pool.acquire(1, Use.TRIP), flag)
+    thread, results = in_thread(lambda: pool.acquire(8192, Use.TRIP))
     time.sleep(0.1)
     assert not results
     flag.happened = True
@@ -403,12 +403,12 @@ def test_a_trip_waits_for_copies_that_give_room() -> None:
 
 def test_finished_buffers_come_before_returning_ones() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=2))
-    a, b = pool.lend(1, Use.TRIP), pool.lend(1, Use.TRIP)
+    a, b = pool.acquire(1, Use.TRIP), pool.acquire(1, Use.TRIP)
     flag = Flag()
-    pool.give_back(a, flag)
-    pool.give_back(b)
-    assert pool.lend(1, Use.TRIP) is b
-    again = pool.lend(1, Use.TRIP)
+    pool.release(a, flag)
+    pool.release(b)
+    assert pool.acquire(1, Use.TRIP) is b
+    again = pool.acquire(1, Use.TRIP)
     assert again is a
     assert again.after == (flag,)
     pool.close()
@@ -422,24 +422,24 @@ def test_after_return_decides_what_guards_a_buffer() -> None:
             return (*after, flag)
 
     pool = Pool(Guarding(), 4096)
-    pool.give_back(pool.lend(1, Use.TRIP))
-    assert pool.lend(1, Use.TRIP).after == (flag,)
+    pool.release(pool.acquire(1, Use.TRIP))
+    assert pool.acquire(1, Use.TRIP).after == (flag,)
     pool.close()
 
 
 def test_refused_pinning_warns_once_and_goes_on() -> None:
     pool = Pool(PinCounter(refuse=True), BUDGET_BYTES)
     with pytest.warns(UserWarning, match=r"refused to pin 4096 bytes .* 5x slower.*ulimit -l"):
-        pool.lend(1, Use.TRIP)
+        pool.acquire(1, Use.TRIP)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pool.lend(1, Use.TRIP)
+        pool.acquire(1, Use.TRIP)
     pool.close()
 
 
 def test_budget_can_shrink_to_what_is_in_use() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=1), PoolClass(nbytes=8192, count=2), budget_bytes=1 << 20)
-    pool.lend(1, Use.TRIP)
+    pool.acquire(1, Use.TRIP)
     pool.resize_budget(4096)
     assert pool.allocated_bytes == 4096
     with pytest.raises(OptionError, match="host_budget 4095 bytes is below the 4096 bytes"):
@@ -449,19 +449,19 @@ def test_budget_can_shrink_to_what_is_in_use() -> None:
 
 def test_a_budget_that_does_not_fit_changes_nothing() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=3), budget_bytes=1 << 20)
-    lent = [pool.lend(1, Use.TRIP) for _ in range(2)]
+    lent = [pool.acquire(1, Use.TRIP) for _ in range(2)]
     with pytest.raises(OptionError, match="host_budget 8191 bytes is below the 8192 bytes of host memory in use"):
         pool.resize_budget(8191)
     assert pool.budget_bytes == 1 << 20
     assert pool.allocated_bytes == 3 * 4096
     for each in lent:
-        pool.give_back(each)
+        pool.release(each)
     pool.close()
 
 
 def test_a_smaller_budget_waits_for_copies_under_way() -> None:
     pool, flag = pool_of(PoolClass(nbytes=4096, count=2), budget_bytes=1 << 20), Flag()
-    pool.give_back(pool.lend(1, Use.TRIP), flag)
+    pool.release(pool.acquire(1, Use.TRIP), flag)
     done = threading.Event()
     thread = threading.Thread(target=lambda: (pool.resize_budget(1), done.set()))
     thread.start()
@@ -480,8 +480,8 @@ def test_who_waits_for_a_buffer_gets_it_when_the_budget_is_raised(
     """It is told: it would look again by itself only once the test is over."""
     monkeypatch.setattr(pool_module, "_POLL_S", 60.0)
     pool, found = Pool(CpuStreams(), 4096), []
-    first = pool.lend(1, Use.STAGING)
-    thread = threading.Thread(target=lambda: found.append(pool.lend(1, Use.STAGING)))
+    first = pool.acquire(1, Use.STAGING)
+    thread = threading.Thread(target=lambda: found.append(pool.acquire(1, Use.STAGING)))
     thread.start()
     time.sleep(0.1)
     assert not found
@@ -494,12 +494,12 @@ def test_who_waits_for_a_buffer_gets_it_when_the_budget_is_raised(
 
 def test_room_is_made_for_all_or_nothing_changes() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=4), budget_bytes=6 * 4096)
-    pool.lend(1, Use.TRIP)
-    with pytest.raises(BudgetError, match=r"parameters at home need 24576 bytes .* of 24576 bytes has 20480 left"):
-        pool.make_room([4097, 8192, 8192], Use.HOME)
+    pool.acquire(1, Use.TRIP)
+    with pytest.raises(BudgetError, match=r"offloaded parameters need 24576 bytes .* of 24576 bytes has 20480 left"):
+        pool.make_room([4097, 8192, 8192], Use.PARAMETER)
     assert pool.allocated_bytes == 4 * 4096
-    pool.make_room([4097, 8192, 1], Use.HOME)
+    pool.make_room([4097, 8192, 1], Use.PARAMETER)
     for nbytes in (4097, 8192, 1):
-        pool.lend(nbytes, Use.HOME)
+        pool.acquire(nbytes, Use.PARAMETER)
     assert pool.allocated_bytes == 6 * 4096
     pool.close()

@@ -17,8 +17,8 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from tencache_fx.errors import BudgetError, OptionError, StoreError
 from tencache_fx.runtime.freelist import FreeList
-from tencache_fx.runtime.store import PAGE_BYTES, Extent, FileIO, Store
-from tencache_fx.units import round_up
+from tencache_fx.runtime.store import Extent, FileIO, Store
+from tencache_fx.units import PAGE_BYTES, round_up
 
 BUDGET_PAGES = 40
 BLOCK_BYTES = 2 * PAGE_BYTES

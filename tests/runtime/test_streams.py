@@ -66,7 +66,7 @@ def test_a_failed_copy_raises_for_its_readers_only() -> None:
     after = streams.copy(Lane.IN, b, flat(2), (failed,))
     streams.wait_compute(after)
     assert int(b) == 2
-    streams.settle([failed])
+    streams.wait_host([failed])
     with pytest.raises(InvariantError, match="injected copy failure"):
         streams.wait_compute(failed)
     streams.close()

@@ -19,9 +19,10 @@ from torch import nn
 import tencache_fx
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.plan import PoolClass
-from tencache_fx.runtime.buffers import PAGE_BYTES, Buffer, Use
+from tencache_fx.runtime.buffers import Buffer, Use
 from tencache_fx.runtime.engine_registry import engines, install_engine
 from tencache_fx.runtime.pool import Pool
+from tencache_fx.units import PAGE_BYTES
 
 trip_classes = st.dictionaries(st.integers(4, 12), st.integers(1, 3), min_size=1, max_size=2)
 gradient_classes = st.dictionaries(st.integers(1, 12), st.integers(1, 3), min_size=1, max_size=2)
@@ -46,8 +47,8 @@ class SharingMachine(RuleBasedStateMachine):
         self.left: list[tuple[int, int, Flag]] = []
         self.serial = 0
 
-    def lend(self, use: Use, pages: int) -> None:
-        buffer = self.pool.lend(pages * PAGE_BYTES - 7, use)
+    def acquire(self, use: Use, pages: int) -> None:
+        buffer = self.pool.acquire(pages * PAGE_BYTES - 7, use)
         start, stop = span(buffer)
         assert start % PAGE_BYTES == 0
         assert set(buffer.after) >= {f for a, b, f in self.left if not f.happened and a < stop and start < b}
@@ -55,28 +56,28 @@ class SharingMachine(RuleBasedStateMachine):
         buffer.memory.fill_(self.serial % 251)
         self.lent[buffer] = use, pages
 
-    def give_back(self, buffer: Buffer, *flags: Flag) -> None:
+    def release(self, buffer: Buffer, *flags: Flag) -> None:
         assert bool((buffer.memory == buffer.memory[0]).all()), "somebody else wrote to it"
         del self.lent[buffer]
         self.left += [(*span(buffer), flag) for flag in flags]
-        self.pool.give_back(buffer, *flags)
+        self.pool.release(buffer, *flags)
 
     @rule(data=st.data())
     def lend_one(self, data: st.DataObject) -> None:
         if rest := self.limits - Counter(self.lent.values()):
-            self.lend(*data.draw(st.sampled_from(sorted(rest))))
+            self.acquire(*data.draw(st.sampled_from(sorted(rest))))
 
     @rule(use=st.sampled_from([Use.TRIP, Use.GRADIENT]), backwards=st.booleans())
     def lend_all(self, use: Use, backwards: bool) -> None:  # noqa: FBT001
         rest = sorted((self.limits - Counter(self.lent.values())).elements(), reverse=backwards)
         for each, pages in rest:
             if each is use:
-                self.lend(each, pages)
+                self.acquire(each, pages)
 
     @rule(pages=st.integers(1, 30))
     def lend_state(self, pages: int) -> None:
         if pages := min(pages, self.state_pages):
-            self.lend(Use.STATE, pages)
+            self.acquire(Use.STATE, pages)
             self.state_pages -= pages
 
     @rule(data=st.data(), done=st.booleans())
@@ -84,12 +85,12 @@ class SharingMachine(RuleBasedStateMachine):
         if held := [b for b, (use, _) in self.lent.items() if use is not Use.STATE]:
             flag = Flag()
             flag.happened = done
-            self.give_back(data.draw(st.sampled_from(held)), flag)
+            self.release(data.draw(st.sampled_from(held)), flag)
 
     @rule(use=st.sampled_from([Use.TRIP, Use.GRADIENT]))
     def return_all(self, use: Use) -> None:
         for buffer in [b for b, (each, _) in self.lent.items() if each is use]:
-            self.give_back(buffer)
+            self.release(buffer)
 
     @rule()
     def finish_copies(self) -> None:
@@ -124,7 +125,7 @@ class SharingMachine(RuleBasedStateMachine):
             sizes.append(self.pool.allocated_bytes)
         assert sizes[1] == sizes[2]
         self.return_all(Use.TRIP)
-        assert not +self.pool._carving.opened
+        assert not +self.pool._suballocator.opened
         self.pool.close()
         assert not self.streams.pinned
         self.streams.close()
@@ -149,20 +150,20 @@ def shared(budget_pages: int) -> Pool:
 
 def test_gradients_are_in_idle_buffers_of_trips() -> None:
     pool = shared(budget_pages=22)
-    gradients = [pool.lend(5000, Use.GRADIENT) for _ in range(3)]
+    gradients = [pool.acquire(5000, Use.GRADIENT) for _ in range(3)]
     assert pool.allocated_bytes == 8 * PAGE_BYTES
     assert pool.lent_bytes == pool.lent_for(Use.GRADIENT) == 6 * PAGE_BYTES
-    assert len({gradient.host for gradient in gradients}) == 2
-    trips = [pool.lend(4 * PAGE_BYTES, Use.TRIP) for _ in range(2)]
+    assert len({gradient.block for gradient in gradients}) == 2
+    trips = [pool.acquire(4 * PAGE_BYTES, Use.TRIP) for _ in range(2)]
     assert pool.allocated_bytes == 16 * PAGE_BYTES
     for buffer in (*gradients, *trips):
-        pool.give_back(buffer)
+        pool.release(buffer)
     for _ in range(3):
-        trips = [pool.lend(4 * PAGE_BYTES, Use.TRIP) for _ in range(2)]
-        gradients = [pool.lend(5000, Use.GRADIENT) for _ in range(3)]
+        trips = [pool.acquire(4 * PAGE_BYTES, Use.TRIP) for _ in range(2)]
+        gradients = [pool.acquire(5000, Use.GRADIENT) for _ in range(3)]
         assert pool.allocated_bytes == 16 * PAGE_BYTES == pool.high_water_bytes + 2 * PAGE_BYTES
         for buffer in (*trips, *gradients):
-            pool.give_back(buffer)
+            pool.release(buffer)
     pool.close()
 
 
@@ -170,8 +171,8 @@ def test_gradients_are_in_idle_buffers_of_trips() -> None:
 def test_without_budget_to_spare_nothing_is_shared(budget_pages: int, to_come_pages: int) -> None:
     pool = shared(budget_pages)
     pool.keep_free(lambda: to_come_pages * PAGE_BYTES)
-    gradients = [pool.lend(2 * PAGE_BYTES, Use.GRADIENT) for _ in range(3)]
-    assert not any(gradient.host for gradient in gradients)
+    gradients = [pool.acquire(2 * PAGE_BYTES, Use.GRADIENT) for _ in range(3)]
+    assert not any(gradient.block for gradient in gradients)
     assert pool.allocated_bytes == 14 * PAGE_BYTES
     pool.close()
 
@@ -181,7 +182,7 @@ def test_promises_are_held_but_not_taken() -> None:
     assert pool.held_for(Use.GRADIENT) == 6 * PAGE_BYTES
     assert pool.room_bytes == 6 * PAGE_BYTES
     assert pool.allocated_bytes == 8 * PAGE_BYTES
-    own = pool.lend(4 * PAGE_BYTES, Use.STATE)
+    own = pool.acquire(4 * PAGE_BYTES, Use.STATE)
     assert pool.room_bytes == 2 * PAGE_BYTES
     pool.discard(own)
     pool.close()
@@ -190,15 +191,15 @@ def test_promises_are_held_but_not_taken() -> None:
 def test_a_buffer_is_for_trips_again_behind_the_copies_of_its_tenants() -> None:
     pool = shared(budget_pages=22)
     first, second = Flag(), Flag()
-    a, b = (pool.lend(2 * PAGE_BYTES, Use.GRADIENT) for _ in range(2))
-    assert a.host is b.host
-    pool.give_back(a, first)
-    again = pool.lend(2 * PAGE_BYTES, Use.GRADIENT)
+    a, b = (pool.acquire(2 * PAGE_BYTES, Use.GRADIENT) for _ in range(2))
+    assert a.block is b.block
+    pool.release(a, first)
+    again = pool.acquire(2 * PAGE_BYTES, Use.GRADIENT)
     assert span(again) == span(a)
     assert again.after == (first,)
-    pool.give_back(again, first)
-    pool.give_back(b, second)
-    held = [pool.lend(4 * PAGE_BYTES, Use.TRIP) for _ in range(2)]
+    pool.release(again, first)
+    pool.release(b, second)
+    held = [pool.acquire(4 * PAGE_BYTES, Use.TRIP) for _ in range(2)]
     assert [buffer.after for buffer in held] == [(), (first, second)]
     pool.close()
 
@@ -206,12 +207,12 @@ def test_a_buffer_is_for_trips_again_behind_the_copies_of_its_tenants() -> None:
 def test_a_buffer_that_copies_still_touch_is_opened_behind_them_where_no_other_is_left() -> None:
     pool = shared(budget_pages=40)
     first, second = Flag(), Flag()
-    early, late = (pool.lend(4 * PAGE_BYTES, Use.TRIP) for _ in range(2))
-    pool.give_back(early, first)
-    pool.give_back(late, second)
+    early, late = (pool.acquire(4 * PAGE_BYTES, Use.TRIP) for _ in range(2))
+    pool.release(early, first)
+    pool.release(late, second)
     second.happened = True
-    gradients = [pool.lend(4 * PAGE_BYTES, Use.GRADIENT) for _ in range(2)]
-    assert [gradient.host for gradient in gradients] == [late, early]
+    gradients = [pool.acquire(4 * PAGE_BYTES, Use.GRADIENT) for _ in range(2)]
+    assert [gradient.block for gradient in gradients] == [late, early]
     assert [gradient.after for gradient in gradients] == [(), (first,)]
     assert pool.allocated_bytes == 8 * PAGE_BYTES
     pool.close()

@@ -54,7 +54,7 @@ class FaultyCpuStreams(CpuStreams):
             return after
 
         def job() -> None:
-            self.settle(after)
+            self.wait_host(after)
             memory.fill_(POISON)
 
         return (self.submit(Lane.IN, job),)

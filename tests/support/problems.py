@@ -355,7 +355,7 @@ def weights_at_home(problem: Problem) -> Problem:
 
 
 def trained_at_home(count: int, nbytes: int = 16) -> Problem:
-    """Return a region with `count` equal parameters at home, read one after the other and back again, and their state.
+    """Return a region with `count` equal offloaded parameters, read in order and back again, and their state.
 
     The host's memory takes longer for its updates than the device does for all else.
     """

@@ -243,7 +243,7 @@ def clip_shards(options: dict[str, object]) -> dict[str, object]:
     loss_of(run, dist.get_rank()).backward()
     parameters = list(model.parameters())
     found = {
-        "gradients at home": sum(isinstance(p.grad, HostGradient) for p in parameters),
+        "gradients in host memory": sum(isinstance(p.grad, HostGradient) for p in parameters),
         "clip_grad_norm_": refused(lambda: nn.utils.clip_grad_norm_(parameters, MOST_NORM)),
         "by maximum": refused(lambda: nn.utils.clip_grad_norm_(parameters, MOST_NORM, norm_type=torch.inf)),
         "foreach": refused(lambda: nn.utils.clip_grad_norm_([parameters[0]], MOST_NORM, foreach=True)),

@@ -85,16 +85,16 @@ def test_behind_a_reducer_step_is_right(reducers):
 def test_a_reducer_around_what_is_at_home_is_refused(reducers):
     for found in reducers:
         for name in ("itself", "what contains it", "a later one"):
-            assert found["wrap"][name].startswith("UsageError: 0.0.weight has its home in host memory, where Distr")
-        assert found["wrap"]["a part"].startswith("UsageError: 1.0.weight has its home")
+            assert found["wrap"][name].startswith("UsageError: 0.0.weight is offloaded to host memory, where Distr")
+        assert found["wrap"]["a part"].startswith("UsageError: 1.0.weight is offloaded")
         assert found["wrap"]["changed by"] == 0.0 < found["wrap"]["then trained by"]
 
 
 def test_what_is_at_home_is_not_sharded(dtensors):
     for found in dtensors:
         for name in ("itself", "what contains it", "several"):
-            assert found["at home"][name].startswith("UsageError: 0.0.weight has its home in host memory, where fully_")
-        assert found["at home"]["a part"].startswith("UsageError: 1.0.weight has its home")
+            assert found["at home"][name].startswith("UsageError: 0.0.weight is offloaded to host memory, where fully_")
+        assert found["at home"]["a part"].startswith("UsageError: 1.0.weight is offloaded")
         assert found["at home"]["changed by"] == 0.0 < found["at home"]["then trained by"]
 
 
@@ -114,7 +114,7 @@ def test_what_is_sharded_gets_no_home_and_no_optimizer_of_ours(dtensors):
 @pytest.mark.parametrize("budget", ["budget", "no budget"])
 def test_no_norm_is_taken_of_a_shard(shards, budget):
     for found in (each[budget] for each in shards):
-        assert found.pop("gradients at home") == 2
+        assert found.pop("gradients in host memory") == 2
         assert len(found) == 6
         for name, text in found.items():
             assert text.startswith("UsageError: a gradient of size (96, 192) is this rank's part"), f"{name}: {text}"

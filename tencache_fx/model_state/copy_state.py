@@ -1,0 +1,53 @@
+"""Where the value of an offloaded parameter is: which of its two copies holds it, and how that changes."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from torch import Tensor
+
+from tencache_fx.runtime.streams import Event
+
+
+class CopyState(Enum):
+    """Which copies hold a parameter's value. There is always a host copy; a device copy from `load` to `evict`.
+
+        state         host copy       device copy             next states
+        HOST          the value       none                    SHARED by load; UPDATING by begin_update
+        SHARED        the value       the value               HOST by evict; DEVICE_NEWER by mark_device_newer; UPDATING
+        HOST_NEWER    the value       the one before          SHARED by load or set_readers; HOST by evict; UPDATING
+        DEVICE_NEWER  the one before  the value               SHARED by sync_host or write_back
+        UPDATING      written to      none or the one before  HOST, SHARED or HOST_NEWER by finish_update
+
+    An update ends in HOST if there is no device copy, in HOST_NEWER if it is not known yet when nobody reads that any
+    more, and else refreshes it. One that failed ends in HOST or HOST_NEWER. `evict` copies a DEVICE_NEWER parameter to
+    the host first.
+
+    Others write to copies, too. A tensor of a `state_dict` shares the host copy: a write to it turns SHARED into
+    HOST_NEWER, and raises `UsageError` for DEVICE_NEWER, since one of the two values is lost. `summon`, and a module
+    that runs uncompiled, change the device copy of a SHARED parameter: `write_back` follows.
+    """
+
+    HOST = auto()
+    SHARED = auto()
+    HOST_NEWER = auto()
+    DEVICE_NEWER = auto()
+    UPDATING = auto()
+
+
+NEXT_STATES = {
+    CopyState.HOST: {CopyState.SHARED, CopyState.UPDATING},
+    CopyState.SHARED: {CopyState.HOST, CopyState.HOST_NEWER, CopyState.DEVICE_NEWER, CopyState.UPDATING},
+    CopyState.HOST_NEWER: {CopyState.HOST, CopyState.SHARED, CopyState.UPDATING},
+    CopyState.DEVICE_NEWER: {CopyState.SHARED},
+    CopyState.UPDATING: {CopyState.HOST, CopyState.SHARED, CopyState.HOST_NEWER},
+}
+
+
+@dataclass(slots=True, eq=False)
+class HostUpdate:
+    """The last update of a host copy."""
+
+    work: "Future[None] | None" = None  # until somebody was told how it went
+    device: Tensor | None = None  # the parameter as the update found it, while that is to be refreshed
+    readers: Event | None = None  # behind it, nobody reads the device copy from before the update; None if unknown
