@@ -139,6 +139,7 @@ _REDUCTIONS = frozenset(
 _CONSTANTS = frozenset((_aten.full, _aten.arange, _aten.scalar_tensor, torch.ops.prims.iota))
 _LOADS = frozenset(
     (_aten.gather, _aten.index, _aten.embedding, _aten.clone, _aten.copy, _aten._to_copy)
+    + (_aten.lift_fresh_copy,)
     + (_aten.cat, _aten.select_scatter, _aten.slice_scatter, _aten.constant_pad_nd, _aten.flip, _aten.repeat)
 )
 _SCATTERS = frozenset(

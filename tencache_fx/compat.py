@@ -177,6 +177,14 @@ def may_unfuse(addend: fx.Node, total: fx.Node) -> bool:
     return is_bias is None or bool(is_bias(addend, total))
 
 
+def may_take_out(node: fx.Node) -> bool:
+    """Say whether Inductor may take a node out of a graph, as one that changes nothing, such as a clone.
+
+    Source: `_inductor/fx_passes/post_grad.py: remove_noop_ops`.
+    """
+    return node.target in post_grad.noop_registry
+
+
 def write_at_once(node: fx.Node) -> None:
     """Have Inductor write a value to memory where it is computed, whatever it would think of computing it anew.
 

@@ -14,10 +14,15 @@ from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTOutput,
 )
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch.fx.experimental.proxy_tensor import is_sym_node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from tencache_fx.compat import may_take_out
+from tencache_fx.passes.fake_aliasing import makes_views
 from tencache_fx.passes.graphs import placeholders
-from tencache_fx.tensors import storage_of
+from tencache_fx.tensors import storage_of, tensors_of
+
+_aten = torch.ops.aten
 
 
 def split_joint(
@@ -35,7 +40,7 @@ def split_joint(
     The nodes named in `again` are computed in the backward once more, as inside activation checkpointing, whatever the
     partitioner would think of it.
     """
-    _save_what_is_overwritten(joint.graph)
+    _save_what_is_overwritten(joint.graph, num_fwd_outputs)
     for node in joint.graph.nodes:
         if node.name in again:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -65,27 +70,76 @@ def _fixed_sizes() -> Iterator[None]:
         fake_mode.static_shapes = before
 
 
-def _save_what_is_overwritten(joint: fx.Graph) -> None:
-    """Have everything saved that is computed straight from an input that is written to: in the forward, or behind it.
+def _save_what_is_overwritten(joint: fx.Graph, num_outputs: int) -> None:
+    """Save all that is computed straight from an input that is written to: in the forward, or behind it.
 
-    Computed once more it would be computed from the new value, and gradients would be wrong without a word, or where
-    AOTAutograd writes the input behind the forward, autograd would refuse it. Torch's min-cut does not see to it (2.14:
-    `_functorch/partitioners.py`), nor does Inductor by itself.
+    Computed in the backward, it would be computed from the new value: gradients would be wrong without a word, or where
+    AOTAutograd writes the input behind the forward, autograd would refuse it. Torch's partitioners do not see to it
+    (2.14: `_functorch/partitioners.py`), nor does Inductor by itself. Where the backward itself computes something from
+    the input, or Inductor would take the computation out, as one that changes nothing, a copy of the input is saved:
+
+        mul = multiply(given, x); ... copy_(given, mul)         | ... multiply(tangent, given)
+        copy = lift_fresh_copy(given); mul = multiply(copy, x)  | ... multiply(tangent, copy)
     """
-    pending = [node.args[0] for node in joint.nodes if node.target is torch.ops.aten.copy_.default]
-    written = [node for node in pending if isinstance(node, fx.Node) and node.op == "placeholder"]
-    written += _written_behind(joint)
-    while written:
-        node = written.pop()
-        storage = node.meta["val"].untyped_storage()._cdata
-        for user in node.users:
-            value = user.meta.get("val")
-            made = storage_of(value) if isinstance(value, torch.Tensor) else None
-            is_view = made is not None and made._cdata == storage
-            if is_view and user.target is not torch.ops.aten.copy_.default:
-                written.append(user)
-            elif user.op == "call_function":
-                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    early = _computed_early(joint, num_outputs)
+    for given in dict.fromkeys((*_written_within(joint), *_written_behind(joint))):
+        readers = tuple(_readers(given))
+        for reader in readers:
+            if reader.target is _aten.clone.default and not reader.kwargs:
+                reader.target = _aten.lift_fresh_copy.default
+        if not all(reader in early and not may_take_out(reader) for reader in readers):
+            readers = (_copy(joint, given),)
+        for reader in readers:
+            reader.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _computed_early(joint: fx.Graph, num_outputs: int) -> set[fx.Node]:
+    """Return the nodes that the forward's outputs, and all that is written to inputs, are computed from."""
+    (output,) = joint.find_nodes(op="output")
+    pending = [node for node in output.args[0][:num_outputs] if isinstance(node, fx.Node)]
+    pending += joint.find_nodes(op="call_function", target=_aten.copy_.default)
+    early = set()
+    while pending:
+        node = pending.pop()
+        if node not in early:
+            early.add(node)
+            pending += node.all_input_nodes
+    return early
+
+
+def _readers(given: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes that compute something from the values of `given`, by itself or by its views."""
+    own = _storages(given)
+    for user in given.users:
+        if user.op != "call_function" or user.target is _aten.copy_.default or is_sym_node(user):
+            continue
+        made = _storages(user)
+        if makes_views(user) or (made and made <= own):  # Inductor may leave fakes that are views of what is gone
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _storages(node: fx.Node) -> set[int]:
+    return {storage._cdata for tensor in tensors_of(node) if (storage := storage_of(tensor)) is not None}
+
+
+def _copy(joint: fx.Graph, given: fx.Node) -> fx.Node:
+    """Return a copy of an input for all that read it; Inductor does not take this one out."""
+    readers = [user for user in given.users if user.op == "call_function" and user.target is not _aten.copy_.default]
+    with joint.inserting_before(next(node for node in joint.nodes if node in readers)):
+        copy = joint.call_function(_aten.lift_fresh_copy.default, (given,))
+    with given.meta["val"].fake_mode:
+        copy.meta["val"] = given.meta["val"].clone()
+    for reader in readers:
+        reader.replace_input_with(given, copy)
+    return copy
+
+
+def _written_within(joint: fx.Graph) -> Iterator[fx.Node]:
+    """Yield the inputs that the joint graph itself writes to."""
+    targets = (copy.args[0] for copy in joint.find_nodes(op="call_function", target=_aten.copy_.default))
+    return (node for node in targets if isinstance(node, fx.Node) and node.op == "placeholder")
 
 
 def _written_behind(joint: fx.Graph) -> Iterator[fx.Node]:
