@@ -182,7 +182,7 @@ class _Walk:
             return
         if node.target is STORE_GRAD:
             for key in read:
-                self._known[key].kind, self._known[key].home = Kind.SUNK, node.meta["tencache_home"]
+                self._known[key].kind, self._known[key].home = Kind.STORED, node.meta["tencache_home"]
                 self._known[key].state_bytes = node.meta["tencache_state_bytes"]
             return
         if (root := self._mutations.get(node)) is not None:
@@ -302,9 +302,9 @@ def _finish(trace: _Trace, capture: RegionGraphs, sources: Sequence[SymbolSource
             and all(source.covers(_geometry(member)) for source in sources for member in trace.members)
         ),
         ready=Step(max(trace.whole, trace.birth if carrier is None else trace.members[carrier])),
-        held_until=capture.boundary if given_up else Step(0),
+        caller_frees_at=capture.boundary if given_up else Step(0),
         formula=trace.formula,
-        home=trace.home,
+        parameter=trace.home,
         state_bytes=trace.state_bytes,
     )
     return StorageNodes(storage=storage, members=tuple(trace.members), saved=tuple(trace.saved))

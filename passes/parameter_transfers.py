@@ -42,9 +42,9 @@ class Move:
 def find_moves(plan: Plan, steps: Sequence[fx.Node]) -> list[Move]:
     """Return the one-way trips: a parameter's node is its first step, a gradient's its last."""
     return [
-        Move(spill=spill, node=steps[spill.needed_at if spill.kind is TransferKind.IN else spill.copy_out_after])
+        Move(spill=spill, node=steps[spill.needed_at if spill.kind is TransferKind.LOAD else spill.copy_out_after])
         for spill in plan.spills
-        if spill.kind is not TransferKind.ROUND
+        if spill.kind is not TransferKind.SWAP
     ]
 
 

@@ -79,7 +79,7 @@ def insert_transfers(
     """
     by_name = {item.storage.name: item for item in storages}
     steps = capture.nodes
-    trips = [_find_trip(capture, by_name[s.name], s, steps) for s in plan.spills if s.kind is TransferKind.ROUND]
+    trips = [_find_trip(capture, by_name[s.name], s, steps) for s in plan.spills if s.kind is TransferKind.SWAP]
     moves = find_moves(plan, steps)
     symbols = {graph: symbol_source(capture, graph) for graph in capture.graphs}  # before values are handles
     gaps = Gaps(capture)
@@ -115,11 +115,11 @@ def insert_transfers(
 
 
 def _leaving(trips: Sequence[_Trip], moves: Sequence[Move]) -> list[_Trip | Move]:
-    return [*trips, *(move for move in moves if move.spill.kind is TransferKind.OUT)]
+    return [*trips, *(move for move in moves if move.spill.kind is TransferKind.STORE)]
 
 
 def _coming(trips: Sequence[_Trip], moves: Sequence[Move]) -> list[_Trip | Move]:
-    return [*trips, *(move for move in moves if move.spill.kind is TransferKind.IN)]
+    return [*trips, *(move for move in moves if move.spill.kind is TransferKind.LOAD)]
 
 
 def _find_trip(capture: RegionGraphs, nodes: StorageNodes, spill: Transfer, steps: Sequence[fx.Node]) -> _Trip:
@@ -156,7 +156,7 @@ def _write_release(gaps: Gaps, trip: _Trip, handle: fx.Node, engine: int) -> Non
     graph = trip.source
 
     def make() -> fx.Node:
-        lent = (True,) if trip.nodes.storage.held_until else ()
+        lent = (True,) if trip.nodes.storage.caller_frees_at else ()
         return graph.call_function(RELEASE, (handle, trip.carrier, engine, *lent), name=_name("release", trip))
 
     _key(gaps.write(graph, trip.spill.freed_at, make), trip)

@@ -45,9 +45,9 @@ class _Ops:
 
 
 _ROLES = {
-    TransferKind.ROUND: ("offload", "release", "prefetch", "wait"),
-    TransferKind.IN: ("prefetch", "wait"),
-    TransferKind.OUT: ("offload", "release", "take_grad"),
+    TransferKind.SWAP: ("offload", "release", "prefetch", "wait"),
+    TransferKind.LOAD: ("prefetch", "wait"),
+    TransferKind.STORE: ("offload", "release", "take_grad"),
 }
 
 
@@ -74,7 +74,7 @@ def verify_graphs(
     for spill in plan.spills:
         name, ops = spill.name, trips[spill.name]
         _check_pairs(name, ops, spill.kind)
-        if spill.kind is not TransferKind.IN:
+        if spill.kind is not TransferKind.LOAD:
             _check_release(name, ops, reads[ops.release[0].graph])
             _check_owner(name, ops, forward)
         _check_geometry(name, ops)
@@ -219,14 +219,13 @@ def _check_places(problem: Problem, plan: Plan, trips: dict[str, _Ops], graphs: 
             raise InvariantError(f"places: step {waiting[0]} is gone from the graph.")
     for spill in plan.spills:
         ops = trips[spill.name]
-        planned_at = {
-            "offload": spill.copy_out_after + 1,
-            "release": spill.freed_at,
-            "prefetch": spill.prefetch_at,
-            "wait": spill.needed_at + (spill.kind is TransferKind.IN),  # it is that step
-        }
-        for role in planned_at.keys() & set(_ROLES[spill.kind]):
-            planned = planned_at[role]
+        planned_at: dict[str, int] = {}
+        if spill.out is not None:
+            planned_at |= {"offload": spill.out.after + 1, "release": spill.out.freed_at}
+        if spill.back is not None:
+            loads = spill.out is None  # the wait is that step
+            planned_at |= {"prefetch": spill.back.prefetch_at, "wait": spill.back.needed_at + loads}
+        for role, planned in planned_at.items():
             found = gap[getattr(ops, role)[0]]
             if found != planned:
                 raise InvariantError(f"places: {role} of {spill.name} stands before step {found}, planned {planned}.")
@@ -241,7 +240,7 @@ def _check_memory(
 ) -> None:
     """Replay both graphs node by node and compare the most bytes held with the plan's word for it."""
     peak, where = _replay(capture, registers, in_place)
-    promised = plan.forecast.peak_bytes - problem.outside_bytes
+    promised = plan.forecast.peak_bytes - problem.external_bytes
     if peak > promised:
         raise InvariantError(f"peak: the graphs hold {peak} bytes at {where}, the plan promised {promised}.")
 

@@ -30,7 +30,7 @@ def _check_readers(graphs: tuple[fx.Graph, ...]) -> None:
 
 def _check_sinks(problem: Problem, graphs: tuple[fx.Graph, ...]) -> None:
     """Behind a sink that lets its parameter's update begin, the parameter is not asked for, nor waited for."""
-    home_of = {storage.name: storage.home for storage in problem.storages}
+    home_of = {storage.name: storage.parameter for storage in problem.storages}
     for graph in graphs:
         updating: set[str] = set()
         fetched: dict[fx.Node, str] = {}

@@ -11,90 +11,85 @@ without it. What a search saves by missing one part it may spend on the others. 
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tabulate import tabulate
 
 from tencache_fx.planning.bounds import joint_lower_bound_ns
+from tencache_fx.planning.evaluation import Candidate, Evaluator
 from tencache_fx.planning.liveness import live_bytes
-from tencache_fx.planning.planner import POLICIES, Policy, _ask, _over_tiers, _settle_tiers, floor_bytes
+from tencache_fx.planning.planner import POLICIES, Policy, fastest_variant, floor_bytes, over_tiers
 from tencache_fx.planning.policies.ten_cache import choose_10cache
 from tencache_fx.planning.policies.teraio import choose_teraio
-from tencache_fx.planning.problem import Problem
+from tencache_fx.planning.problem import Problem, Recipe
 from tencache_fx.planning.recompute import recompute
-from tencache_fx.planning.search import _Search
+from tencache_fx.planning.recompute_search import RecomputeSearch
+from tencache_fx.planning.tuning import TUNING, Tuning
 from tencache_fx.reporting.dump import read_problem
 
 
-class _NoSegments(_Search):
-    def _lines(self) -> Iterator[tuple[Sequence[str], int]]:
-        yield next(super()._lines())
-
-
-class _NoRefinement(_Search):
+class _NoRefinement(RecomputeSearch):
     def close_in(self, line: Sequence[str], best: int, stride: int, least_left: int) -> None:
         pass
 
 
-class _NoTurningOver(_Search):
+class _NoTurningOver(RecomputeSearch):
     def turn_over(self) -> None:
         pass
 
 
-class _LargestFirst(_Search):
-    def __init__(self, problem: Problem, limit: int) -> None:
-        super().__init__(problem, limit)
+class _LargestFirst(RecomputeSearch):
+    @staticmethod
+    def order(problem: Problem) -> Sequence[Recipe]:
         storages = {storage.name: storage for storage in problem.storages}
-        self.line.sort(key=lambda name: (-storages[name].nbytes, -storages[name].birth, name))
+        found = RecomputeSearch.order(problem)
+        return sorted(found, key=lambda each: (-storages[each.name].nbytes, -storages[each.name].birth, each.name))
 
 
 WHOLE = "nothing taken away"
-_WAYS = POLICIES["joint"]
-PARTS: Mapping[str, tuple[type[_Search] | None, Sequence[Policy]]] = {
-    WHOLE: (_Search, _WAYS),
-    "headrooms": (_Search, (choose_teraio, choose_10cache)),
-    "10cache": (_Search, [way for way in _WAYS if way is not choose_10cache]),
-    "headrooms and 10cache": (_Search, (choose_teraio,)),
-    "recomputation": (None, _WAYS),
-    "segments": (_NoSegments, _WAYS),
-    "refinement": (_NoRefinement, _WAYS),
-    "turning over": (_NoTurningOver, _WAYS),
-    "price (largest first)": (_LargestFirst, _WAYS),
+_VARIANTS = POLICIES["joint"]
+_NO_SEGMENTS = replace(TUNING, segment_halvings=0)
+PARTS: Mapping[str, tuple[type[RecomputeSearch] | None, Tuning, Sequence[Policy]]] = {
+    WHOLE: (RecomputeSearch, TUNING, _VARIANTS),
+    "headrooms": (RecomputeSearch, TUNING, (choose_teraio, choose_10cache)),
+    "10cache": (RecomputeSearch, TUNING, [variant for variant in _VARIANTS if variant is not choose_10cache]),
+    "headrooms and 10cache": (RecomputeSearch, TUNING, (choose_teraio,)),
+    "recomputation": (None, TUNING, _VARIANTS),
+    "segments": (RecomputeSearch, _NO_SEGMENTS, _VARIANTS),
+    "refinement": (_NoRefinement, TUNING, _VARIANTS),
+    "turning over": (_NoTurningOver, TUNING, _VARIANTS),
+    "price (largest first)": (_LargestFirst, TUNING, _VARIANTS),
 }
-"""By what is taken away: how to choose what to recompute, and the ways to plan the trips then."""
+"""By what is taken away: how to choose what to recompute, and the variants of the policy that plan the rest then."""
 
 
-def choose(kind: type[_Search] | None, problem: Problem) -> tuple[frozenset[str], float]:
-    """Return what `choose_recomputed` would with this kind of search, and the seconds that took; None finds nothing."""
-    start, limit = time.process_time(), problem.budgets.device_bytes or 0
-    if kind is None or live_bytes(problem).max() <= limit:
-        return frozenset(), 0.0
-    search = kind(problem, limit)
-    search.climb()
-    if search.may_gain():
-        search.turn_over()
-    return search.best, time.process_time() - start
+def choose(kind: type[RecomputeSearch] | None, tuning: Tuning, problem: Problem) -> tuple[tuple[str, ...], float]:
+    """Return what is recomputed with this kind of search, and the seconds that took; None finds nothing."""
+    start = time.process_time()
+    base = Candidate(policy="teraio", lead=tuning.compared_lead)
+    return kind(Evaluator(problem, tuning), base).run() if kind else (), time.process_time() - start
 
 
-def makespan_ns(problem: Problem, ways: Sequence[Policy]) -> int | None:
-    """Return the time of the fastest plan, as `make_plan` finds it with these ways; None if none fits."""
+def makespan_ns(problem: Problem, variants: Sequence[Policy]) -> int | None:
+    """Return the time of the fastest plan, as `make_plan` finds it with these variants; None if none fits."""
     floor = floor_bytes(problem)
     if floor > (problem.budgets.device_bytes or 0):
         return None
-    plans = [_settle_tiers(problem, _ask(problem, "joint", way, floor), floor) for way in ways]
-    return min((plan.forecast.makespan_ns for plan in plans if not _over_tiers(problem, plan)), default=None)
+    plan = fastest_variant(problem, "joint", variants, floor)
+    return None if over_tiers(problem, plan) else plan.forecast.makespan_ns
 
 
 def plan_without_each(problem: Problem) -> dict[str, tuple[int | None, float]]:
     """Return the time of the plan, as `plan_region` makes it, by what is taken away, and the seconds planning took."""
-    chosen = {kind: choose(kind, problem) for kind, _ in PARTS.values()}
+    chosen = {(kind, tuning): choose(kind, tuning, problem) for kind, tuning, _ in PARTS.values()}
     planned: dict[str, tuple[int | None, float]] = {}
-    for part, (kind, ways) in PARTS.items():
-        names, seconds = chosen[kind]
+    for part, (kind, tuning, variants) in PARTS.items():
+        names, seconds = chosen[kind, tuning]
         start = time.process_time()
         drafts = [problem, recompute(problem, names)] if names else [problem]
-        times = [found for draft in drafts if (found := makespan_ns(draft, ways)) is not None]
+        times = [found for draft in drafts if (found := makespan_ns(draft, variants)) is not None]
         planned[part] = min(times, default=None), seconds + time.process_time() - start
     return planned
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from cases import CASES, Case
 from torch import Tensor
-from ways import Forward, Setting, TransferKind, open_way, parse_ways
+from ways import Forward, Setting, Way, open_way, parse_ways
 
 import tencache_fx
 
@@ -148,7 +148,7 @@ def capped(device: torch.device, budget_bytes: int | None) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, torch.cuda.current_device())
 
 
-def _measure_steps(workload: Workload, forward: Forward, way: TransferKind, steps: int) -> dict[str, Any]:
+def _measure_steps(workload: Workload, forward: Forward, way: Way, steps: int) -> dict[str, Any]:
     """Warm up, time `steps` steps, and look at loss and gradients of the first and of the last."""
     device, ours = workload.device, way.kind == "tencache"
     known = {record.region for record in tencache_fx.regions()}

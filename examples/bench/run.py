@@ -29,7 +29,7 @@ import torch
 from cases import CASES
 from measure import Request, Workload, measure, one_line
 from verdicts import faults, report, write_between_markers
-from ways import Line, TransferKind, WayError, budget_bytes, needs_plain, parse_ways
+from ways import Line, Way, WayError, budget_bytes, needs_plain, parse_ways
 
 import tencache_fx
 
@@ -79,7 +79,7 @@ def _last_line(log: Path) -> str:
     return lines[-1].strip()[:300] if lines else "nothing"
 
 
-def run(ways: Sequence[TransferKind], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def run(ways: Sequence[Way], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure every way, in order, and print each line as it comes; return the lines."""
     measure_one: Callable[[Request], dict[str, Any]] = partial(measure_apart, timeout_s=arguments.timeout)
     if arguments.in_process:

@@ -49,7 +49,7 @@ class WayError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransferKind:
+class Way:
     """One way: what kind, the setting behind its colon, and for ours the budget and further options as written."""
 
     name: str
@@ -59,7 +59,7 @@ class TransferKind:
     options: tuple[tuple[str, str], ...] = ()
 
 
-def parse_ways(texts: Sequence[str]) -> tuple[TransferKind, ...]:
+def parse_ways(texts: Sequence[str]) -> tuple[Way, ...]:
     """Return the ways that are written, each once, in order; raises `WayError`.
 
     >>> [way.name for way in parse_ways(["plain", "tencache:teraio@13.8", "plain"])]
@@ -70,7 +70,7 @@ def parse_ways(texts: Sequence[str]) -> tuple[TransferKind, ...]:
     return tuple(_parse_way(text) for text in dict.fromkeys(spread))
 
 
-def _parse_way(text: str) -> TransferKind:
+def _parse_way(text: str) -> Way:
     given, *pairs = text.split("+")
     whole, _, budget = given.partition("@")
     kind, _, setting = whole.partition(":")
@@ -89,15 +89,15 @@ def _parse_way(text: str) -> TransferKind:
     known: tuple[str, ...] = ("", "async") if kind == "native-offload" else ("",)
     if kind not in ("tencache", "memory-budget") and setting not in known:
         raise WayError(f"{text!r}: {kind} has no setting {setting!r}.")
-    return TransferKind(name=text, kind=kind, setting=setting, budget=budget, options=options)
+    return Way(name=text, kind=kind, setting=setting, budget=budget, options=options)
 
 
-def needs_plain(way: TransferKind) -> bool:
+def needs_plain(way: Way) -> bool:
     """Return True if the way's budget depends on what plain was measured to hold."""
     return way.budget.startswith("peak") or way.budget.endswith("%") or way.budget == "half-activations"
 
 
-def budget_bytes(way: TransferKind, lines: Sequence[Line]) -> int | None:
+def budget_bytes(way: Way, lines: Sequence[Line]) -> int | None:
     """Return the way's budget, given what was measured so far; None for no budget, or the option's own default.
 
     Raises `WayError` when the budget cannot be read, or depends on what was not measured.
@@ -127,14 +127,14 @@ def budget_bytes(way: TransferKind, lines: Sequence[Line]) -> int | None:
     return int(nbytes * factor)
 
 
-def _measured(name: str, what: str, way: TransferKind, lines: Sequence[Line]) -> int:
+def _measured(name: str, what: str, way: Way, lines: Sequence[Line]) -> int:
     for line in lines:
         if line["way"] == name and what in line:
             return int(line[what])
     raise WayError(f"the budget of {way.name} depends on {name}, which has not been measured; run that way before it.")
 
 
-def _floor_bytes(way: TransferKind, lines: Sequence[Line]) -> int:
+def _floor_bytes(way: Way, lines: Sequence[Line]) -> int:
     floors = [
         line["forecast"]["floor_bytes"] for line in lines if line.get("policy") == way.setting and "forecast" in line
     ]
@@ -157,7 +157,7 @@ class Setting:
 
 
 @contextlib.contextmanager
-def open_way(way: TransferKind, model: Stack, setting: Setting) -> Iterator[Forward]:
+def open_way(way: Way, model: Stack, setting: Setting) -> Iterator[Forward]:
     """Within this context, return what to call in place of `model`; torch's settings are restored behind it."""
     with _KINDS[way.kind](way, model, setting) as forward:
         yield forward
@@ -170,12 +170,12 @@ def _compile_plain(model: Stack, setting: Setting) -> Forward:
 
 
 @contextlib.contextmanager
-def _plain(way: TransferKind, model: Stack, setting: Setting) -> Iterator[Forward]:
+def _plain(way: Way, model: Stack, setting: Setting) -> Iterator[Forward]:
     yield _compile_plain(model, setting)
 
 
 @contextlib.contextmanager
-def _tencache(way: TransferKind, model: Stack, setting: Setting) -> Iterator[Forward]:
+def _tencache(way: Way, model: Stack, setting: Setting) -> Iterator[Forward]:
     options: dict[str, Any] = {
         "device_budget": "auto" if setting.budget_bytes is None else setting.budget_bytes,
         "policy": way.setting,
@@ -187,7 +187,7 @@ def _tencache(way: TransferKind, model: Stack, setting: Setting) -> Iterator[For
 
 
 @contextlib.contextmanager
-def _checkpoint(way: TransferKind, model: Stack, setting: Setting) -> Iterator[Forward]:
+def _checkpoint(way: Way, model: Stack, setting: Setting) -> Iterator[Forward]:
     model.checkpointed = True
     try:
         yield model if way.kind == "checkpoint" else _compile_plain(model, setting)
@@ -196,13 +196,13 @@ def _checkpoint(way: TransferKind, model: Stack, setting: Setting) -> Iterator[F
 
 
 @contextlib.contextmanager
-def _memory_budget(way: TransferKind, model: Stack, setting: Setting) -> Iterator[Forward]:
+def _memory_budget(way: Way, model: Stack, setting: Setting) -> Iterator[Forward]:
     with torch._functorch.config.patch(activation_memory_budget=float(way.setting)):
         yield _compile_plain(model, setting)
 
 
 @contextlib.contextmanager
-def _save_on_cpu(way: TransferKind, model: Stack, setting: Setting) -> Iterator[Forward]:
+def _save_on_cpu(way: Way, model: Stack, setting: Setting) -> Iterator[Forward]:
     def forward(*batch: Tensor) -> Tensor:
         with torch.autograd.graph.save_on_cpu(pin_memory=setting.device.type == "cuda"):
             loss: Tensor = model(*batch)
@@ -212,7 +212,7 @@ def _save_on_cpu(way: TransferKind, model: Stack, setting: Setting) -> Iterator[
 
 
 @contextlib.contextmanager
-def _native_offload(way: TransferKind, model: Stack, setting: Setting) -> Iterator[Forward]:
+def _native_offload(way: Way, model: Stack, setting: Setting) -> Iterator[Forward]:
     """Torch offloads the saved tensors that a pass marked."""
     if setting.compiler != "inductor":
         raise WayError(f"{way.name} marks tensors in a pass of Inductor's; run it with --compiler inductor.")
@@ -229,7 +229,7 @@ def _native_offload(way: TransferKind, model: Stack, setting: Setting) -> Iterat
         yield _compile_plain(model, setting)
 
 
-_KINDS: Mapping[str, Callable[[TransferKind, Stack, Setting], contextlib.AbstractContextManager[Forward]]] = {
+_KINDS: Mapping[str, Callable[[Way, Stack, Setting], contextlib.AbstractContextManager[Forward]]] = {
     "plain": _plain,
     "tencache": _tencache,
     "checkpoint": _checkpoint,

@@ -28,7 +28,7 @@ from tencache_fx.model_state.offloading import is_adapted, should_offload
 from tencache_fx.options import Options
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import keep_resident, step_ns
-from tencache_fx.planning.plan import Plan
+from tencache_fx.planning.plan import Plan, TransferKind
 from tencache_fx.planning.problem import STATE_BYTES, Kind, Problem, Step
 from tencache_fx.planning.search import policy_floor_bytes
 from tencache_fx.region.environment import Environment
@@ -204,7 +204,10 @@ class _Trial:
             device_parameter_bytes=sum(map(_nbytes, staying)),
             offloaded_bytes=self._offloaded_bytes,
             gradient_bytes=sum(
-                s.nbytes for each in captured for s in each.storages if s.kind is Kind.SUNK and s.home not in here
+                s.nbytes
+                for each in captured
+                for s in each.storages
+                if s.kind is Kind.STORED and s.parameter not in here
             ),
             state_bytes=self._state_bytes - here_bytes,
             device_state_bytes=here_bytes + self._state_here_bytes,
@@ -227,10 +230,10 @@ class _Trial:
         )
         most = []
         for problem in captured:
-            homes = {s.home for s in problem.storages if s.home}
+            homes = {s.parameter for s in problem.storages if s.parameter}
             kept = keep_resident(problem, homes)
             end = Step(len(kept.ops))
-            storages = tuple(replace(s, death=end) if s.kind is Kind.SUNK else s for s in kept.storages)
+            storages = tuple(replace(s, death=end) if s.kind is Kind.STORED else s for s in kept.storages)
             others = [p for key, (name, p) in self._parameters.items() if key in self._offloaded and name not in homes]
             others_bytes = sum(_nbytes(p) * (2 if p.requires_grad else 1) for p in others)
             most.append(int(live_bytes(replace(kept, storages=storages)).max(initial=0)) + others_bytes)
@@ -318,10 +321,11 @@ def _region_fit(index: int, planned: DryRun, captured: Problem, options: Options
 def _left_bytes(problem: Problem, plan: Plan) -> int:
     """Return the bytes that a region holds on the device between forward and backward, without its inputs."""
     boundary = problem.boundary
-    away = {spill.name for spill in plan.spills if spill.freed_at <= boundary <= spill.prefetch_at}
+    swaps = (spill for spill in plan.spills if spill.kind is TransferKind.SWAP)
+    away = {spill.name for spill in swaps if spill.freed_at <= boundary <= spill.prefetch_at}
     last = min(boundary + 1, len(problem.ops))
     left = [s for s in problem.storages if s.birth < boundary and s.death >= last and not is_input(s)]
-    resident = [s for s in problem.storages if s.home in plan.resident and s.kind is Kind.PARAMETER]
+    resident = [s for s in problem.storages if s.parameter in plan.resident and s.kind is Kind.PARAMETER]
     return sum(s.nbytes for s in (*left, *resident) if s.name not in away)
 
 

@@ -48,7 +48,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def is_input(storage: Storage) -> bool:
-    """Say whether `storage` is a parameter or an input, which exists before the region runs."""
+    """Whether `storage` is a parameter or an input, which exists before the region runs."""
     return storage.birth == Step(0) and storage.kind in (Kind.PARAMETER, Kind.INPUT)
 
 
@@ -57,7 +57,7 @@ def input_bytes(storages: Iterable[Storage]) -> int:
     return sum(storage.nbytes for storage in storages if is_input(storage))
 
 
-def outside_bytes(held_bytes: int, input_bytes: int) -> int:
+def external_bytes(held_bytes: int, input_bytes: int) -> int:
     """Return how many of the bytes held when the region was compiled are not its own inputs.
 
     On a CPU device, where nothing is counted, 0: there the budget covers what the region itself holds.
@@ -78,7 +78,7 @@ def open_workspaces(device: torch.device) -> None:
 def avoid_fragmentation(device: torch.device) -> None:
     """Let torch's allocator take device memory in segments that grow, unless the user has configured it otherwise.
 
-    A plan counts bytes; the allocator needs them in one piece. Beside trips, fixed segments leave gaps worth 5 to 15 %
+    A plan counts bytes; the allocator needs them in one piece. Beside swaps, fixed segments leave gaps worth 5 to 15 %
     of a budget, growing ones (torch: `expandable_segments`, `c10/cuda/CUDACachingAllocator.cpp`) about 5 %.
     """
     configured = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")

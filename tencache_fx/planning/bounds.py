@@ -1,11 +1,11 @@
 """What no plan can beat: a relaxation of keep, recompute, host and NVMe decided together. No torch, no policy's code.
 
-Look at one step k. What lives there and is over the budget is either away on a trip, or will be computed again later.
+Look at one step k. What lives there and is over the budget is either swapped out, or will be computed again later.
 The time between the two graphs counts as such a step, without a duration.
 Say m bytes are away, and the rest is recomputed:
 
-    the m bytes have gone out before k, no faster than the link (and, what host memory cannot hold, the disk) carries
-    them, and none before it was made; they come back after k, each before the step that reads it;
+    the m bytes were copied out before k, no faster than the link (and, what host memory cannot hold, the disk) carries
+    them, and none before it was made; they are copied in after k, each before the step that reads it;
     the rest costs at least what its cheapest bytes cost to compute again, each step counted once.
 
 The best m gives a time that every plan needs because of step k; the bound is the largest over the steps looked at.
@@ -32,8 +32,8 @@ _CELLS = 256  # m is searched in so many cells, twice
 def joint_lower_bound_ns(problem: Problem) -> int:
     """Return a time that no plan beats, whatever it keeps, moves to host memory or NVMe, or recomputes by `recipes`.
 
-    Holds for the trips `verify_plan` accepts on `recompute(problem, names)`, for any `names`, in the simulator. Where
-    no plan fits at all it means nothing. O(recipes x forward steps + storages x cells) for each of 64 steps.
+    Holds for transfers that `verify_plan` accepts on `recompute(problem, names)`, for any `names`, in the simulator.
+    Where no plan fits at all it means nothing. O(recipes x forward steps + storages x cells) for each of 64 steps.
     """
     ideal_ns = sum(op.duration_ns for op in problem.ops)
     limit = problem.budgets.device_bytes
@@ -57,7 +57,7 @@ def _bytes_between(problem: Problem) -> int:
     if boundary >= len(problem.ops):
         return 0
     across = sum(s.nbytes for s in problem.storages if s.birth < boundary < s.death)
-    return across + problem.between_bytes + problem.outside_bytes
+    return across + problem.between_bytes + problem.external_bytes
 
 
 def _fullest(over: "np.ndarray[Any, np.dtype[np.int64]]", boundary: int) -> Iterator[int]:
@@ -68,7 +68,7 @@ def _fullest(over: "np.ndarray[Any, np.dtype[np.int64]]", boundary: int) -> Iter
 
 
 class _Relaxation:
-    """The trips and recipes of a problem as columns; times are in ns as if nothing stalled and nothing ran again."""
+    """The swaps and recipes of a problem as columns; times are in ns as if nothing stalled and nothing ran again."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

@@ -1,20 +1,26 @@
 """Why a plan is what it is: for each tensor what the other choices would do, and what more of each resource would.
 
-What would change only trips is replayed as it stands; what would change which values are recomputed, or a budget, is
-planned anew.
+What would change only transfers is replayed as it stands; what would change which values are recomputed, or a budget,
+is planned anew.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from tencache_fx.errors import BudgetError
-from tencache_fx.planning.liveness import earliest_offload, fence_in, inactive_intervals, is_candidate, live_bytes
+from tencache_fx.planning.liveness import (
+    clip_to_barriers,
+    earliest_offload,
+    inactive_intervals,
+    is_candidate,
+    live_bytes,
+)
 from tencache_fx.planning.plan import Plan, PoolClass, Transfer, TransferKind
-from tencache_fx.planning.planner import floor_bytes, make_plan
+from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.pool_sizing import pool_classes, staging_classes, total_bytes
 from tencache_fx.planning.problem import Links, Problem, Step, Storage, Tier
 from tencache_fx.planning.recompute import recompute
-from tencache_fx.planning.search import plan_region
+from tencache_fx.planning.search import make_plan, plan_region
 from tencache_fx.planning.simulator import Replay, simulate
 
 
@@ -37,7 +43,7 @@ class Choice:
 class TensorReason:
     """One tensor: what was decided, what that costs, and what every other choice would do.
 
-    `out_ns` and `in_ns` are the times of its copies at the rates the replay saw (for a tensor that does not travel: at
+    `out_ns` and `in_ns` are the times of its copies at the rates the replay saw (for a tensor without a transfer: at
     the links' solo rates), `stall_ns` is how long compute stood still for them: the rest of them was hidden.
     `recipe_ns` is what recomputing it adds to the time of the steps, given what else is recomputed (None: it has no
     recipe); for that the tensors `held_longer`, of `held_longer_bytes`, have to stay alive until it is made again.
@@ -139,7 +145,7 @@ class _Case:
         """Return everything about one tensor."""
         links, storage = self.captured.links, self.storages[name]
         copied = _copy_ns(storage.nbytes, links.d2h_bytes_per_s), _copy_ns(storage.nbytes, links.h2d_bytes_per_s)
-        times = next((trip for trip in self.replay.trips if trip.name == name), None)
+        times = next((transfer for transfer in self.replay.transfers if transfer.name == name), None)
         if times is not None:
             copied = times.out_end_ns - times.out_start_ns, times.in_end_ns - times.in_start_ns
         spill = next((spill for spill in self.plan.spills if spill.name == name), None)
@@ -166,7 +172,7 @@ class _Case:
         return next(times) - next(times)
 
     def _held_longer(self, name: str) -> list[Storage]:
-        """Return what `name`'s recipe reads and would be gone before it is needed, were it not for the recipe."""
+        """Return what `name`'s recipe reads and would be freed before it is needed, were it not for the recipe."""
         if name not in self.recipes:
             return []
         steps, need = set(self.recipes[name].steps), _first_late_use(self.captured, self.storages[name])
@@ -188,11 +194,11 @@ class _Case:
         elif name in self.recipes and self.policy == "joint":
             yield self._recomputed(name)
         others = [spill for spill in plan.spills if spill.name != name]
-        yield self._moved("keep", problem, others)
-        trip = next((s for s in plan.spills if s.name == name), None) or _widest_trip(problem, name)
-        if trip is not None and trip.kind is TransferKind.ROUND:  # homes are in host memory
+        yield self._transferred("keep", problem, others)
+        transfer = next((s for s in plan.spills if s.name == name), None) or _widest_swap(problem, name)
+        if transfer is not None and transfer.kind is TransferKind.SWAP:  # loads and stores use host memory
             for tier in _tiers(problem):
-                yield self._moved(str(tier), problem, [*others, replace(trip, tier=tier)])
+                yield self._transferred(str(tier), problem, [*others, replace(transfer, tier=tier)])
 
     def _recomputed(self, name: str) -> Choice:
         problem = recompute(self.captured, self.again | {name})
@@ -202,7 +208,7 @@ class _Case:
             return self._refused("recompute", problem)
         return Choice(decision="recompute", change_ns=makespan_ns - self.plan.forecast.makespan_ns, over_bytes=0)
 
-    def _moved(self, decision: str, problem: Problem, spills: Sequence[Transfer]) -> Choice:
+    def _transferred(self, decision: str, problem: Problem, spills: Sequence[Transfer]) -> Choice:
         replay, buffers = _replay(problem, spills), _buffers(problem, spills)
         budgets = problem.budgets
         limit = budgets.device_bytes
@@ -231,8 +237,8 @@ def _replay(problem: Problem, spills: Sequence[Transfer]) -> Replay:
     return simulate(problem, spills, _buffers(problem, spills)[1])
 
 
-def _widest_trip(problem: Problem, name: str) -> Transfer | None:
-    """Return the trip with the most time for its copies that is away at the fullest step; None if there is none."""
+def _widest_swap(problem: Problem, name: str) -> Transfer | None:
+    """Return the swap with the most time for its copies that frees bytes at the fullest step; None if there is none."""
     storage = next(s for s in problem.storages if s.name == name)
     gaps = inactive_intervals(storage) if is_candidate(problem, storage) else ()
     fullest = int(live_bytes(problem).argmax())
@@ -240,13 +246,13 @@ def _widest_trip(problem: Problem, name: str) -> Transfer | None:
     if gap is None:
         return None
     (last_use, back), boundary = gap, problem.boundary
-    fences = problem.fences or tuple(map(Step, range(len(problem.ops))))
-    gone = max((fence for fence in fences if last_use < fence <= fullest), default=Step(fullest))
-    fetch = min((Step(fence + 1) for fence in fences if fullest <= fence < back), default=back)
+    barriers = problem.barriers or tuple(map(Step, range(len(problem.ops))))
+    gone = max((barrier for barrier in barriers if last_use < barrier <= fullest), default=Step(fullest))
+    fetch = min((Step(barrier + 1) for barrier in barriers if fullest <= barrier < back), default=back)
     if last_use < boundary <= back:
         gone, fetch = min(gone, boundary), max(fetch, boundary)
     start = earliest_offload(problem, storage, last_use)
-    widest = Transfer(
+    widest = Transfer.swap(
         name=name,
         nbytes=storage.nbytes,
         tier=Tier.HOST,
@@ -255,12 +261,12 @@ def _widest_trip(problem: Problem, name: str) -> Transfer | None:
         prefetch_at=fetch,
         needed_at=back,
     )
-    trip = fence_in(problem, widest)
-    return trip if trip is not None and trip.freed_at <= fullest < trip.prefetch_at <= back else None
+    transfer = clip_to_barriers(problem, widest)
+    return transfer if transfer is not None and transfer.freed_at <= fullest < transfer.prefetch_at <= back else None
 
 
 def _tiers(problem: Problem) -> tuple[Tier, ...]:
-    """Return the tiers that there are to move to."""
+    """Return the tiers that there are to swap to."""
     return (Tier.HOST, Tier.NVME) if problem.links.has_disk and problem.budgets.disk_bytes else (Tier.HOST,)
 
 

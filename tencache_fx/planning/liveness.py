@@ -1,6 +1,5 @@
 """Which device bytes are live at each step, with and without a plan's transfers. No torch here."""
 
-import dataclasses
 from bisect import bisect_left
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
@@ -8,24 +7,24 @@ from typing import Any
 
 import numpy as np
 
-from tencache_fx.planning.plan import Transfer
+from tencache_fx.planning.plan import Transfer, TransferKind
 from tencache_fx.planning.problem import Problem, Step, Storage, Tier
 
 
 def inactive_intervals(storage: Storage) -> tuple[tuple[Step, Step], ...]:
-    """Return `(last use, next use)` pairs with at least one whole step between them, from which it may leave.
+    """Return `(last use, next use)` pairs with at least one whole step between them, in which it may be swapped out.
 
-    Until `held_until` the caller uses it.
+    Until `caller_frees_at` the caller uses it.
     """
     pairs: Iterable[tuple[Step, Step]] = pairwise(storage.uses)
-    if until := storage.held_until:
+    if until := storage.caller_frees_at:
         pairs = ((Step(max(u, until - 1)), v) for u, v in pairs if u < until <= v)
     ready = storage.ready
     return tuple([(u, v) for u, v in pairs if v - u > 1 and u >= ready])
 
 
 def live_bytes(problem: Problem, spills: Iterable[Transfer] = ()) -> "np.ndarray[Any, np.dtype[np.int64]]":
-    """Return the device bytes in use at each step under `spills`, held-outside bytes included.
+    """Return the device bytes in use at each step under `spills`, external bytes included.
 
     One difference array and one running sum: O(steps + storages + spills).
     """
@@ -33,67 +32,85 @@ def live_bytes(problem: Problem, spills: Iterable[Transfer] = ()) -> "np.ndarray
     for storage in problem.storages:
         delta[storage.birth] += storage.nbytes
         delta[storage.death] -= storage.nbytes
+    one_way = []
     for spill in spills:
-        delta[spill.freed_at] -= spill.nbytes
-        delta[spill.prefetch_at] += spill.nbytes
+        if spill.out is None or spill.back is None:
+            one_way.append(spill)
+        else:
+            delta[spill.out.freed_at] -= spill.nbytes
+            delta[spill.back.prefetch_at] += spill.nbytes
+    storages = {storage.name: storage for storage in problem.storages} if one_way else {}
+    for spill in one_way:
+        for step, sign in device_changes(spill, storages[spill.name]):
+            delta[step] += sign * spill.nbytes
     scratch = np.array([op.scratch_bytes for op in problem.ops], dtype=np.int64)
     if more_bytes := problem.boundary_bytes:
         scratch[problem.boundary] += more_bytes
-    return np.cumsum(delta[:-1], dtype=np.int64) + scratch + problem.outside_bytes
+    return np.cumsum(delta[:-1], dtype=np.int64) + scratch + problem.external_bytes
+
+
+def device_changes(spill: Transfer, storage: Storage) -> tuple[tuple[Step, int], tuple[Step, int]]:
+    """Return the steps from which a transfer changes the device bytes of its storage, and whether by +1 or -1 times.
+
+    A swap takes them away in between, a load adds them up to the storage's birth, a store from its death on.
+    """
+    if spill.out is None:
+        return (spill.prefetch_at, 1), (storage.birth, -1)
+    return (spill.out.freed_at, -1), (storage.death if spill.back is None else spill.back.prefetch_at, 1)
 
 
 def is_candidate(problem: Problem, storage: Storage) -> bool:
-    """Say whether a policy may spill `storage` at all: allowed, worth an op, and with links to travel on."""
+    """Whether a policy may spill `storage` at all: allowed, worth an op, and with links to be copied over."""
     linked = problem.links.d2h_bytes_per_s > 0 and problem.links.h2d_bytes_per_s > 0
     return linked and storage.spillable and storage.nbytes >= max(1, problem.min_spill_bytes)
 
 
 def earliest_offload(problem: Problem, storage: Storage, last_use: Step) -> Step:
-    """Return the first step after which `storage` may be copied out for the trip that follows `last_use`.
+    """Return the first step after which `storage` may be copied out for the transfer that follows `last_use`.
 
-    Graphs are functional, so the copy may start before the last read; but an offload sits in its trip's own graph.
+    Graphs are functional, so the copy may start before the last read; but an offload sits in its transfer's own graph.
     """
     ready = max(storage.birth, storage.ready)
     return max(ready, problem.boundary) if last_use >= problem.boundary else ready
 
 
-def fence_in(problem: Problem, spill: Transfer) -> Transfer | None:
-    """Return `spill` with bytes that count as gone only from a fence on, and as taken from behind a fence on.
+def clip_to_barriers(problem: Problem, spill: Transfer) -> Transfer | None:
+    """Return `spill` with bytes that count as freed only from a scheduling barrier on, and as taken from behind one.
 
-    None if the storage is then never away. Without fences, `spill` as it is.
+    None if its bytes are then never free. Without barriers, `spill` as it is.
     """
-    if not problem.fences:
+    if not problem.barriers:
         return spill
-    gone, fetch = _fenced(problem, spill.copy_out_after, spill.freed_at, spill.prefetch_at, spill.needed_at)
-    return dataclasses.replace(spill, freed_at=gone, prefetch_at=fetch) if gone < fetch else None
+    freed, fetch = _clipped(problem, spill.copy_out_after, spill.freed_at, spill.prefetch_at, spill.needed_at)
+    return spill.leaving(freed_at=freed).prefetched(fetch) if freed < fetch else None
 
 
-def _fenced(problem: Problem, offload: Step, gone: Step, fetch: Step, back: Step) -> tuple[Step, Step]:
-    """Return what fences leave of `[gone, fetch)`; who leaves from one graph for the other is away between them."""
-    fences, boundary = problem.fences, problem.boundary
-    after, before = bisect_left(fences, gone), bisect_left(fences, fetch) - 1
-    gone = fences[after] if after < len(fences) else Step(len(problem.ops))
-    fetch = Step(fences[before] + 1) if before >= 0 else Step(0)
-    return (min(gone, boundary), max(fetch, boundary)) if offload < boundary <= back else (gone, fetch)
+def _clipped(problem: Problem, offload: Step, freed: Step, fetch: Step, back: Step) -> tuple[Step, Step]:
+    """Return what barriers leave of `[freed, prefetch)`; a swap from one graph to the other covers their boundary."""
+    barriers, boundary = problem.barriers, problem.boundary
+    after, before = bisect_left(barriers, freed), bisect_left(barriers, fetch) - 1
+    freed = barriers[after] if after < len(barriers) else Step(len(problem.ops))
+    fetch = Step(barriers[before] + 1) if before >= 0 else Step(0)
+    return (min(freed, boundary), max(fetch, boundary)) if offload < boundary <= back else (freed, fetch)
 
 
 def minimal_swaps(problem: Problem) -> tuple[Transfer, ...]:
-    """Return, for every candidate, its longest trip with no slack at all: the least any plan of ours can hold.
+    """Return, for every candidate, its longest swap without any slack: the least any plan of ours can hold.
 
-    Each storage travels at most once, over the inactive interval that contains the most time.
+    Each storage is transferred at most once, over the inactive interval that contains the most time.
     """
     ends_ns = list(accumulate(op.duration_ns for op in problem.ops))
     spills = []
     for s in (s for s in problem.storages if is_candidate(problem, s)):
-        trips = []  # as numbers, with the time that each is away: only the longest is to be an object
+        transfers = []  # as numbers, with the time that each is away: only the longest is to be an object
         for u, v in inactive_intervals(s):
-            gone, fetch = _fenced(problem, u, Step(u + 1), v, v) if problem.fences else (Step(u + 1), v)
-            if gone < fetch:
-                trips.append((ends_ns[fetch - 1] - ends_ns[gone - 1], gone, fetch, u, v))
-        if trips:
-            _, a, b, u, v = max(trips)
+            freed, fetch = _clipped(problem, u, Step(u + 1), v, v) if problem.barriers else (Step(u + 1), v)
+            if freed < fetch:
+                transfers.append((ends_ns[fetch - 1] - ends_ns[freed - 1], freed, fetch, u, v))
+        if transfers:
+            _, a, b, u, v = max(transfers)
             spills.append(
-                Transfer(
+                Transfer.swap(
                     name=s.name,
                     nbytes=s.nbytes,
                     tier=Tier.HOST,
@@ -108,8 +125,15 @@ def minimal_swaps(problem: Problem) -> tuple[Transfer, ...]:
 
 def held_at(problem: Problem, spills: Iterable[Transfer], step: Step) -> tuple[Storage, ...]:
     """Return the storages with device bytes at `step`, largest first."""
-    spills = tuple(spills)
-    away = {spill.name for spill in spills if spill.freed_at <= step < spill.prefetch_at}
-    early = {spill.name for spill in spills if spill.prefetch_at <= step < spill.freed_at}
-    held = [s for s in problem.storages if s.name in early or (s.birth <= step < s.death and s.name not in away)]
+    by_name = {spill.name: spill for spill in spills}
+    held = [storage for storage in problem.storages if _is_held(storage, by_name.get(storage.name), step)]
     return tuple(sorted(held, key=lambda s: (-s.nbytes, s.name)))
+
+
+def _is_held(storage: Storage, spill: Transfer | None, step: Step) -> bool:
+    birth, death = storage.birth, storage.death
+    if spill is None:
+        return birth <= step < death
+    if spill.kind is TransferKind.SWAP:
+        return birth <= step < death and not spill.freed_at <= step < spill.prefetch_at
+    return spill.prefetch_at <= step < death if spill.out is None else birth <= step < spill.freed_at

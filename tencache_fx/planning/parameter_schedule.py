@@ -1,10 +1,11 @@
-"""When parameters come from home and gradients leave for it, and which parameters stay on the device.
+"""When offloaded parameters are loaded and gradients stored, and which parameters are pinned on the device.
 
-These trips are not a matter of choice, only their times are: a copy in is issued as late as is safe, by packing the
-link backwards, and then up to `lead` copy times earlier where memory allows it; the bytes of a gradient are free when
-its copy has landed, or earlier, with a wait, where they are wanted. What is chosen is what need not travel: of a cyclic
-order no set of parameters is better to keep than another of the same size (Belady's rule gains nothing when everything
-is read once per round), so those that are read first stay, whose copies nothing could hide.
+These transfers are given, only their times are chosen: a copy in is issued as late as is safe, by packing the link
+backwards, and then up to `lead` copy times (the prefetch lead) earlier where memory allows it; the bytes of a gradient
+are free when its copy has landed, or earlier, with a wait, where they are wanted. The other choice is which parameters
+need no load: of a cyclic order no set of parameters is better to keep than another of the same size (Belady's rule
+gains nothing when everything is read once per round), so those that are read first are pinned, whose copies nothing
+could hide.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,21 +14,21 @@ from dataclasses import replace
 import numpy as np
 
 from tencache_fx.planning.liveness import live_bytes, minimal_swaps
-from tencache_fx.planning.plan import Forecast, Transfer, TransferKind
+from tencache_fx.planning.plan import CopyIn, CopyOut, Forecast, Transfer, TransferKind
 from tencache_fx.planning.problem import Kind, Links, Problem, Step, Storage, Tier
-from tencache_fx.planning.schedule import Fences, Profile, copy_times, time_returns
+from tencache_fx.planning.schedule import Barriers, Profile, copy_times, time_returns
+from tencache_fx.planning.tuning import TUNING
 
 _NO_LIMIT = 1 << 62
-_LEAST_SHARE = 0.25  # of a link that is left to other trips, however much parameters and gradients take
 
 
-def has_moves(problem: Problem) -> bool:
-    """Say whether parameters or gradients of the region have a home elsewhere."""
-    return any(storage.kind in (Kind.FETCHED, Kind.SUNK) for storage in problem.storages)
+def has_offloaded(problem: Problem) -> bool:
+    """Whether any parameters or gradients of the region are offloaded."""
+    return any(storage.kind in (Kind.FETCHED, Kind.STORED) for storage in problem.storages)
 
 
-def time_moves(problem: Problem, lead: float) -> tuple[Transfer, ...]:
-    """Return the trips of all parameters and gradients that have to travel.
+def schedule_parameters(problem: Problem, lead: float) -> tuple[Transfer, ...]:
+    """Return the loads of all offloaded parameters and the stores of their gradients.
 
     Memory stays within the device budget beside the least that all others can hold, if it can. O(n x steps).
     """
@@ -36,23 +37,23 @@ def time_moves(problem: Problem, lead: float) -> tuple[Transfer, ...]:
     memory = live_bytes(problem, minimal_swaps(problem))
     durations = [op.duration_ns for op in problem.ops]
     starts_ns = np.concatenate([[0.0], np.cumsum(durations)]).tolist()
-    fences = Fences(problem)
+    barriers = Barriers(problem)
     arrivals = [storage for storage in problem.storages if storage.kind is Kind.FETCHED]
-    tight = [_arrival(problem, fences, storage) for storage in arrivals]
+    tight = [_arrival(problem, barriers, storage) for storage in arrivals]
     for spill in tight:
         memory[spill.prefetch_at : spill.needed_at] += spill.nbytes
-    departures = _departures(problem, fences, memory, limit, starts_ns)
-    timed = time_returns(problem, fences, tight, memory, limit, starts_ns, lead)
-    return (*(replace(spill, copy_out_after=spill.needed_at, freed_at=spill.needed_at) for spill in timed), *departures)
+    departures = _departures(problem, barriers, memory, limit, starts_ns)
+    timed = time_returns(problem, barriers, tight, memory, limit, starts_ns, lead)
+    return (*timed, *departures)
 
 
-def settle_moves(problem: Problem, moves: Collection[Transfer]) -> Problem:
-    """Return `problem` with the lives that `moves` give, and what they leave of the links, to plan the rest for."""
-    by_name = {spill.name: spill for spill in moves}
-    storages = tuple(_with_move(storage, by_name.get(storage.name)) for storage in problem.storages)
+def with_parameters_scheduled(problem: Problem, parameter_transfers: Collection[Transfer]) -> Problem:
+    """Return `problem` with the lives and the links that loads and stores leave, to plan the rest for."""
+    by_name = {spill.name: spill for spill in parameter_transfers}
+    storages = tuple(_with_transfer(storage, by_name.get(storage.name)) for storage in problem.storages)
     total_ns = max(1, sum(op.duration_ns for op in problem.ops))
-    out_bytes = sum(spill.nbytes for spill in moves if spill.kind is TransferKind.OUT)
-    in_bytes = sum(spill.nbytes for spill in moves if spill.kind is TransferKind.IN)
+    out_bytes = sum(spill.nbytes for spill in parameter_transfers if spill.kind is TransferKind.STORE)
+    in_bytes = sum(spill.nbytes for spill in parameter_transfers if spill.kind is TransferKind.LOAD)
     links = _derated(problem.links, out_bytes * 1e9 / total_ns, in_bytes * 1e9 / total_ns)
     return replace(problem, storages=storages, links=links)
 
@@ -60,40 +61,40 @@ def settle_moves(problem: Problem, moves: Collection[Transfer]) -> Problem:
 def step_ns(problem: Problem, forecast: Forecast) -> int:
     """Return how long a whole training step takes: as long as the device does, or as the host's memory.
 
-    With gradients at home, their optimizer's state is there, too, and to update it takes the host's memory most of the
-    step; copies over the links are then not free, however well they hide behind kernels. A parameter that stays on the
-    device is copied there once, after its update.
+    With gradients in host memory, their optimizer's state is there, too, and to update it takes the host's memory most
+    of the step; copies over the links are then not free, however well they hide behind kernels. A parameter that is
+    pinned on the device is copied there once, after its update.
     """
     rate = problem.links.host_bytes_per_s
-    sunk = [storage for storage in problem.storages if storage.kind is Kind.SUNK]
-    if not rate or not sunk:
+    stored = [storage for storage in problem.storages if storage.kind is Kind.STORED]
+    if not rate or not stored:
         return forecast.makespan_ns
     # Its gradient is read, its state read and written, and its weight, which is as large as the gradient, written.
-    update_bytes = sum(2 * storage.nbytes + 2 * storage.state_bytes for storage in sunk)
-    homes = {storage.home for storage in sunk}
-    renewed_bytes = sum(s.nbytes for s in problem.storages if s.kind is Kind.PARAMETER and s.home in homes)
+    update_bytes = sum(2 * storage.nbytes + 2 * storage.state_bytes for storage in stored)
+    parameters = {storage.parameter for storage in stored}
+    renewed_bytes = sum(s.nbytes for s in problem.storages if s.kind is Kind.PARAMETER and s.parameter in parameters)
     host_bytes = update_bytes + forecast.d2h_bytes + forecast.h2d_bytes + renewed_bytes
     return max(forecast.makespan_ns, host_bytes * 1_000_000_000 // rate)
 
 
-def keep_resident(problem: Problem, homes: Collection[str], updated_here: Collection[str] = ()) -> Problem:
+def keep_resident(problem: Problem, parameters: Collection[str], updated_here: Collection[str] = ()) -> Problem:
     """Return `problem` with these parameters on the device all the time; of some, all that belongs to them.
 
-    The gradients of those in `updated_here` do not leave, and the device holds their state beside the region.
+    The gradients of those in `updated_here` are not stored, and the device holds their state beside the region.
     """
-    if not homes:
+    if not parameters:
         return problem
     end = Step(len(problem.ops))
-    here = {s.name: s for s in problem.storages if s.kind is Kind.SUNK and s.home in updated_here}
+    here = {s.name: s for s in problem.storages if s.kind is Kind.STORED and s.parameter in updated_here}
     others = [
         replace(s, kind=Kind.GRADIENT, death=end, state_bytes=0) if s.name in here else s
         for s in problem.storages
-        if s.kind is not Kind.FETCHED or s.home not in homes
+        if s.kind is not Kind.FETCHED or s.parameter not in parameters
     ]
     lives: dict[str, list[Storage]] = {}
     for storage in problem.storages:
-        if storage.kind is Kind.FETCHED and storage.home in homes:
-            lives.setdefault(storage.home, []).append(storage)
+        if storage.kind is Kind.FETCHED and storage.parameter in parameters:
+            lives.setdefault(storage.parameter, []).append(storage)
     kept = [
         replace(
             parts[0],
@@ -106,57 +107,53 @@ def keep_resident(problem: Problem, homes: Collection[str], updated_here: Collec
         for parts in lives.values()
     ]
     state_bytes = sum(storage.state_bytes for storage in here.values())
-    return replace(problem, storages=(*kept, *others), outside_bytes=problem.outside_bytes + state_bytes)
+    return replace(problem, storages=(*kept, *others), external_bytes=problem.external_bytes + state_bytes)
 
 
-def first_homes(problem: Problem, share: float, having: Kind = Kind.FETCHED) -> tuple[str, ...]:
-    """Return the parameters that are read first, up to `share` of the bytes of all that have a home elsewhere.
+def first_parameters(problem: Problem, share: float, having: Kind = Kind.FETCHED) -> tuple[str, ...]:
+    """Return the parameters that are read first, up to `share` of the bytes of all that are offloaded.
 
-    Only those count of which there is a storage of kind `having`: that have a gradient, for SUNK.
+    Only those count of which there is a storage of kind `having`: that have a gradient, for STORED.
     """
     sizes: dict[str, int] = {}
-    candidates = {storage.home for storage in problem.storages if storage.kind is having}
+    candidates = {storage.parameter for storage in problem.storages if storage.kind is having}
     for storage in sorted(problem.storages, key=lambda s: (s.birth, s.name)):
-        if storage.kind is Kind.FETCHED and storage.home in candidates:
-            sizes.setdefault(storage.home, storage.nbytes)
+        if storage.kind is Kind.FETCHED and storage.parameter in candidates:
+            sizes.setdefault(storage.parameter, storage.nbytes)
     left_bytes = int(sum(sizes.values()) * share)
     chosen: list[str] = []
-    for home, nbytes in sizes.items():
+    for parameter, nbytes in sizes.items():
         if nbytes <= left_bytes:
             left_bytes -= nbytes
-            chosen.append(home)
+            chosen.append(parameter)
     return tuple(chosen)
 
 
-def _arrival(problem: Problem, fences: Fences, storage: Storage) -> Transfer:
-    """Return the trip that begins as late as can be; `gone` is the first step at which it could."""
+def _arrival(problem: Problem, barriers: Barriers, storage: Storage) -> Transfer:
+    """Return the load that begins as late as can be."""
     first = Step(0) if storage.birth < problem.boundary else problem.boundary
     return Transfer(
         name=storage.name,
         nbytes=storage.nbytes,
         tier=Tier.HOST,
-        copy_out_after=storage.birth,
-        freed_at=first,
-        prefetch_at=max(first, fences.fetch_by(storage.birth)),
-        needed_at=storage.birth,
-        kind=TransferKind.IN,
+        back=CopyIn(prefetch_at=max(first, barriers.fetch_by(storage.birth)), needed_at=storage.birth),
     )
 
 
 def _departures(
-    problem: Problem, fences: Fences, memory: Profile, limit: int, starts_ns: Sequence[float]
+    problem: Problem, barriers: Barriers, memory: Profile, limit: int, starts_ns: Sequence[float]
 ) -> list[Transfer]:
     """Time the gradients in the order in which they are done; `memory` is kept up to date."""
     spills, link_free = [], 0.0
-    done = sorted((s for s in problem.storages if s.kind is Kind.SUNK), key=lambda s: (s.death, s.name))
+    done = sorted((s for s in problem.storages if s.kind is Kind.STORED), key=lambda s: (s.death, s.name))
     for storage in done:
         times = copy_times(problem.links, storage.nbytes, Tier.HOST)
         link_free = max(starts_ns[storage.death], link_free) + times.out
         end = problem.boundary if storage.death <= problem.boundary else len(problem.ops)
-        earliest = gone = min(fences.gone_from(storage.death), Step(end))
+        earliest = gone = min(barriers.freed_from(storage.death), Step(end))
         memory[storage.death : earliest] += storage.nbytes
         while gone < end and starts_ns[gone] < link_free:
-            following = min(fences.gone_from(gone + 1), Step(end))
+            following = min(barriers.freed_from(gone + 1), Step(end))
             if (memory[gone:following] + storage.nbytes > limit).any():
                 break
             memory[gone:following] += storage.nbytes
@@ -166,29 +163,22 @@ def _departures(
                 name=storage.name,
                 nbytes=storage.nbytes,
                 tier=Tier.HOST,
-                copy_out_after=max(storage.uses),
-                freed_at=gone,
-                prefetch_at=storage.death,
-                needed_at=storage.death,
-                kind=TransferKind.OUT,
+                out=CopyOut(after=max(storage.uses), freed_at=gone),
             )
         )
     return spills
 
 
-def _with_move(storage: Storage, move: Transfer | None) -> Storage:
-    if move is None:
+def _with_transfer(storage: Storage, transfer: Transfer | None) -> Storage:
+    if transfer is None:
         return storage
-    return (
-        replace(storage, birth=move.prefetch_at)
-        if move.kind is TransferKind.IN
-        else replace(storage, death=move.freed_at)
-    )
+    loads = transfer.kind is TransferKind.LOAD
+    return replace(storage, birth=transfer.prefetch_at) if loads else replace(storage, death=transfer.freed_at)
 
 
 def _derated(links: Links, out_bytes_per_s: float, in_bytes_per_s: float) -> Links:
     def left(rate: int, taken: float) -> int:
-        return min(rate, max(1, int(max(rate - taken, rate * _LEAST_SHARE))))  # 0 would mean no link
+        return min(rate, max(1, int(max(rate - taken, rate * TUNING.least_link_share))))  # 0 would mean no link
 
     return replace(
         links,

@@ -51,7 +51,7 @@ class Frontier:
 
 def spread_budgets(captured: Problem, policies: Sequence[str], count: int) -> tuple[int, ...]:
     """Return `count` device budgets, evenly from the lowest floor of `policies` to the peak without a plan."""
-    peak = int(live_bytes(captured).max(initial=captured.outside_bytes))
+    peak = int(live_bytes(captured).max(initial=captured.external_bytes))
     floor = min(policy_floor_bytes(captured, policy) for policy in policies)
     steps = max(1, count - 1)
     return tuple(sorted({floor + (peak - floor) * step // steps for step in range(steps + 1)}))
@@ -75,7 +75,7 @@ def find_frontier(captured: Problem, policies: Sequence[str], budgets: Iterable[
     return Frontier(
         policies=tuple(policies),
         floors_bytes=tuple(policy_floor_bytes(captured, policy) for policy in policies),
-        peak_bytes=int(live_bytes(captured).max(initial=captured.outside_bytes)),
+        peak_bytes=int(live_bytes(captured).max(initial=captured.external_bytes)),
         ideal_ns=sum(op.duration_ns for op in captured.ops) - captured.recompute_ns,
         points=tuple(points),
     )

@@ -7,29 +7,114 @@ from tencache_fx.planning.problem import Step, Tier
 
 
 class TransferKind(StrEnum):
-    """Which copies a trip makes: out and in again; in only, of a parameter from home; out only, of a gradient."""
+    """Which copies a transfer makes: out and in again; in only, of a parameter; out only, of a gradient."""
 
-    ROUND = "round"
-    IN = "in"
-    OUT = "out"
+    SWAP = "swap"
+    LOAD = "load a parameter"
+    STORE = "store a gradient"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyOut:
+    """A copy from the device: issued after the step `after`; its bytes on the device are free from `freed_at` on."""
+
+    after: Step
+    freed_at: Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyIn:
+    """A copy to the device: its bytes are allocated and it is issued before `prefetch_at`; `needed_at` waits for it."""
+
+    prefetch_at: Step
+    needed_at: Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A storage's trip: no device bytes during `[gone, fetch)`, no readers during `[gone, back)`.
+    """The copies of a storage to `tier` and back.
 
-    A trip in only adds device bytes during `[fetch, gone)` instead, before the storage's birth at `back` (`offload` and
-    `gone` are that, too); one out only adds them during `[fetch, gone)`, from its death at `fetch` and `back` on.
+    A swap makes both: it holds no device bytes during `[freed_at, prefetch_at)`, and has no readers during
+    `[freed_at, needed_at)`. A load of a parameter has no copy `out`: it adds device bytes during
+    `[prefetch_at, needed_at)`, before the storage's birth. A store of a gradient has no copy `back`: it adds device
+    bytes from the storage's death to `freed_at`.
     """
 
     name: str
     nbytes: int
     tier: Tier
-    copy_out_after: Step  # issue the copy out after this step
-    freed_at: Step  # the copy has landed: the device bytes are free from here
-    prefetch_at: Step  # allocate, and issue the copy in, before this step
-    needed_at: Step  # first reader: wait here
-    kind: TransferKind = TransferKind.ROUND
+    out: CopyOut | None = None
+    back: CopyIn | None = None
+
+    def check(self) -> None:
+        """Raise `ValueError` for a transfer without any copy."""
+        if self.out is None and self.back is None:
+            raise ValueError(f"the transfer of {self.name} copies neither out nor back.")
+
+    @staticmethod
+    def swap(
+        *,
+        name: str,
+        nbytes: int,
+        tier: Tier,
+        copy_out_after: Step,
+        freed_at: Step,
+        prefetch_at: Step,
+        needed_at: Step,
+    ) -> "Transfer":
+        """Return a transfer out and back."""
+        out = CopyOut(after=copy_out_after, freed_at=freed_at)
+        return Transfer(
+            name=name, nbytes=nbytes, tier=tier, out=out, back=CopyIn(prefetch_at=prefetch_at, needed_at=needed_at)
+        )
+
+    @property
+    def kind(self) -> TransferKind:
+        """Which copies it makes."""
+        if self.out is None:
+            return TransferKind.LOAD
+        return TransferKind.STORE if self.back is None else TransferKind.SWAP
+
+    @property
+    def copy_out_after(self) -> Step:
+        """The step after which the copy out is issued; there has to be one."""
+        assert self.out is not None
+        return self.out.after
+
+    @property
+    def freed_at(self) -> Step:
+        """The first step at which its bytes on the device are free; there has to be a copy out."""
+        assert self.out is not None
+        return self.out.freed_at
+
+    @property
+    def prefetch_at(self) -> Step:
+        """The step before which the copy in is issued; there has to be one."""
+        assert self.back is not None
+        return self.back.prefetch_at
+
+    @property
+    def needed_at(self) -> Step:
+        """The step that waits for the copy in; there has to be one."""
+        assert self.back is not None
+        return self.back.needed_at
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps of its copies, in order."""
+        out = () if self.out is None else (self.out.after, self.out.freed_at)
+        return out if self.back is None else (*out, self.back.prefetch_at, self.back.needed_at)
+
+    def leaving(self, *, after: Step | None = None, freed_at: Step | None = None) -> "Transfer":
+        """Return the same transfer with its copy out at other steps."""
+        after = self.copy_out_after if after is None else after
+        out = CopyOut(after=after, freed_at=self.freed_at if freed_at is None else freed_at)
+        return Transfer(name=self.name, nbytes=self.nbytes, tier=self.tier, out=out, back=self.back)
+
+    def prefetched(self, at: Step) -> "Transfer":
+        """Return the same transfer with its copy in issued before step `at`."""
+        back = CopyIn(prefetch_at=at, needed_at=self.needed_at)
+        return Transfer(name=self.name, nbytes=self.nbytes, tier=self.tier, out=self.out, back=back)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +127,7 @@ class PoolClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What the simulator says of a plan; `peak_bytes` includes the bytes held outside the region.
+    """What the simulator says of a plan; `peak_bytes` includes external bytes, those that others hold.
 
     `ideal_ns` is the time of a device without limits: neither stalls nor what is recomputed to save memory.
     """
@@ -66,12 +151,12 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What was decided: the trips, the buffers they need, and what to expect.
+    """What was decided: the transfers, the buffers they need, and what to expect.
 
-    `pool` serves host trips, exactly as many buffers as are lent at once; `staging` serves trips to and from NVMe.
+    `pool` serves host transfers, as many buffers as are in use at once; `staging` serves transfers to and from NVMe.
     `recomputed` names what the backward makes again: the plan is then for the problem in which it does. `resident` are
-    the parameters with a home elsewhere that stay on the device; of those in `updated_here`, gradients and optimizer
-    state are there as well.
+    the offloaded parameters pinned on the device; of those in `updated_here`, gradients and optimizer state are there
+    as well.
     """
 
     policy: str

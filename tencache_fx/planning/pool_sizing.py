@@ -1,4 +1,4 @@
-"""How many buffers of which sizes trips need: host memory and disk are sized by what is lent at once."""
+"""How many buffers of which sizes swaps need: host memory and disk are sized by what is in use at once."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,16 +7,16 @@ from tencache_fx.planning.problem import Step, Tier
 from tencache_fx.units import PAGE_BYTES, round_up
 
 
-def size_classes(lent: Sequence[tuple[Step, Step, int]], *, page_bytes: int = PAGE_BYTES) -> tuple[PoolClass, ...]:
-    """Return the fewest buffers that serve the `lent` intervals `(from, until, nbytes)`, sized by class.
+def size_classes(in_use: Sequence[tuple[Step, Step, int]], *, page_bytes: int = PAGE_BYTES) -> tuple[PoolClass, ...]:
+    """Return the fewest buffers that serve the `in_use` intervals `(from, until, nbytes)`, sized by class.
 
     Sizes are rounded to pages; neighbouring sizes share a class while that wastes under 3 %. A class needs as many
-    buffers as are lent at once (an interval graph's clique number), so the pool cannot run dry: 10Cache sizes its
+    buffers as are in use at once (an interval graph's clique number), so the pool cannot run dry: 10Cache sizes its
     classes by share of bytes instead. O(n log n) in intervals.
     """
     classes: list[list[tuple[Step, Step]]] = []
     tops: list[int] = []
-    for start, stop, nbytes in sorted(lent, key=lambda item: (-item[2], item[0], item[1])):
+    for start, stop, nbytes in sorted(in_use, key=lambda item: (-item[2], item[0], item[1])):
         size = round_up(nbytes, page_bytes)
         if not tops or size < tops[-1] * 0.97:
             tops.append(size)
@@ -26,16 +26,17 @@ def size_classes(lent: Sequence[tuple[Step, Step, int]], *, page_bytes: int = PA
 
 
 def pool_classes(spills: Iterable[Transfer], tier: Tier) -> tuple[PoolClass, ...]:
-    """Return the buffers (host) or extents (nvme) that the trips to `tier` need; each is lent during `[offload, back)`.
+    """Return the buffers (host) or extents (nvme) that the swaps to `tier` need; each is in use from the copy out to
+    `needed_at`.
 
-    A trip uses the smallest class that holds it. Parameters and gradients have homes of their own.
+    A swap uses the smallest class that holds it. Offloaded parameters and gradients have buffers of their own.
     """
-    trips = [spill for spill in spills if spill.tier is tier and spill.kind is TransferKind.ROUND]
-    return size_classes([(spill.copy_out_after, spill.needed_at, spill.nbytes) for spill in trips])
+    transfers = [spill for spill in spills if spill.tier is tier and spill.kind is TransferKind.SWAP]
+    return size_classes([(spill.copy_out_after, spill.needed_at, spill.nbytes) for spill in transfers])
 
 
 def staging_classes(spills: Iterable[Transfer], room_bytes: int) -> tuple[PoolClass, ...]:
-    """Return the buffers that trips to NVMe pass through: each holds the largest, four at most, one at least.
+    """Return the buffers that transfers to NVMe pass through: each holds the largest, four at most, one at least.
 
     Four let a copy out, a write, a read and a copy in go on at once. Fewer if `room_bytes` of host memory hold fewer;
     the one that is always there may exceed them, which the caller has to check.

@@ -23,8 +23,8 @@ class Tier(StrEnum):
 class Kind(StrEnum):
     """What a storage is to the training step.
 
-    FETCHED is a parameter's bytes on the device, for as long as one graph reads them: their home is elsewhere. SUNK is
-    a gradient on its way to such a home.
+    FETCHED are the bytes on the device of an offloaded parameter, for as long as one graph reads them. STORED is the
+    gradient of one, which is copied to host memory.
     """
 
     PARAMETER = "parameter"
@@ -33,7 +33,7 @@ class Kind(StrEnum):
     OUTPUT = "output"
     GRADIENT = "gradient"
     FETCHED = "fetched parameter"
-    SUNK = "gradient on its way home"
+    STORED = "stored gradient"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +49,15 @@ class Op:
 class Storage:
     """Device memory shared by one tensor and its views: the unit that is planned.
 
-    `uses` are the steps that touch it, the producing step included, in rising order. `birth` is the producing step
-    (0 for what exists before the region), `death` the first step at which the bytes are free again (the number of
-    steps for what outlives the region). `ready` is the first step after which it may be copied out, if that is later
-    than its birth: an op with several outputs is followed by the steps that name them. `formula` is the size in
-    symbols where shapes are dynamic. `held_until` is the first step at which the region's caller no longer holds it as
-    well, 0 for what it does not: only the trip that crosses that step frees anything. `home` is the parameter that a
-    FETCHED or SUNK one belongs to; its life here is the shortest there can be, as if copies took no time: the plan's
-    trips add to it. `state_bytes` of a SUNK one are those of the optimizer's state, which an update reads and writes.
+    `uses` are the steps that touch it, the producing step included, in rising order. `birth` is the producing step (0
+    for what exists before the region), `death` the first step at which the bytes are free again (the number of steps
+    for what outlives the region). `ready` is the first step after which it may be copied out, if that is later than its
+    birth: an op with several outputs is followed by the steps that name them. `formula` is the size in symbols where
+    shapes are dynamic. `caller_frees_at` is the first step at which the region's caller no longer holds it as well, 0
+    for what it does not: only the swap that crosses that step frees anything. `parameter` names the one that a FETCHED
+    or STORED one belongs to; its life here is the shortest there can be, as if copies took no time: the plan's
+    transfers add to it. `state_bytes` of a STORED one are those of the optimizer's state, which an update reads and
+    writes.
     """
 
     name: str
@@ -67,9 +68,9 @@ class Storage:
     uses: tuple[Step, ...]
     spillable: bool
     ready: Step = Step(0)
-    held_until: Step = Step(0)
+    caller_frees_at: Step = Step(0)
     formula: str = ""
-    home: str = ""
+    parameter: str = ""
     state_bytes: int = 0
 
     def check(self) -> None:
@@ -77,8 +78,8 @@ class Storage:
         life = [self.birth, *self.uses, self.death]
         if life != sorted(life) or len(set(self.uses)) < len(self.uses):
             raise ValueError(f"{self.name} lives for [{self.birth}, {self.death}), and its uses are not in there.")
-        if self.kind in (Kind.FETCHED, Kind.SUNK) and not (self.home and self.uses):
-            raise ValueError(f"{self.name} is a {self.kind}, and has no home, or no uses.")
+        if self.kind in (Kind.FETCHED, Kind.STORED) and not (self.parameter and self.uses):
+            raise ValueError(f"{self.name} is a {self.kind}, and names no parameter, or has no uses.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ class Links:
 
     @property
     def has_disk(self) -> bool:
-        """Say whether anything can be written to a disk, and read from it."""
+        """Whether anything can be written to a disk, and read from it."""
         return min(self.disk_write_bytes_per_s, self.disk_read_bytes_per_s) > 0
 
 
@@ -108,7 +109,7 @@ class Links:
 class Budgets:
     """Most bytes of each tier; `device_bytes` None means no limit, 0 disk bytes means no disk.
 
-    `host_bytes` are for trips: `host_taken_bytes` more are held, or kept free, for parameters, gradients, optimizer
+    `host_bytes` are for transfers: `host_taken_bytes` more are held, or kept free, for parameters, gradients, optimizer
     state and other regions.
     """
 
@@ -133,13 +134,13 @@ class Recipe:
 class Problem:
     """Everything a policy may look at.
 
-    `boundary` is the first backward step (`len(ops)` in inference): a storage that crosses it leaves from the forward
-    graph and comes back in the backward graph. `outside_bytes` are held on the device by others for the whole region,
-    `between_bytes` more of them from the end of the forward graph to the begin of the backward graph.
-    Storages below `min_spill_bytes` are not worth an op. `recipes` are what could be recomputed instead of saved, and
-    `recompute_ns` is the time of the steps that do so already. `fences` are the steps whose place among the runtime
-    ops is sure in the code that will run: a compiler that fuses may move the other steps between two fences. Without
-    any, every step is one.
+    `boundary` is the first backward step (`len(ops)` in inference): a storage that crosses it is copied out in the
+    forward graph and copied in in the backward graph. `external_bytes` are held on the device by others for the whole
+    region, `between_bytes` more of them from the end of the forward graph to the begin of the backward graph. Storages
+    below `min_spill_bytes` are not worth an op. `recipes` are what could be recomputed instead of saved, and
+    `recompute_ns` is the time of the steps that do so already. `barriers`, scheduling barriers, are the steps whose
+    place among the runtime ops is sure in the code that will run: a compiler that fuses may move the other steps
+    between two barriers. Without any, every step is one.
     """
 
     ops: tuple[Op, ...]
@@ -147,30 +148,30 @@ class Problem:
     storages: tuple[Storage, ...]
     links: Links
     budgets: Budgets
-    outside_bytes: int = 0
+    external_bytes: int = 0
     between_bytes: int = 0
     min_spill_bytes: int = 0
-    fences: tuple[Step, ...] = ()
+    barriers: tuple[Step, ...] = ()
     recipes: tuple[Recipe, ...] = ()
     recompute_ns: int = 0
 
     def check(self) -> None:
         """Raise `ValueError` for a step that there is not, for two things of one name, and for sums out of range."""
         count = len(self.ops)
-        lives = ((s.name, (s.death, s.ready, s.held_until, *(use + 1 for use in s.uses))) for s in self.storages)
+        lives = ((s.name, (s.death, s.ready, s.caller_frees_at, *(use + 1 for use in s.uses))) for s in self.storages)
         again = ((f"the recipe of {r.name}", (*(step + 1 for step in r.steps),)) for r in self.recipes)
-        fences = "a fence", tuple(fence + 1 for fence in self.fences)
-        for name, ends in (("the boundary", (self.boundary,)), fences, *lives, *again):
+        barriers = "a scheduling barrier", tuple(barrier + 1 for barrier in self.barriers)
+        for name, ends in (("the boundary", (self.boundary,)), barriers, *lives, *again):
             if max(ends, default=0) > count:
                 raise ValueError(f"{name} ends with step {max(ends)}, of {count}.")
         names = {s.name for s in self.storages}
         if len(names) < len(self.storages) or not {r.name for r in self.recipes} <= names:
             raise ValueError("two storages have one name, or a recipe is for none of them.")
-        if any(list(steps) != sorted(set(steps)) for steps in (self.fences, *(r.steps for r in self.recipes))):
-            raise ValueError("fences, or the steps of a recipe, are out of order.")
+        if any(list(steps) != sorted(set(steps)) for steps in (self.barriers, *(r.steps for r in self.recipes))):
+            raise ValueError("barriers, or the steps of a recipe, are out of order.")
         held = (*(s.nbytes + s.state_bytes for s in self.storages), *(op.scratch_bytes for op in self.ops))
         for unit, amounts in (
-            ("bytes", (*held, self.outside_bytes, self.between_bytes)),
+            ("bytes", (*held, self.external_bytes, self.between_bytes)),
             ("ns", (*(op.duration_ns for op in self.ops), self.recompute_ns)),
         ):
             if sum(amounts) > MOST:
@@ -183,13 +184,14 @@ class Problem:
         """Device bytes this region may use, or None for no limit."""
         if self.budgets.device_bytes is None:
             return None
-        return self.budgets.device_bytes - self.outside_bytes
+        return self.budgets.device_bytes - self.external_bytes
 
     @property
     def boundary_bytes(self) -> int:
         """What others hold between the graphs beyond what comes with the first backward step, which counts for it.
 
-        They may hold that before, such as the result's gradient; but not parameters on their way, which come besides.
+        They may hold that before, such as the result's gradient; but not parameters that are prefetched, which are
+        counted besides.
         """
         if not self.between_bytes or self.boundary >= len(self.ops):
             return 0

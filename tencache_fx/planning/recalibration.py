@@ -17,7 +17,7 @@ from tencache_fx.planning.problem import Op, Problem, Step
 from tencache_fx.planning.search import plan_region
 from tencache_fx.planning.simulator import simulate
 
-_LEAST, _MOST = 0.2, 5.0  # what one look corrects: a forecast further off takes several runs of a program to mend
+_LEAST, _MOST = 0.2, 5.0  # what one look corrects: a forecast further off takes several runs of a program to correct
 _MOST_EVER = 1e6  # what several runs have corrected
 _HALVINGS = 12
 
@@ -66,7 +66,7 @@ class Scales:
         )
 
     def off_by(self, share: float) -> bool:
-        """Say whether a forecast was off by more than `share`, in either direction."""
+        """Whether a forecast was off by more than `share`, in either direction."""
         return any(abs(math.log(factor)) > math.log1p(share) for factor in (self.forward, self.backward))
 
     def after(self, earlier: "Scales") -> "Scales":
@@ -111,7 +111,7 @@ def reconsider(captured: Problem, problem: Problem, plan: Plan, measured: PhaseT
 
 
 def correct(captured: Problem, problem: Problem, plan: Plan, scales: Scales) -> dict[str, Any]:
-    """Return all three, by these names, with durations scaled: the same trips, forecast anew."""
+    """Return all three, by these names, with durations scaled: the same transfers, forecast anew."""
     scaled = scales.apply(problem)
     built = build_plan(scaled, plan.policy, plan.spills)
     again = dataclasses.replace(

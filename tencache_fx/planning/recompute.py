@@ -31,7 +31,7 @@ def recompute(problem: Problem, names: Collection[str]) -> Problem:
         problem,
         ops=line.ops,
         storages=tuple(storages),
-        fences=line.fences(),
+        barriers=line.barriers(),
         recipes=(),
         recompute_ns=problem.recompute_ns + sum(problem.ops[step].duration_ns for step in line.again),
     )
@@ -110,9 +110,9 @@ class _Line:
                 ops.append(problem.ops[step])
         self.ops = tuple(ops)
 
-    def fences(self) -> tuple[Step, ...]:
-        """Return the steps that stay in place among runtime ops: the old ones, and those that run again."""
-        old = self.problem.fences
+    def barriers(self) -> tuple[Step, ...]:
+        """Return the steps that keep their place among runtime ops: the old ones, and those that run again."""
+        old = self.problem.barriers
         return tuple(sorted({*(self.at[step] for step in old), *(self.again[s] for s in old if s in self.again)}))
 
     def live(self, storage: Storage, *, again: bool) -> tuple[Storage, ...]:
@@ -142,11 +142,11 @@ class _Line:
             first = self._stretched(storage, storage.birth, early)
             second = replace(storage, birth=remade, death=Step(max(repeated) + 1), uses=tuple(sorted(repeated)))
         ready = self.again.get(storage.ready, remade)
-        # What is made again is needed soon after: it does not travel.
+        # What is made again is needed soon after: it is not swapped.
         return first, replace(second, name=storage.name + _AGAIN, ready=ready, spillable=False)
 
     def fetched(self) -> Iterator[Storage]:
-        """Yield the lives of parameters from home: each graph fetches them for itself.
+        """Yield the lives of offloaded parameters: each graph prefetches them for itself.
 
         A step that runs again reads what the backward has fetched, which it then does earlier, or at all.
         """
@@ -154,17 +154,17 @@ class _Line:
         lives = [storage for storage in self.problem.storages if storage.kind is Kind.FETCHED]
         repeated: dict[str, list[Step]] = {}
         for early in (storage for storage in lives if storage.birth < boundary):
-            repeated.setdefault(early.home, []).extend(self.again[use] for use in early.uses if use in self.again)
+            repeated.setdefault(early.parameter, []).extend(self.again[use] for use in early.uses if use in self.again)
             yield early
-        late = {storage.home: storage for storage in lives if storage.birth >= boundary}
-        by_home = {storage.home: storage for storage in lives}
-        for home in {**late, **{home: None for home, steps in repeated.items() if steps}}:
-            model = late.get(home)
-            uses = [*repeated.get(home, ()), *(self.at[use] for use in (model.uses if model else ()))]
-            name = model.name if model else by_home[home].name + _AGAIN
+        late = {storage.parameter: storage for storage in lives if storage.birth >= boundary}
+        by_parameter = {storage.parameter: storage for storage in lives}
+        for parameter in {**late, **{parameter: None for parameter, steps in repeated.items() if steps}}:
+            model = late.get(parameter)
+            uses = [*repeated.get(parameter, ()), *(self.at[use] for use in (model.uses if model else ()))]
+            name = model.name if model else by_parameter[parameter].name + _AGAIN
             birth = min(uses)
             yield replace(
-                by_home[home],
+                by_parameter[parameter],
                 name=name,
                 birth=birth,
                 ready=birth,

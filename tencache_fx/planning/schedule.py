@@ -1,14 +1,14 @@
-"""When each chosen trip leaves and returns: the timing half of the `teraio` policy (with G10's eager prefetch pass).
+"""When each chosen swap is copied out and in: the timing half of the `teraio` policy (with G10's eager prefetch pass).
 
-A policy chooses *tight* trips, which hold no device bytes from the first fence after the last use to the last fence
-before the next one (`plan.fence_in`). They fit, but would stall; here each end is given slack wherever memory allows
-it, fences are kept, and memory stays within the budget at every step.
+A policy chooses *minimal* swaps, which hold no device bytes from the first scheduling barrier after the last use to the
+last one before the next one (`plan.clip_to_barriers`). They fit, but would stall; here each end is given slack wherever
+memory allows it, barriers are kept, and memory stays within the budget at every step.
 """
 
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
@@ -23,7 +23,7 @@ Profile = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class CopyTimes:
-    """How long a trip's four parts take, in ns."""
+    """How long a transfer's four parts take, in ns."""
 
     out: float
     write: float
@@ -32,7 +32,7 @@ class CopyTimes:
 
 
 def copy_times(links: Links, nbytes: int, tier: Tier) -> CopyTimes:
-    """Return the planned times of a trip of `nbytes` to `tier`; host trips write and read nothing."""
+    """Return the planned times of a transfer of `nbytes` to `tier`; host transfers write and read nothing."""
     latency = float(links.copy_latency_ns)
     out = latency + nbytes / links.d2h_bytes_per_s * 1e9
     into = latency + nbytes / links.h2d_bytes_per_s * 1e9
@@ -43,25 +43,25 @@ def copy_times(links: Links, nbytes: int, tier: Tier) -> CopyTimes:
     return CopyTimes(out, write, read, into)
 
 
-class Fences:
-    """The steps from which bytes may count as gone, and those from which they may be fetched: all, without fences."""
+class Barriers:
+    """The steps from which bytes may count as freed, and be prefetched: all of them, without scheduling barriers."""
 
     def __init__(self, problem: Problem) -> None:
         steps = len(problem.ops)
         sides = {problem.boundary, Step(steps)}
-        fences = problem.fences or tuple(map(Step, range(steps)))
-        self._gone = sorted({*fences, *sides})
-        self._fetch = sorted({Step(0), problem.boundary, *(Step(fence + 1) for fence in fences)})
-        if not problem.fences:
-            self._fetch = sorted({*fences, *sides})
+        barriers = problem.barriers or tuple(map(Step, range(steps)))
+        self._freed = sorted({*barriers, *sides})
+        self._fetch = sorted({Step(0), problem.boundary, *(Step(barrier + 1) for barrier in barriers)})
+        if not problem.barriers:
+            self._fetch = sorted({*barriers, *sides})
 
-    def gone_from(self, step: int) -> Step:
-        """Return the first step at or after `step` from which bytes may count as gone."""
-        return self._gone[min(bisect_left(self._gone, step), len(self._gone) - 1)]
+    def freed_from(self, step: int) -> Step:
+        """Return the first step at or after `step` from which bytes may count as freed."""
+        return self._freed[min(bisect_left(self._freed, step), len(self._freed) - 1)]
 
-    def may_go(self, step: int) -> bool:
-        """Say whether bytes may count as gone from `step` on."""
-        return self.gone_from(step) == step
+    def may_be_freed(self, step: int) -> bool:
+        """Whether bytes may count as freed from `step` on."""
+        return self.freed_from(step) == step
 
     def fetch_by(self, step: int) -> Step:
         """Return the last step at or before `step` from which bytes may be fetched."""
@@ -73,46 +73,46 @@ class Fences:
 
 
 def crosses(problem: Problem, spill: Transfer) -> bool:
-    """Say whether a trip leaves from the forward graph and comes back in the backward graph."""
+    """Whether a transfer is copied out in the forward graph and in in the backward graph."""
     return spill.freed_at <= problem.boundary <= spill.needed_at
 
 
-def time_trips(problem: Problem, tight: Sequence[Transfer], staging_count: int, lead: float) -> tuple[Transfer, ...]:
-    """Return the trips of `tight` with slack: those that turn out not to be needed stay home.
+def time_swaps(problem: Problem, tight: Sequence[Transfer], staging_count: int, lead: float) -> tuple[Transfer, ...]:
+    """Return the swaps of `tight` with slack, but for those that turn out not to be needed.
 
     Copies back start up to `lead` transfer times before the latest safe start.
 
-    Needs a device budget that `tight` fits. O(steps + n x trip length) for n trips.
+    Needs a device budget that `tight` fits. O(steps + n x transfer length) for n transfers.
     """
     limit = problem.budgets.device_bytes
     assert limit is not None
     memory = live_bytes(problem)
     departures = _Departures(problem, memory, limit, staging_count)
     spills = departures.run(tight)
-    return time_returns(problem, departures.fences, spills, memory, limit, departures.starts_ns, lead)
+    return time_returns(problem, departures.barriers, spills, memory, limit, departures.starts_ns, lead)
 
 
 class _Departures:
     """One walk over the steps that copies out in order of offload and frees bytes once copies land.
 
-    A release that would stall waits for the last fence up to which the ops before the next one still fit; there the
-    copy that lands first is waited for, and the clock moves on by that. `memory` is kept up to date: trips count as
-    gone until their tight `fetch`.
+    A release that would stall waits for the last barrier up to which the ops before the next one still fit; there the
+    copy that lands first is waited for, and the clock moves on by that. `memory` is kept up to date: swaps count as
+    freed until their minimal `prefetch_at`.
     """
 
     def __init__(self, problem: Problem, memory: Profile, limit: int, staging_count: int) -> None:
         self.problem, self.memory, self.limit = problem, memory, limit
-        self.fences = Fences(problem)
+        self.barriers = Barriers(problem)
         self.clock = self.link_free = self.disk_free = 0.0
         self.unissued: deque[Transfer] = deque()  # to NVMe, for want of a staging buffer
-        self.flying: deque[tuple[float, Transfer]] = deque()  # (when the copy lands, trip), in that order
+        self.flying: deque[tuple[float, Transfer]] = deque()  # (when the copy lands, transfer), in that order
         self.landed: list[tuple[Step, str, Transfer]] = []  # heap by earliest release; last use still to come
         self.buffers = [0.0] * max(1, staging_count)  # heap: when each staging buffer is free
         self.released: list[Transfer] = []
         self.starts_ns: list[float] = []
 
     def run(self, tight: Sequence[Transfer]) -> list[Transfer]:
-        """Return the trips that are needed, with `offload` and `gone` set."""
+        """Return the transfers that are needed, with their copies out set."""
         arrivals: dict[int, list[Transfer]] = {}
         for spill in sorted(tight, key=lambda s: (s.copy_out_after, s.freed_at, s.name)):
             arrivals.setdefault(spill.copy_out_after + 1, []).append(spill)
@@ -124,18 +124,18 @@ class _Departures:
                 else:
                     self._issue(spill)
             while self.unissued and self.buffers[0] <= self.clock:
-                self._issue(replace(self.unissued.popleft(), copy_out_after=Step(k - 1)))
-            if self.fences.may_go(k):
+                self._issue(self.unissued.popleft().leaving(after=Step(k - 1)))
+            if self.barriers.may_be_freed(k):
                 self._release_landed(step)
                 if step == self.problem.boundary:
-                    self._settle_forward(step)
-                self._fit(step, self.fences.gone_from(k + 1))
+                    self._end_forward(step)
+                self._fit(step, self.barriers.freed_from(k + 1))
             self.starts_ns.append(self.clock)
             self.clock += op.duration_ns
         return self.released
 
     def _fit(self, step: Step, until: Step) -> None:
-        """Wait at `step` for what has to be gone for the steps up to `until` to fit."""
+        """Wait at `step` for what has to be freed for the steps up to `until` to fit."""
         while self.memory[step:until].max() > self.limit:
             fullest = Step(step + int(self.memory[step:until].argmax()))
             self._wait_for(step, self._next_to_land(step, fullest))
@@ -161,7 +161,7 @@ class _Departures:
     def _release(self, step: Step, spill: Transfer) -> None:
         if step < spill.prefetch_at:  # else it is about to be read again, and was never in the way
             self.memory[step : spill.prefetch_at] -= spill.nbytes
-            self.released.append(replace(spill, freed_at=step))
+            self.released.append(spill.leaving(freed_at=step))
 
     def _next_to_land(self, step: Step, fullest: Step) -> Transfer:
         waiting = (*(spill for _, spill in self.flying), *self.unissued)
@@ -170,18 +170,18 @@ class _Departures:
     def _wait_for(self, step: Step, spill: Transfer) -> None:
         if spill in self.unissued:
             self.unissued.remove(spill)
-            spill = replace(spill, copy_out_after=Step(step - 1))
+            spill = spill.leaving(after=Step(step - 1))
             self._issue(spill)
         lands = next(lands for lands, other in self.flying if other == spill)
         self.flying.remove((lands, spill))
         self.clock = max(self.clock, lands)
         self._release(step, spill)
 
-    def _settle_forward(self, step: Step) -> None:
-        """At the boundary a trip between the graphs leaves now or never: now, if the backward graph needs its bytes."""
+    def _end_forward(self, step: Step) -> None:
+        """At the boundary a swap between the graphs frees now or never: now, if the backward needs its bytes."""
         for spill in (*(spill for _, spill in self.flying), *self.unissued):
             if spill.freed_at > step:
-                continue  # it leaves from the backward graph
+                continue  # it is copied out in the backward graph
             if (self.memory[step : spill.prefetch_at] > self.limit).any():
                 self._wait_for(step, spill)
             elif spill in self.unissued:
@@ -192,14 +192,14 @@ class _Departures:
 
 def time_returns(
     problem: Problem,
-    fences: Fences,
+    barriers: Barriers,
     spills: Sequence[Transfer],
     memory: Profile,
     limit: int,
     starts_ns: Sequence[float],
     lead: float,
 ) -> tuple[Transfer, ...]:
-    """Set each `fetch`: latest safe start by packing the links backwards, then earlier while memory allows.
+    """Set each `prefetch_at`: latest safe start by packing the links backwards, then earlier while memory allows.
 
     First all latest safe ones, in order of return, so that no early bird takes the bytes a late one needs to be in
     time; then each is pulled forward by up to `lead` transfer times, never past the one before it in the queue.
@@ -217,22 +217,30 @@ def time_returns(
     latest_ns.reverse()
     fetches: list[Step] = []
     for spill, issue in zip(order, latest_ns, strict=True):
-        fetches.append(_fetch_at(problem, fences, spill, issue, spill.prefetch_at, memory, limit, starts_ns))
+        fetches.append(_fetch_at(problem, barriers, spill, issue, spill.prefetch_at, memory, limit, starts_ns))
         memory[fetches[-1] : spill.prefetch_at] += spill.nbytes
     timed, before = [], Step(0)
     for spill, issue, fetch in zip(order, latest_ns, fetches, strict=True):
         times = copy_times(problem.links, spill.nbytes, spill.tier)
         eager_ns = issue - lead * (times.read + times.into)
-        early = min(fetch, max(before, _fetch_at(problem, fences, spill, eager_ns, fetch, memory, limit, starts_ns)))
+        early = min(fetch, max(before, _fetch_at(problem, barriers, spill, eager_ns, fetch, memory, limit, starts_ns)))
         memory[early:fetch] += spill.nbytes
         before = max(before, early)
-        timed.append(replace(spill, prefetch_at=early))
+        timed.append(spill.prefetched(early))
     return tuple(timed)
+
+
+def _earliest_prefetch(problem: Problem, spill: Transfer) -> Step:
+    """Return the first step at which the copy in may be issued: in the graph that reads it, and once the bytes left."""
+    start = Step(0) if spill.needed_at < problem.boundary else problem.boundary
+    if spill.out is None:
+        return start
+    return max(spill.freed_at, start) if crosses(problem, spill) else spill.freed_at
 
 
 def _fetch_at(
     problem: Problem,
-    fences: Fences,
+    barriers: Barriers,
     spill: Transfer,
     issue_ns: float,
     until: Step,
@@ -241,9 +249,9 @@ def _fetch_at(
     starts_ns: Sequence[float],
 ) -> Step:
     """Return the last step that starts by `issue_ns`, or the first after it from which the bytes fit up to `until`."""
-    earliest = max(spill.freed_at, problem.boundary) if crosses(problem, spill) else spill.freed_at
-    first = max(fences.fetch_from(earliest), fences.fetch_by(max(0, bisect_right(starts_ns, issue_ns) - 1)))
+    earliest = _earliest_prefetch(problem, spill)
+    first = max(barriers.fetch_from(earliest), barriers.fetch_by(max(0, bisect_right(starts_ns, issue_ns) - 1)))
     if first >= until:
         return until
     full = np.flatnonzero(memory[first:until] + spill.nbytes > limit)
-    return min(until, fences.fetch_from(first + int(full[-1]) + 1)) if full.size else first
+    return min(until, barriers.fetch_from(first + int(full[-1]) + 1)) if full.size else first

@@ -1,255 +1,61 @@
-"""The first half of the `joint` policy: what to recompute instead of saving, so that the rest travels for free.
+"""The search for a plan: what to recompute, which parameters to pin on the device, when the others are copied.
 
-Recomputing and copying compete for the same bytes. A copy that hides behind compute is free, but the links carry only
-so much; what they cannot carry is cheaper to compute again while that takes less time per byte than the link would.
-So the saved values are lined up by what their recipe costs per byte, and the question becomes how far down that line to
-go. A second question is what to keep all the same, so that recomputing stays local: the same line is also gone down
-without the values between segments, for segments of several sizes (`segments.py`; a convolutional net at less than half
-its memory has no other way). Each answer is planned by `teraio` and replayed by the simulator, which sees what no
-formula does (overlap, fences, bytes that are in the way while something is made again), the most promising first; one
-that cannot beat the best so far by a simple bound is passed over. Where the best takes longer than any plan has to
-(`bounds.py`), single decisions are then turned over, which ResNet-50 needs near its floor. `examples/bench/ablate.py`
-takes away one part of this at a time.
+A `Candidate` (`evaluation.py`) answers these questions; an `Evaluator` plans and simulates it, once. The search is five
+nested levels, listed from the outermost. Each changes some fields of the candidate, and leaves the others as the level
+around it has set them:
 
-The portfolio of rungs is ShadowSpill's idea (its recomputation selection), the price per byte Capuchin's (ASPLOS '20);
-here rungs are single tensors, and offload is planned anew on each.
+    level, where it is                     what it changes            when it stops
+    splits, `region/candidate.py`:         `reserved_bytes`, by what  when the plan for the graphs that torch's
+      `RegionPlanner.recompute_more`       does not fit               partitioner makes fits, after `SPLITS`
+    turns, `choose_for_region` below       beside which parameters,   when nothing new is pinned, or nothing new is
+                                           and beside which           recomputed beside it, after `Tuning.turns`
+                                           `reserved_bytes`, the
+                                           next level searches
+    recomputation, `recompute_search.py`   `recomputed`               when its looks are spent, or its best plan is
+                                                                      within a hundredth of the lower bound
+    parameters, `choose_parameters` below  `lead`, `resident`,        when each of a few leads and shares was tried
+                                           `updated_here`
+    transfers, `planner.py`:               variants of the policy,    when the plan fits with buffers and scheduling
+      `plan_transfers`                     what they may use          barriers counted, after `Tuning.repairs`
+
+All constants are in `tuning.py`. There is one clock, `Evaluator.spent_looks`, which counts work and no seconds: equal
+problems have equal plans. A search of the level "recomputation" may spend 12 to 36 plans, and there are at most seven
+of them (four starts, three turns); the level "parameters" is asked once for what each of them has found, and tries
+about 25 plans. What a search has planned, the others know.
+
+Around all that a region is planned again when its generated code holds more than its graphs show (also at most `SPLITS`
+times, `region/compilation.py`), and when it is measured to be slower than forecast (`recalibration.py`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from tencache_fx.errors import BudgetError
-from tencache_fx.planning.bounds import joint_lower_bound_ns
+from tencache_fx.errors import BudgetError, OptionError
+from tencache_fx.planning.evaluation import Candidate, Costs, Evaluator
 from tencache_fx.planning.liveness import live_bytes
-from tencache_fx.planning.parameter_schedule import first_homes, has_moves, keep_resident, step_ns
-from tencache_fx.planning.plan import Plan
-from tencache_fx.planning.planner import floor_bytes, make_plan
-from tencache_fx.planning.problem import Problem, Recipe
+from tencache_fx.planning.parameter_schedule import first_parameters, has_offloaded
+from tencache_fx.planning.plan import Plan, TransferKind
+from tencache_fx.planning.planner import POLICIES, floor_bytes
+from tencache_fx.planning.problem import Kind, Problem
 from tencache_fx.planning.recompute import recompute
-from tencache_fx.planning.segments import kept_between_segments
+from tencache_fx.planning.recompute_search import RecomputeSearch
+from tencache_fx.planning.tuning import TUNING, Tuning
 
-_STEPS_REPLAYED = 100_000  # what a search may cost: 5 to 10 s on one core
-
-_LEAST_PLANS, _MOST_PLANS = 12, 36
-
-_LOOKS = 4  # a plan costs about as much as so many looks at what recomputing makes of a problem
-
-_RUNGS = 10  # first look at this many places along the line,
-
-_SEGMENT_RUNGS = 5  # and at this many for each size of segments,
-
-_HALVINGS = 6  # from half of all that is saved to a 64th
+Names = tuple[str, ...]
 
 
-def choose_recomputed(problem: Problem) -> tuple[str, ...]:
-    """Return the names of the storages to recompute; none if the region fits, or nothing saves time.
+def make_plan(problem: Problem, policy: str, *, tuning: Tuning = TUNING) -> Plan:
+    """Return `policy`'s plan for `problem` with nothing recomputed; without transfers if the region fits as it is.
 
-    A bounded number of plans: 100 000 steps in all, but at least 12 plans and at most 36.
+    Where parameters are offloaded, it is the plan of `choose_parameters`, for
+    `keep_resident(problem, plan.resident, plan.updated_here)`.
+
+    Raises `OptionError` for an unknown policy, and `BudgetError`, before anything has run, when the region's floor is
+    over the device budget, or the transfers need more host memory or disk than there is.
     """
-    limit = problem.budgets.device_bytes
-    if limit is None or not problem.recipes or live_bytes(problem).max(initial=0) <= limit:
-        return ()
-    search = _Search(problem, limit)
-    search.climb()
-    if search.may_gain():
-        search.turn_over()
-    return tuple(sorted(search.best))
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class _Score:
-    """How good a choice is, lower is better: first it has to fit."""
-
-    over_bytes: int
-    needed_ns: int
-
-
-class _Search:
-    """The best choice so far, and what it may still cost to find a better one."""
-
-    def __init__(self, problem: Problem, limit: int) -> None:
-        self.problem, self.limit = problem, limit
-        self.line = [recipe.name for recipe in _by_price(problem)]
-        plans = min(_MOST_PLANS, max(_LEAST_PLANS, _STEPS_REPLAYED // len(problem.ops)))
-        self.left = plans * _LOOKS
-        self.bounds: dict[frozenset[str], _Score] = {}
-        self.seen: dict[frozenset[str], _Score] = {}
-        self.best: frozenset[str] = frozenset()
-        self.best_score = _Score(int(live_bytes(problem).max()) - limit, 0)
-
-    def bound(self, names: frozenset[str]) -> _Score:
-        """Return what `names` cannot beat: by how much the floor is over, else a time.
-
-        What is over the budget at the peak goes out before it and comes back after it.
-        """
-        if names not in self.bounds:
-            problem = recompute(self.problem, names)
-            least_ns = sum(op.duration_ns for op in problem.ops)
-            over_bytes = max(0, floor_bytes(problem) - self.limit)
-            if over_bytes == 0:
-                away_bytes = max(0, int(live_bytes(problem).max()) - self.limit)
-                rates = problem.links.d2h_bytes_per_s, problem.links.h2d_bytes_per_s
-                least_ns = max(least_ns, sum(away_bytes * 1_000_000_000 // max(1, rate) for rate in rates))
-            self.bounds[names] = _Score(over_bytes, least_ns)
-        return self.bounds[names]
-
-    def score(self, names: frozenset[str]) -> _Score:
-        """Return how `names` does, planned and replayed; only its bound, if that is no better than the best."""
-        bound = self.bound(names)
-        if bound.over_bytes or bound >= self.best_score:
-            return bound
-        if names not in self.seen:
-            self.left -= _LOOKS
-            problem = recompute(self.problem, names)
-            try:
-                self.seen[names] = _Score(0, step_ns(problem, _plan(problem).forecast))
-            except BudgetError:  # host memory or disk is short: more trips than they hold
-                over_bytes = int(live_bytes(problem).max()) - self.limit
-                self.seen[names] = _Score(over_bytes, bound.needed_ns)
-        return self.seen[names]
-
-    def consider(self, names: frozenset[str]) -> bool:
-        """Take `names` if it beats what was best; return whether it did."""
-        score = self.score(names)
-        better = score < self.best_score
-        if better:
-            self.best, self.best_score = names, score
-        return better
-
-    def climb(self) -> None:
-        """Find how far down which line to go: at evenly spaced rungs first, then around the best."""
-        rungs: dict[frozenset[str], tuple[Sequence[str], int, int]] = {}
-        for line, places in self._lines():
-            stride = max(1, len(line) // places)
-            for rung in sorted({*range(0, len(line), stride), len(line)}):
-                rungs.setdefault(frozenset(line[:rung]), (line, rung, stride))
-        enough = self.left // 2
-        for names in sorted(rungs, key=self.bound):
-            if self.left <= enough:
-                break
-            self.consider(names)
-        self.consider(frozenset())  # never slower than `teraio`
-        self.close_in(*rungs[self.best], least_left=enough // 2)
-
-    def close_in(self, line: Sequence[str], best: int, stride: int, least_left: int) -> None:
-        """Look at the rungs of `line` around the best one, closer and closer."""
-        while stride > 1 and self.left > least_left:
-            stride = (stride + 1) // 2
-            for rung in (max(0, best - stride), min(len(line), best + stride)):
-                if self.consider(frozenset(line[:rung])):
-                    best = rung
-
-    def _lines(self) -> Iterator[tuple[Sequence[str], int]]:
-        """Yield the line, and what is left of it between segments of several sizes; with each the places to look at."""
-        yield self.line, _RUNGS
-        nbytes = {storage.name: storage.nbytes for storage in self.problem.storages}
-        all_bytes = sum(nbytes[name] for name in self.line)
-        for halving in range(1, _HALVINGS + 1):
-            kept = kept_between_segments(self.problem, all_bytes >> halving)
-            yield [name for name in self.line if name not in kept], _SEGMENT_RUNGS
-
-    def may_gain(self) -> bool:
-        """Say whether the best choice does not fit yet, or takes a hundredth longer than any plan has to."""
-        least_ns = joint_lower_bound_ns(self.problem)
-        return self.best_score > _Score(0, least_ns + least_ns // 100)
-
-    def turn_over(self) -> None:
-        """Turn over stretches of the line, long ones first, then single decisions, while that makes it faster."""
-        width = max(1, len(self.line) // 4)
-        while width:
-            improved = False
-            for turned in self._stretches(width):
-                if self.left <= 0:
-                    return
-                self.left -= 1
-                improved |= self.consider(self.best ^ turned)
-            if width > 1 or not improved:
-                width //= 2
-
-    def _stretches(self, width: int) -> Iterator[frozenset[str]]:
-        """Yield the line in pieces of `width`."""
-        for start in range(0, len(self.line), width):
-            yield frozenset(self.line[start : start + width])
-
-
-def _plan(problem: Problem) -> Plan:
-    """Return a plan to compare choices by: parameters travel, where they can, one copy time ahead."""
-    return make_plan(problem, "teraio", leads=(1.0,), resident_shares=(0.0,), state_shares=())
-
-
-def _by_price(problem: Problem) -> Sequence[Recipe]:
-    """Return the recipes by time per byte, cheapest first; of equals the one made last, with least time to leave."""
-    storages = {storage.name: storage for storage in problem.storages}
-
-    def price(recipe: Recipe) -> tuple[int, int, str]:
-        cost_ns = sum(problem.ops[step].duration_ns for step in recipe.steps)
-        storage = storages[recipe.name]
-        return cost_ns * 10_000 // max(1, storage.nbytes), -storage.birth, recipe.name
-
-    return sorted((r for r in problem.recipes if storages[r.name].nbytes >= problem.min_spill_bytes), key=price)
-
-
-# Of the room above the floor, what the state of some parameters may take; recomputing leaves it that.
-_STATE_ROOMS = (0.4, 0.85)
-
-_TURNS = 3  # searches beside the parameters that stay in the fastest plan so far
-
-
-def choose_for_region(captured: Problem) -> tuple[str, ...]:
-    """Return what to recompute: what `choose_recomputed` finds, for as much room as is best left to other things.
-
-    With parameters whose home is elsewhere, the device's memory is for activations, for weights, or for what updates
-    need: room for these can be worth more recomputing. Searches beside weights that all travel, beside several rooms
-    for state, and beside weights that all stay. What best stays depends on what is recomputed, and the other way round,
-    so from there on they are chosen in turns: beside those that stay in the fastest plan it is searched again, a few
-    times at most, until nothing new stays or comes of it.
-    """
-    limit = captured.budgets.device_bytes
-    if limit is None or not captured.recipes or not has_moves(captured):
-        return choose_recomputed(captured)
-    starts = [captured]
-    room_bytes = limit - floor_bytes(captured)
-    if room_bytes > 0 and any(storage.state_bytes for storage in captured.storages):
-        starts += [captured.with_less(int(room_bytes * share)) for share in _STATE_ROOMS]
-    if every := first_homes(captured, 1.0):
-        starts.append(keep_resident(captured, every))
-    searched = {(frozenset[str](), frozenset[str]()), (frozenset(every), frozenset[str]())}
-    tried = {names: _trial(captured, names) for names in dict.fromkeys(map(choose_recomputed, starts))}
-    for _ in range(_TURNS):
-        best = tried[_fastest(tried)]
-        staying = frozenset(best.resident), frozenset(best.updated_here)
-        if staying in searched:
-            break
-        searched.add(staying)
-        names = choose_recomputed(keep_resident(captured, *staying))
-        if names in tried:
-            break
-        tried[names] = _trial(captured, names)
-    return _fastest(tried)
-
-
-class _Trial(NamedTuple):
-    """How long a step takes in a plan, and the parameters that stay on the device in it."""
-
-    needed_ns: float
-    resident: tuple[str, ...]
-    updated_here: tuple[str, ...]
-
-
-def _fastest(tried: Mapping[tuple[str, ...], _Trial]) -> tuple[str, ...]:
-    return min(tried, key=lambda names: tried[names].needed_ns)
-
-
-def _trial(captured: Problem, names: tuple[str, ...]) -> _Trial:
-    """Plan `captured` with `names` recomputed; without a plan it takes for ever."""
-    problem = recompute(captured, names) if names else captured
-    try:
-        plan = make_plan(problem, "joint")
-    except BudgetError:
-        return _Trial(float("inf"), (), ())
-    needed_ns = step_ns(keep_resident(problem, plan.resident, plan.updated_here), plan.forecast)
-    return _Trial(needed_ns, plan.resident, plan.updated_here)
+    return _stated(Evaluator(problem, tuning), Candidate(policy=policy))[1]
 
 
 def plan_region(captured: Problem, policy: str) -> tuple[Problem, Plan]:
@@ -259,19 +65,21 @@ def plan_region(captured: Problem, policy: str) -> tuple[Problem, Plan]:
     graph anew, and what torch makes of that may differ by some operations. Raises `OptionError` for an unknown policy,
     and `BudgetError` if neither fits.
     """
-    names = choose_for_region(captured) if policy == "joint" else ()
-    drafts = [(captured, ()), (recompute(captured, names), names)] if names else [(captured, ())]
-    planned: list[tuple[Problem, Plan]] = []
+    evaluator = Evaluator(captured)
+    names = _choose_recomputed(evaluator) if policy == "joint" else ()
+    planned: list[tuple[int, Problem, Plan]] = []
     refusals: list[tuple[int, BudgetError]] = []
-    for problem, again in drafts:
+    for recomputed in dict.fromkeys(((), names)):
+        base = Candidate(policy=policy, recomputed=recomputed)
         try:
-            plan = replace(make_plan(problem, policy), recomputed=again)
-            planned.append((keep_resident(problem, plan.resident, plan.updated_here), plan))
+            chosen = _settle(evaluator, base)
         except BudgetError as refusal:
-            refusals.append((floor_bytes(problem), refusal))
+            refusals.append((floor_bytes(evaluator.problem_for(base)), refusal))
+        else:
+            planned.append((_costs(evaluator, chosen).step_ns, *evaluator.stated(chosen)))
     if not planned:
         raise min(refusals, key=lambda pair: pair[0])[1]
-    return min(planned, key=lambda pair: step_ns(pair[0], pair[1].forecast))
+    return min(planned, key=lambda each: each[0])[1:]
 
 
 def policy_floor_bytes(captured: Problem, policy: str) -> int:
@@ -281,10 +89,237 @@ def policy_floor_bytes(captured: Problem, policy: str) -> int:
     everything recomputed that may be; in between there may be less.
     """
     if policy == "none":
-        return int(live_bytes(captured).max(initial=captured.outside_bytes))
+        return int(live_bytes(captured).max(initial=captured.external_bytes))
     floor = floor_bytes(captured)
     if policy != "joint":
         return floor
     large = {storage.name for storage in captured.storages if storage.nbytes >= captured.min_spill_bytes}
     everything = [recipe.name for recipe in captured.recipes if recipe.name in large]
     return min(floor, floor_bytes(recompute(captured, everything)))
+
+
+def choose_for_region(captured: Problem) -> Names:
+    """Return what to recompute, sorted by name, with room left for as many parameters and as much state as is best.
+
+    With offloaded parameters the device's memory is for activations, for parameters, or for what updates need: room for
+    these can be worth more recomputing. Searches beside parameters that are all copied, beside several rooms for state,
+    and beside parameters that are all pinned. What is best pinned depends on what is recomputed, and the other way
+    round, so from there on they are chosen in turns.
+    """
+    return _choose_recomputed(Evaluator(captured))
+
+
+def choose_recomputed(problem: Problem, tuning: Tuning = TUNING) -> Names:
+    """Return what to recompute while every offloaded parameter is copied; none if the region fits, or it saves no time.
+
+    It plans 100 000 steps in all, but at least 12 plans and at most 36.
+    """
+    return RecomputeSearch(Evaluator(problem, tuning), _compared(tuning)).run()
+
+
+def _compared(tuning: Tuning) -> Candidate:
+    """Return the candidate that plans are compared by: parameters are copied, and the quickest good policy plans."""
+    return Candidate(policy="teraio", lead=tuning.compared_lead)
+
+
+class Trial(NamedTuple):
+    """How long a step takes with something recomputed, and the parameters that are best pinned then."""
+
+    step_ns: float
+    resident: Names
+    updated_here: Names
+
+
+def _choose_recomputed(evaluator: Evaluator) -> Names:
+    captured, tuning = evaluator.captured, evaluator.tuning
+    limit, base = captured.budgets.device_bytes, _compared(tuning)
+
+    def search(start: Candidate) -> Names:
+        return RecomputeSearch(evaluator, start).run()
+
+    if limit is None or not captured.recipes or not has_offloaded(captured):
+        return search(base)
+    starts = [base]
+    room_bytes = limit - floor_bytes(captured)
+    if room_bytes > 0 and any(storage.state_bytes for storage in captured.storages):
+        starts += [replace(base, reserved_bytes=int(room_bytes * share)) for share in tuning.state_rooms]
+    if every := first_parameters(captured, 1.0):
+        starts.append(replace(base, resident=every))
+
+    def try_out(names: Names) -> Trial:
+        """Choose the parameters to pin beside `names`; without a plan a step takes for ever."""
+        try:
+            chosen = choose_parameters(evaluator, Candidate(policy="joint", recomputed=names))
+        except BudgetError:
+            return Trial(float("inf"), (), ())
+        return Trial(_costs(evaluator, chosen).step_ns, chosen.resident, chosen.updated_here)
+
+    return take_turns(starts, search, try_out, tuning.turns)
+
+
+def take_turns(
+    starts: Sequence[Candidate], search: Callable[[Candidate], Names], try_out: Callable[[Names], Trial], turns: int
+) -> Names:
+    """Return the fastest of what `search` finds from each of `starts`, and beside what is pinned in the fastest so far.
+
+    `search` returns what to recompute beside the parameters that a candidate pins, `try_out` how fast that is, and
+    which parameters are pinned then; with these the next of at most `turns` searches begins.
+    """
+    base = starts[0]
+    tried = {names: try_out(names) for names in dict.fromkeys(map(search, starts))}
+    searched = {_pinned(start) for start in starts}
+    for _ in range(turns):
+        best = min(tried.values(), key=lambda trial: trial.step_ns)
+        start = replace(base, resident=best.resident, updated_here=best.updated_here)
+        if _pinned(start) in searched:
+            break
+        searched.add(_pinned(start))
+        if (names := search(start)) in tried:
+            break
+        tried[names] = try_out(names)
+    return min(tried, key=lambda names: tried[names].step_ns)
+
+
+def _pinned(candidate: Candidate) -> tuple[frozenset[str], frozenset[str]]:
+    return frozenset(candidate.resident), frozenset(candidate.updated_here)
+
+
+def _stated(evaluator: Evaluator, base: Candidate) -> tuple[Problem, Plan]:
+    return evaluator.stated(_settle(evaluator, base))
+
+
+def _settle(evaluator: Evaluator, base: Candidate) -> Candidate:
+    """Return `base` with its parameters chosen, if any are offloaded; raises `OptionError` for an unknown policy."""
+    if base.policy not in POLICIES:
+        near = difflib.get_close_matches(base.policy, POLICIES, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise OptionError(f"policy is {base.policy!r}, which is unknown.{hint} Choose one of {', '.join(POLICIES)}.")
+    if has_offloaded(evaluator.captured):
+        return choose_parameters(evaluator, base)
+    if (refusal := evaluator.evaluate(base).refusal) is not None:
+        raise refusal
+    return base
+
+
+class _Shares(NamedTuple):
+    """The shares of parameters that are pinned, and that are pinned with gradient and state; the others' lead."""
+
+    resident: float
+    updated_here: float
+    lead: float
+
+
+def choose_parameters(evaluator: Evaluator, base: Candidate) -> Candidate:
+    """Return `base` with the fastest choice of the parameters to pin, and of the others' lead.
+
+    First the leads, then shares of the parameters, by themselves or with their gradients and state; the latter beside
+    as many by themselves as are best without state, and beside none. Of those within half a percent of the fastest,
+    the one that copies least: that leaves host memory to others. Its parameters are prefetched as early as costs no
+    more than that. "joint" takes the variants of its policies only to the best of these. Raises `BudgetError`, that of
+    the choice with the least on the device, if there is no plan.
+    """
+    tuning = evaluator.tuning
+    for policy in dict.fromkeys(("teraio" if base.policy == "joint" else base.policy, base.policy)):
+        tried = _Tried(evaluator, replace(base, policy=policy))
+        first, *more = tuning.resident_shares
+        tried.add(_Shares(first, 0.0, lead) for lead in tuning.leads)
+        finalists = [tried.best()] if tried.planned else []
+        lead = finalists[0].lead if finalists else tuning.leads[0]
+        tried.add(_Shares(share, 0.0, lead) for share in more)
+        if tried.planned:
+            tried.add_state(lead)
+            finalists.append(tried.best())
+            break
+    else:
+        raise tried.refusals[0]
+    if policy != base.policy:
+        tried = _Tried(evaluator, base)
+        tried.add(finalists)
+    return tried.earlier()
+
+
+class _Tried:
+    """The choices of parameters that were tried: those that have a plan, and why the others have none."""
+
+    def __init__(self, evaluator: Evaluator, base: Candidate) -> None:
+        self._evaluator, self._base = evaluator, base
+        self._problem = evaluator.problem_for(base)
+        self.planned: dict[_Shares, Candidate] = {}
+        self.refusals: list[BudgetError] = []
+
+    def add(self, choices: Iterable[_Shares], *, enough: int | None = None) -> None:
+        """Try these choices; only until `enough` of them have a plan."""
+        found = 0
+        for shares in choices:
+            candidate = self._pin(shares)
+            refusal = self._evaluator.evaluate(candidate).refusal
+            if refusal is not None:
+                self.refusals.append(refusal)
+                continue
+            self.planned[shares] = candidate
+            found += 1
+            if found == enough:
+                break
+
+    def add_state(self, lead: float) -> None:
+        """Try parameters that are pinned with gradient and state; who sets no budget has not said how much may be."""
+        tuning = self._evaluator.tuning
+        if self._problem.budgets.device_bytes is None or not tuning.state_shares:
+            return
+        others = dict.fromkeys((self.best().resident, 0.0))  # pinned by themselves they may be in the way of state
+        for resident in others:
+            choices = [_Shares(max(share, resident), share, lead) for share in tuning.state_shares]
+            self.add((each for each in choices if each not in self.planned), enough=tuning.state_plans)
+        for finer in tuning.finer_state_shares:
+            share = max(each.updated_here for each in self.planned) + finer
+            if share <= 1:
+                self.add(_Shares(max(share, resident), share, lead) for resident in others)
+
+    def best(self) -> _Shares:
+        """Return the choice that copies least, of those within half a percent of the fastest."""
+        costs = {shares: _costs(self._evaluator, candidate) for shares, candidate in self.planned.items()}
+        enough_ns = self._tolerable(min(each.step_ns for each in costs.values()))
+        fast = [shares for shares, each in costs.items() if each.step_ns <= enough_ns]
+        return min(fast, key=lambda shares: (costs[shares].copied_bytes, costs[shares].makespan_ns))
+
+    def earlier(self) -> Candidate:
+        """Return the best choice with the largest lead that costs no more than half a percent.
+
+        Others use the links in bursts, as updates that stream through the device do: a copy that begins with no time to
+        spare is then late. Half a percent is of the fastest step, and of the best choice's makespan and bytes copied.
+        """
+        best = self.best()
+        chosen = self.planned[best]
+        plan = self._evaluator.evaluate(chosen).plan
+        assert plan is not None
+        if not any(spill.kind is TransferKind.LOAD for spill in plan.spills):
+            return chosen
+        most_ns = self._tolerable(min(_costs(self._evaluator, each).step_ns for each in self.planned.values()))
+        costs = _costs(self._evaluator, chosen)
+        for lead in sorted((lead for lead in self._evaluator.tuning.leads if lead > best.lead), reverse=True):
+            early = self._pin(best._replace(lead=lead))
+            found = self._evaluator.evaluate(early).costs
+            if (
+                found is not None
+                and found.step_ns <= most_ns
+                and found.makespan_ns <= self._tolerable(costs.makespan_ns)
+                and found.copied_bytes <= self._tolerable(costs.copied_bytes)
+            ):
+                return early
+        return chosen
+
+    def _pin(self, shares: _Shares) -> Candidate:
+        here = first_parameters(self._problem, shares.updated_here, Kind.STORED)
+        resident = tuple(dict.fromkeys((*here, *first_parameters(self._problem, shares.resident))))
+        return replace(self._base, resident=resident, updated_here=here, lead=shares.lead)
+
+    def _tolerable(self, least: int) -> int:
+        """Return the cost that is as good as the least."""
+        return least * (1000 + self._evaluator.tuning.tolerance_per_mille) // 1000
+
+
+def _costs(evaluator: Evaluator, candidate: Candidate) -> Costs:
+    """Return the costs of a candidate that is known to have a plan."""
+    costs = evaluator.evaluate(candidate).costs
+    assert costs is not None
+    return costs

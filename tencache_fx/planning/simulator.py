@@ -3,13 +3,14 @@
 The machine: compute runs the steps in order; one FIFO server each for copies out (d2h), copies in (h2d), disk writes
 and disk reads. While both copy directions are busy each runs at its duplex rate (a fluid model: rates change at once
 when the other side starts or stops); latency is charged as bytes at the solo rate. Runtime ops act where `plan.py` puts
-them; several of one kind in one gap go in order of need: offloads by `gone`, prefetches by `back`, ties by name.
+them; several of one kind in one gap go in order of need: offloads by `freed_at`, prefetches by `needed_at`, ties by
+name.
 
-A trip to NVMe borrows a staging buffer: on the way out from `offload` until it is written (compute waits when none is
+A swap to NVMe takes a staging buffer: on the way out from `offload` until it is written (compute waits when none is
 free), on the way in from the start of the read until the copy in has landed. Reads are first in line for a freed
 buffer: they were asked for before the offload that waits. A read waits for its own write.
 
-Every trip ends inside the region, so all servers are idle when a step ends and a second step would repeat the first
+Every transfer ends inside the region, so all servers are idle when a step ends and a second step would repeat the first
 exactly: one replay is the steady state (`tests/test_simulate.py` replays two in a row to show it).
 """
 
@@ -26,7 +27,7 @@ from tencache_fx.planning.problem import Problem, Step, Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One runtime op of a plan: what is done, for which trip, in the gap before `step`."""
+    """One runtime op of a plan: what is done, for which transfer, in the gap before `step`."""
 
     step: Step
     verb: Literal["offload", "release", "prefetch", "wait"]
@@ -36,15 +37,15 @@ class Event:
 def program(spills: Iterable[Transfer]) -> tuple[Event, ...]:
     """Return every runtime op in the order in which they run.
 
-    Inside one gap the most urgent goes first: offloads by `gone`, prefetches by `back`, ties by name.
+    Inside one gap the most urgent goes first: offloads by `freed_at`, prefetches by `needed_at`, ties by name.
     """
     events = []
     for s in spills:
-        if s.kind is not TransferKind.IN:
+        if s.kind is not TransferKind.LOAD:
             out = Event(step=Step(s.copy_out_after + 1), verb="offload", spill=s)
             events.append(((s.copy_out_after + 1, 0, s.freed_at, s.name), out))
             events.append(((s.freed_at, 1, s.freed_at, s.name), Event(step=s.freed_at, verb="release", spill=s)))
-        if s.kind is not TransferKind.OUT:
+        if s.kind is not TransferKind.STORE:
             events.append(
                 ((s.prefetch_at, 2, s.needed_at, s.name), Event(step=s.prefetch_at, verb="prefetch", spill=s))
             )
@@ -53,11 +54,11 @@ def program(spills: Iterable[Transfer]) -> tuple[Event, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TripTimes:
-    """When one trip's copies ran, in ns from the start of the region, and how long compute stood still for it.
+class TransferTimes:
+    """When one transfer's copies ran, in ns from the start of the region, and how long compute stood still for it.
 
-    A trip to host memory has no disk part: `written_ns` equals `out_end_ns`, `read_start_ns` equals `in_start_ns`. What
-    a trip that goes one way only does not do has the time 0.
+    A transfer to host memory has no disk part: `written_ns` equals `out_end_ns`, `read_start_ns` equals `in_start_ns`.
+    What a load or a store does not do has the time 0.
     """
 
     name: str
@@ -74,7 +75,7 @@ class TripTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What `simulate` saw. `starts_ns[k]` is when step `k` started; `trips` are in the order of the spills given."""
+    """What `simulate` saw. `starts_ns[k]` is when step `k` started; `transfers` are in the order given."""
 
     makespan_ns: int
     ideal_ns: int
@@ -85,14 +86,14 @@ class Replay:
     disk_write_bytes: int
     disk_read_bytes: int
     starts_ns: tuple[int, ...]
-    trips: tuple[TripTimes, ...]
+    transfers: tuple[TransferTimes, ...]
 
 
 def simulate(problem: Problem, spills: Sequence[Transfer], staging: Sequence[PoolClass] = ()) -> Replay:
     """Return the replay of `spills` on `problem`'s steps and links.
 
     O(steps + n log n) for n spills: compute runs from one runtime op to the next, and each copy starts and ends once.
-    Raises `ValueError` when a trip needs a link whose rate is 0, or is larger than every staging buffer.
+    Raises `ValueError` when a transfer needs a link whose rate is 0, or is larger than every staging buffer.
     """
     ends = list(accumulate((op.duration_ns for op in problem.ops), initial=0))
     machine = _Machine(problem, staging)
@@ -121,18 +122,18 @@ def simulate(problem: Problem, spills: Sequence[Transfer], staging: Sequence[Poo
         ideal_ns=ends[-1],
         stall_out_ns=round(stall_out),
         stall_in_ns=round(stall_in),
-        d2h_bytes=sum(spill.nbytes for spill in spills if spill.kind is not TransferKind.IN),
-        h2d_bytes=sum(spill.nbytes for spill in spills if spill.kind is not TransferKind.OUT),
+        d2h_bytes=sum(spill.nbytes for spill in spills if spill.kind is not TransferKind.LOAD),
+        h2d_bytes=sum(spill.nbytes for spill in spills if spill.kind is not TransferKind.STORE),
         disk_write_bytes=on_disk,
         disk_read_bytes=on_disk,
         starts_ns=tuple(map(round, starts)),
-        trips=tuple(runs[spill.name].times() for spill in spills),
+        transfers=tuple(runs[spill.name].times() for spill in spills),
     )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Run:
-    """One trip in progress; times are `inf` until they are known."""
+    """One transfer in progress; times are `inf` until they are known."""
 
     spill: Transfer
     pool: int  # the staging class it borrows from, -1 for none
@@ -145,9 +146,9 @@ class _Run:
     stall_out: float = 0.0
     stall_in: float = 0.0
 
-    def times(self) -> TripTimes:
+    def times(self) -> TransferTimes:
         on_disk = self.spill.tier is Tier.NVME
-        return TripTimes(
+        return TransferTimes(
             name=self.spill.name,
             tier=self.spill.tier,
             out_start_ns=_rounded(self.out_start),
@@ -166,7 +167,7 @@ def _rounded(time: float) -> int:
 
 
 class _Server:
-    """A FIFO server: its queue, the trip it serves, and the bytes left of that."""
+    """A FIFO server: its queue, the transfer it serves, and the bytes left of that."""
 
     def __init__(self, bytes_per_s: int, duplex_bytes_per_s: int, latency_ns: int) -> None:
         self.solo = bytes_per_s / 1e9  # bytes per ns from here on
@@ -180,7 +181,9 @@ class _Server:
     def start(self) -> _Run:
         run = self.queue.popleft()
         if self.solo <= 0:
-            raise ValueError(f"storage {run.spill.name} travels to {run.spill.tier} over a link whose rate is 0.")
+            raise ValueError(
+                f"storage {run.spill.name} is transferred to {run.spill.tier} over a link whose rate is 0."
+            )
         self.serves, self.left = run, run.spill.nbytes + self.latency_bytes
         return run
 

@@ -16,12 +16,12 @@ _MOST_STAGING = 4
 
 
 class TierCapacity:
-    """Places trips, host first, then NVMe; NVMe never costs a link less than host memory does.
+    """Places transfers, host first, then NVMe; NVMe never costs a link less than host memory does.
 
-    Buffers and extents are counted by class and gap like `size_classes` will, with classes fixed beforehand from
-    all candidates. Where they may not all fit in host memory and there is a disk, up to an eighth of host memory is set
-    aside as staging buffers before anything else takes it, and a trip too large for them can still make them larger:
-    what stages lets more trips go to the disk. One `place` costs O(gaps of the trip).
+    Buffers and extents are counted by class and gap like `size_classes` will, with classes fixed beforehand from all
+    candidates. Where they may not all fit in host memory and there is a disk, up to an eighth of host memory is set
+    aside as staging buffers before anything else takes it, and a transfer too large for them can still make them
+    larger: what stages lets more transfers go to the disk. One `place` costs O(gaps of the transfer).
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -29,12 +29,12 @@ class TierCapacity:
         classes = size_classes([(Step(0), Step(1), nbytes) for nbytes in sizes])
         self._tops = sorted(pool.nbytes for pool in classes)
         self._gaps = len(problem.ops)
-        self._lent: dict[tuple[Tier, int], np.ndarray[Any, np.dtype[np.int32]]] = {}
+        self._in_use: dict[tuple[Tier, int], np.ndarray[Any, np.dtype[np.int32]]] = {}
         self._most: dict[tuple[Tier, int], int] = {}
         links, host_bytes = problem.links, problem.budgets.host_bytes
         has_disk = links.disk_write_bytes_per_s > 0 and links.disk_read_bytes_per_s > 0
         self._room = {Tier.HOST: host_bytes, Tier.NVME: problem.budgets.disk_bytes if has_disk else 0}
-        everything = sum(pool.nbytes * pool.count for pool in classes)  # all lent at once
+        everything = sum(pool.nbytes * pool.count for pool in classes)  # all in use at once
         self.staging_bytes = 0  # of one buffer
         self.staging_count = 0
         if self._room[Tier.NVME] and everything > host_bytes:
@@ -56,7 +56,7 @@ class TierCapacity:
         return None
 
     def fits(self, spill: Transfer) -> bool:
-        """Say whether `spill`'s own tier has room for it."""
+        """Whether `spill`'s own tier has room for it."""
         staged = self.staging_count > 0 and self._more_staging_bytes(spill) <= self._room[Tier.HOST]
         return (staged or spill.tier is Tier.HOST) and self._growth_bytes(spill) <= self._room[spill.tier]
 
@@ -64,9 +64,9 @@ class TierCapacity:
         """Take the room that `spill` needs in its tier."""
         key = self._key(spill)
         self._room[spill.tier] -= self._growth_bytes(spill)
-        lent = self._lent.setdefault(key, np.zeros(self._gaps, dtype=np.int32))
-        lent[spill.copy_out_after : spill.needed_at] += 1
-        self._most[key] = max(self._most.get(key, 0), int(lent[spill.copy_out_after : spill.needed_at].max()))
+        in_use = self._in_use.setdefault(key, np.zeros(self._gaps, dtype=np.int32))
+        in_use[spill.copy_out_after : spill.needed_at] += 1
+        self._most[key] = max(self._most.get(key, 0), int(in_use[spill.copy_out_after : spill.needed_at].max()))
         if spill.tier is Tier.NVME:
             self._room[Tier.HOST] -= self._more_staging_bytes(spill)
             self.staging_bytes = max(self.staging_bytes, round_up(spill.nbytes, PAGE_BYTES))
@@ -76,9 +76,9 @@ class TierCapacity:
 
     def _growth_bytes(self, spill: Transfer) -> int:
         key = self._key(spill)
-        if key not in self._lent:
+        if key not in self._in_use:
             return self._tops[key[1]]
-        wanted = int(self._lent[key][spill.copy_out_after : spill.needed_at].max()) + 1
+        wanted = int(self._in_use[key][spill.copy_out_after : spill.needed_at].max()) + 1
         return self._tops[key[1]] * max(0, wanted - self._most[key])
 
     def _key(self, spill: Transfer) -> tuple[Tier, int]:

@@ -13,7 +13,7 @@ from torch import fx
 from tencache_fx.errors import BudgetError
 from tencache_fx.hardware import rates
 from tencache_fx.hardware.cache import cached, kept
-from tencache_fx.hardware.device_memory import input_bytes, outside_bytes
+from tencache_fx.hardware.device_memory import external_bytes, input_bytes
 from tencache_fx.model_state.disk_state import line_bytes
 from tencache_fx.passes.code_interface import Interface
 from tencache_fx.passes.code_memory import UnreadableCodeError, code_peak_bytes
@@ -25,10 +25,11 @@ from tencache_fx.passes.symbols import unbacked_sizes
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import keep_resident, step_ns
 from tencache_fx.planning.plan import Plan
-from tencache_fx.planning.planner import floor_bytes, make_plan
+from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.problem import Budgets, Kind, Problem, Step
 from tencache_fx.planning.recalibration import StoredCorrection
-from tencache_fx.planning.search import choose_for_region
+from tencache_fx.planning.search import choose_for_region, make_plan
+from tencache_fx.planning.tuning import SPLITS, TUNING
 from tencache_fx.region.analysis import RegionAnalysis, analyze
 from tencache_fx.region.dynamic_shapes import SizeFormulas, Sizes
 from tencache_fx.region.environment import Environment
@@ -38,8 +39,6 @@ from tencache_fx.serialization import to_json
 from tencache_fx.tensors import upper_bound
 
 log = logging.getLogger("tencache_fx")
-
-ATTEMPTS = 3  # how often the `joint` policy is asked, and code generated, before the best there was is taken
 
 ForwardBackward = tuple[fx.GraphModule, fx.GraphModule]
 """A region's forward and backward."""
@@ -76,12 +75,12 @@ class Candidate:
     @property
     def state_bytes(self) -> int:
         """The bytes of the state of parameters that are updated on the device."""
-        return self.problem.outside_bytes - self.captured.outside_bytes
+        return self.problem.external_bytes - self.captured.external_bytes
 
     @property
-    def outside_bytes(self) -> int:
+    def external_bytes(self) -> int:
         """The bytes on the device beside the region: those of others, and the state that is to be there."""
-        return outside_bytes(self.held_bytes, self.input_bytes) + self.state_bytes
+        return external_bytes(self.held_bytes, self.input_bytes) + self.state_bytes
 
     @property
     def scratch(self) -> Mapping[str, int]:
@@ -94,7 +93,7 @@ class Candidate:
     def code_peak_bytes(self, code: Sequence[tuple[Interface, str]]) -> int | None:
         """Return the most bytes on the device while the generated `code` runs; None, with a warning, if unreadable."""
         try:
-            return self.outside_bytes + code_peak_bytes(code, self.analysis.capture.num_outputs)
+            return self.external_bytes + code_peak_bytes(code, self.analysis.capture.num_outputs)
         except UnreadableCodeError as error:
             log.warning("what generated code holds is only a forecast: %s.", str(error))
             return None
@@ -274,10 +273,11 @@ class RegionPlanner:
     def recompute_more(self, first: Candidate, split: SplitAgain) -> tuple[ForwardBackward | None, Candidate]:
         """Return the best of `first` and of candidates that recompute more, with the graphs of one of those.
 
-        What does not fit then (torch may save other values than the policy took it to) is asked for in less memory.
+        This is the outermost level of the search (`planning/search.py`). Torch may save other values than the policy
+        took it to: the bytes that do not fit then are taken off the budget of the next search.
         """
         graphs, best, problem = None, first, first.captured
-        for _ in range(ATTEMPTS):
+        for _ in range(SPLITS):
             if not (names := self.choose_recomputed(problem)):
                 break
             more_graphs, more = split(recomputed_nodes(first.analysis.capture, first.captured.recipes, names), names)
@@ -299,7 +299,7 @@ class RegionPlanner:
         options, capture = self._options, known.capture
         fuses = options.compiler == "inductor"
         used = self._environment.usage  # other regions keep it while this one runs
-        sunk = [item.storage for item in known.storages if item.storage.kind is Kind.SUNK]
+        sunk = [item.storage for item in known.storages if item.storage.kind is Kind.STORED]
         # Gradients and state that its first step will make: that host memory is not free for transfers.
         more_bytes = max(0, sum(each.nbytes for each in sunk) - used.gradient_lent_bytes)
         state_bytes = sum(each.state_bytes for each in sunk)
@@ -317,7 +317,7 @@ class RegionPlanner:
                 host_taken_bytes=used.host_lent_bytes + more_bytes,
                 disk_bytes=max(0, options.spill_budget - used.disk_lent_bytes),
             ),
-            fences=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and is_fence(node)),
+            barriers=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and is_fence(node)),
             # Smaller storages cannot matter: this many would still be under a thousandth of the budget each.
             min_spill_bytes=max(4096, (options.device_budget or 0) // 4096),
         )
@@ -342,4 +342,4 @@ class RegionPlanner:
 def _planner_of(capture: RegionGraphs, policy: str) -> Callable[[Problem], Plan]:
     """Return the planner of a region: gradients that are shards are all offloaded, and nobody may take their norm."""
     make = partial(make_plan, policy=policy)
-    return partial(make, state_shares=()) if capture.scatters else make
+    return partial(make, tuning=dataclasses.replace(TUNING, state_shares=())) if capture.scatters else make

@@ -43,9 +43,10 @@ from tencache_fx.hardware.device_memory import open_workspaces
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import open_update_room
 from tencache_fx.passes.graphs import RegionGraphs
+from tencache_fx.planning.tuning import SPLITS
 from tencache_fx.records import RegionRecord
 from tencache_fx.region.ambient_state import remember
-from tencache_fx.region.candidate import ATTEMPTS, Candidate, ForwardBackward, RegionPlanner
+from tencache_fx.region.candidate import Candidate, ForwardBackward, RegionPlanner
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Monitor, Phase, Placement, Request
 from tencache_fx.region.environment import Environment
 from tencache_fx.region.graph_copy import copy_joint, copy_module
@@ -74,7 +75,7 @@ def compile_region(
     names = _distinct_names(request.homes)
     set_back, unforeseen_bytes = remember(source.device), 0
     try:
-        for _ in range(ATTEMPTS):
+        for _ in range(SPLITS):
             set_back()
             planner = RegionPlanner(
                 source,
@@ -97,7 +98,7 @@ def compile_region(
         else:
             log.warning(
                 f"region {source.index} runs, but its generated code holds {over_bytes} bytes more than the device "
-                f"budget of {source.options.device_budget} bytes, after {ATTEMPTS} plans; set device_budget to more, "
+                f"budget of {source.options.device_budget} bytes, after {SPLITS} plans; set device_budget to more, "
                 "or shrink the batch."
             )
     except BaseException:

@@ -22,7 +22,7 @@ from tencache_fx.errors import TencacheError
 from tencache_fx.hardware.device_memory import is_input
 from tencache_fx.passes.lifetimes import StorageNodes, allocated_bytes, formula_of
 from tencache_fx.passes.symbols import evaluate, storage_places, symbol_places
-from tencache_fx.planning.liveness import live_bytes
+from tencache_fx.planning.liveness import device_changes, live_bytes
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.pool_sizing import pool_classes, staging_classes, total_bytes
 from tencache_fx.planning.problem import Problem, Tier
@@ -177,7 +177,7 @@ def plan_at(problem: Problem, plan: Plan) -> Plan:
     staging = staging_classes(spills, problem.budgets.host_bytes - total_bytes(pool))
     forecast = dataclasses.replace(
         plan.forecast,
-        peak_bytes=int(live_bytes(problem, spills).max(initial=problem.outside_bytes)),
+        peak_bytes=int(live_bytes(problem, spills).max(initial=problem.external_bytes)),
         host_bytes=total_bytes(pool) + total_bytes(staging),
         disk_bytes=total_bytes(pool_classes(spills, Tier.NVME)),
     )
@@ -232,10 +232,11 @@ class Footprint:
             change[storage.birth, column] += number
             change[storage.death, column] -= number
             self._inputs[column] += number * is_input(storage)
+        storages = {storage.name: storage for storage in problem.storages}
         for spill in plan.spills:
             column, number = count[spill.name]
-            change[spill.freed_at, column] -= number
-            change[spill.prefetch_at, column] += number
+            for step, sign in device_changes(spill, storages[spill.name]):
+                change[step, column] += sign * number
         self._live = np.cumsum(change, axis=0)[:-1]
         self._users = formulas.users(problem)
         self._scratch = np.array([op.scratch_bytes for op in problem.ops], dtype=np.int64)
@@ -249,7 +250,7 @@ class Footprint:
             rates = np.where(self._users, self.formulas.growth(self.formulas.planned, sizes), 0).max(axis=1)
             live = self._live @ values + np.ceil(self._scratch * rates).astype(np.int64)
             self._needs[sizes] = Need(
-                peak_bytes=int(live.max(initial=0)) + self.problem.outside_bytes,
+                peak_bytes=int(live.max(initial=0)) + self.problem.external_bytes,
                 input_bytes=int(self._inputs @ values),
             )
         return self._needs[sizes]

@@ -73,7 +73,7 @@ class PlannedLowering:
             avoid_fragmentation(device)
         if plan.spills or plan.resident:
             engine = reserve(self._source, plan)
-            engine.reserve_gradients([s.nbytes for s in plan.spills if s.kind is TransferKind.OUT])
+            engine.reserve_gradients([s.nbytes for s in plan.spills if s.kind is TransferKind.STORE])
             in_registers = insert_transfers(capture, known.storages, plan, known.registers, engine=engine.id)
             verify_graphs(*at_hints(candidate.formulas, problem, plan), capture, in_registers, known.in_place)
         drop_pause(capture)
@@ -181,6 +181,6 @@ def _footprint(candidate: Candidate, plan: Plan) -> Footprint | None:
 
 def _offloaded_inputs(problem: Problem, plan: Plan, capture: RegionGraphs) -> frozenset[int]:
     """Return the positions of the donated inputs that are offloaded."""
-    donated = {storage.name for storage in problem.storages if storage.held_until}
+    donated = {storage.name for storage in problem.storages if storage.caller_frees_at}
     offloaded = donated & {spill.name for spill in plan.spills}
     return frozenset(index for index, node in enumerate(placeholders(capture.forward)) if node.name in offloaded)

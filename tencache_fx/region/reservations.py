@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from tencache_fx.errors import BudgetError
-from tencache_fx.hardware.device_memory import outside_bytes
+from tencache_fx.hardware.device_memory import external_bytes
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.planner import floor_bytes
@@ -60,18 +60,18 @@ class StatedProblem:
         """Return the problem beside what is held, with `reserved` left free."""
         problem, budgets = self.problem, self.problem.budgets
         if budgets.device_bytes is not None:
-            beside_bytes = outside_bytes(self.held_with(reserved), self.input_bytes)
-            problem = replace(problem, outside_bytes=beside_bytes)
+            beside_bytes = external_bytes(self.held_with(reserved), self.input_bytes)
+            problem = replace(problem, external_bytes=beside_bytes)
         # Small results the plan sees later are among them.
         results_bytes = int(live_bytes(problem).max(initial=0)) // 256 if self.fused else 0
         problem = replace(
             problem,
-            outside_bytes=problem.outside_bytes + results_bytes + self.unforeseen_bytes,
+            external_bytes=problem.external_bytes + results_bytes + self.unforeseen_bytes,
             between_bytes=reserved.get(Reservation.BOUNDARY, 0),
         )
         if budgets.device_bytes is None or not (drift_bytes := reserved.get(Reservation.DRIFT, 0)):
             return problem
-        offloads = any(storage.home for storage in problem.storages)
+        offloads = any(storage.parameter for storage in problem.storages)
         if not offloads and int(live_bytes(problem).max(initial=0)) <= budgets.device_bytes:
             return problem
         return replace(problem, budgets=replace(budgets, device_bytes=budgets.device_bytes - drift_bytes))

@@ -34,7 +34,7 @@ def show_summary(problem: Problem, plan: Plan, captured: Problem, code_peak_byte
     rows = [
         ("policy", plan.policy),
         ("steps", f"{len(problem.ops)}, backward from {problem.boundary}"),
-        ("device budget", f"{device_budget}, of it held outside the region {format_bytes(problem.outside_bytes)}"),
+        ("device budget", f"{device_budget}, of it held outside the region {format_bytes(problem.external_bytes)}"),
         *((("held between graphs", f"{between}, by others"),) if problem.between_bytes else ()),
         ("device peak", f"{format_bytes(forecast.peak_bytes)} at {_step_name(problem, forecast.peak_step)}"),
         *(() if code_peak_bytes is None else (("held by the code", format_bytes(code_peak_bytes)),)),
@@ -63,14 +63,13 @@ def show_tensors(problem: Problem, plan: Plan) -> str:
     rows = []
     for storage in sorted(problem.storages, key=lambda s: (-s.nbytes, s.name)):
         spill = spills.get(storage.name)
-        steps: Iterable[Step] = (
-            () if spill is None else (spill.copy_out_after, spill.freed_at, spill.prefetch_at, spill.needed_at)
-        )
+        steps = () if spill is None else spill.steps
+        indent = ("", "") if spill is not None and spill.out is None else ()  # a load has no offload
         kept = "recompute" if storage.name in again else "keep"
         decision = kept if spill is None else f"spill to {spill.tier}"
         life = f"[{storage.birth}, {storage.death})"
         times = (_step_name(problem, step) for step in steps)
-        rows.append((storage.name, _size(storage), storage.kind, life, decision, *times))
+        rows.append((storage.name, _size(storage), storage.kind, life, decision, *indent, *times))
     return _table(rows, headers=("storage", "bytes", "kind", "lives", "decision", "offload", "gone", "fetch", "back"))
 
 

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -19,11 +20,13 @@ from tencache_fx.model_state.parameter_store import find_offloaded, parameters_o
 from tencache_fx.model_state.update import ParameterUpdate
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.liveness import live_bytes
-from tencache_fx.planning.parameter_schedule import first_homes, keep_resident
+from tencache_fx.planning.parameter_schedule import first_parameters, keep_resident
 from tencache_fx.planning.plan import TransferKind
-from tencache_fx.planning.planner import floor_bytes, make_plan
+from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.problem import Kind
 from tencache_fx.planning.recompute import recompute
+from tencache_fx.planning.search import make_plan
+from tencache_fx.planning.tuning import TUNING
 from tencache_fx.runtime.engine_registry import engines, install_engine
 
 
@@ -77,7 +80,7 @@ def test_inductor_trains_it_the_same() -> None:
         found.append(train(model, run, AdamW(model.parameters()), range(4)))
         if home:
             record = regions()[-1]
-            assert {spill.kind for spill in record.plan.spills} >= {TransferKind.IN, TransferKind.OUT}
+            assert {spill.kind for spill in record.plan.spills} >= {TransferKind.LOAD, TransferKind.STORE}
     torch.testing.assert_close(found[1], found[0])
 
 
@@ -160,8 +163,8 @@ def test_inference_streams_parameters() -> None:
         record = regions()[-1]
         for step in range(3):
             assert torch.equal(run(batch(step)), plain(batch(step)))
-    assert any(spill.kind is TransferKind.IN for spill in record.plan.spills)
-    assert not any(spill.kind is TransferKind.OUT for spill in record.plan.spills)
+    assert any(spill.kind is TransferKind.LOAD for spill in record.plan.spills)
+    assert not any(spill.kind is TransferKind.STORE for spill in record.plan.spills)
 
 
 @pytest.mark.slow
@@ -314,17 +317,17 @@ def test_what_stays_and_what_is_recomputed_change_the_lives_of_parameters() -> N
     for each in (problem, everything):
         lives = [s for s in each.storages if s.kind is Kind.FETCHED]
         assert all(s.death <= each.boundary for s in lives if s.birth < each.boundary)  # each graph has its own
-        late = [s.home for s in lives if s.birth >= each.boundary]
+        late = [s.parameter for s in lives if s.birth >= each.boundary]
         assert len(late) == len(set(late))
         assert all(s.birth == s.uses[0] for s in lives)
-    homes = first_homes(problem, 1.0)
+    homes = first_parameters(problem, 1.0)
     kept = keep_resident(problem, homes)
     assert not any(s.kind is Kind.FETCHED for s in kept.storages)
-    total = sum({s.home: s.nbytes for s in problem.storages if s.kind is Kind.FETCHED}.values())
+    total = sum({s.parameter: s.nbytes for s in problem.storages if s.kind is Kind.FETCHED}.values())
     assert live_bytes(kept)[0] - live_bytes(problem)[0] >= total - max(live_bytes(problem))
-    assert len(first_homes(problem, 0.5)) < len(homes)
+    assert len(first_parameters(problem, 0.5)) < len(homes)
     floor = floor_bytes(problem)
-    least = partial(make_plan, policy="joint", resident_shares=(0.0,))
+    least = partial(make_plan, policy="joint", tuning=replace(TUNING, resident_shares=(0.0,)))
     assert least(problem.within(device_bytes=floor)).forecast.peak_bytes <= floor
     with pytest.raises(BudgetError):
         least(problem.within(device_bytes=floor - 1))

@@ -66,7 +66,7 @@ def train(
             loss = (run(batch if part == 0 else batch.roll(part)).float() - 1).square().mean()
             if crowded_bytes and not losses:
                 held_bytes = torch.cuda.memory_allocated()
-                kept_bytes = held_bytes - regions()[-1].problem.outside_bytes
+                kept_bytes = held_bytes - regions()[-1].problem.external_bytes
                 taken_bytes = crowded_bytes - held_bytes + kept_bytes // 3
             torch.empty(taken_bytes, dtype=torch.uint8, device="cuda")
             loss.backward()

@@ -18,12 +18,14 @@ from tencache_fx.errors import InvariantError
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.optim import AdamW
-from tencache_fx.planning import search
-from tencache_fx.planning.parameter_schedule import first_homes, keep_resident, step_ns
-from tencache_fx.planning.plan import Plan, TransferKind
-from tencache_fx.planning.planner import floor_bytes, make_plan
+from tencache_fx.planning.evaluation import Candidate
+from tencache_fx.planning.parameter_schedule import first_parameters, keep_resident, step_ns
+from tencache_fx.planning.plan import CopyIn, CopyOut, Plan, TransferKind
+from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.problem import Kind, Problem, Recipe, Step
-from tencache_fx.planning.search import choose_for_region
+from tencache_fx.planning.recompute_search import RecomputeSearch
+from tencache_fx.planning.search import Trial, choose_for_region, make_plan, take_turns
+from tencache_fx.planning.tuning import TUNING
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine_registry import engines, install_engine
@@ -60,7 +62,7 @@ def test_with_room_for_it_state_is_on_the_device_and_nothing_travels(now: bool) 
     assert not engine.pool.lent_for(Use.STATE)
     record = regions()[-1]
     state_bytes = sum(6 * home.nbytes for home in updated)
-    assert record.problem.outside_bytes - record.captured.outside_bytes == state_bytes
+    assert record.problem.external_bytes - record.captured.external_bytes == state_bytes
     assert sum(home.device_state_bytes for home in updated) == state_bytes
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     tight = compiled(model, TIGHT_BF16)  # another region that has no room for it: it goes home, and the run goes on
@@ -84,7 +86,7 @@ def test_nothing_of_it_is_on_the_device_between_steps() -> None:
     assert not any(home.on_device for home in away)
     assert record.plan.forecast.peak_bytes <= 7e5
     kinds = {storage.kind for storage in record.problem.storages}
-    assert kinds >= {Kind.FETCHED, Kind.SUNK}
+    assert kinds >= {Kind.FETCHED, Kind.STORED}
     (engine,) = engines()
     optimizer.state_dict()
     home_bytes = sum(home.buffer.nbytes for home in homes)
@@ -114,13 +116,13 @@ def test_with_room_parameters_stay_and_are_not_copied_in() -> None:
 @pytest.mark.parametrize(
     ("way", "change", "rule"),
     [
-        (TransferKind.IN, {"prefetch_at": Step(0), "needed_at": Step(1)}, "move-in"),
-        (TransferKind.IN, {"nbytes": 1}, "same-bytes"),
-        (TransferKind.IN, {"kind": TransferKind.OUT}, "one-way"),
-        (TransferKind.OUT, {"freed_at": Step(0)}, "move-out"),
-        (TransferKind.OUT, {"needed_at": Step(0)}, "move-out"),
-        (TransferKind.IN, None, "every-move"),
-        (TransferKind.OUT, None, "every-move"),
+        (TransferKind.LOAD, {"back": CopyIn(prefetch_at=Step(0), needed_at=Step(1))}, "load-steps"),
+        (TransferKind.LOAD, {"nbytes": 1}, "same-bytes"),
+        (TransferKind.LOAD, {"back": None, "out": CopyOut(after=Step(0), freed_at=Step(1))}, "one-way"),
+        (TransferKind.STORE, {"out": CopyOut(after=Step(0), freed_at=Step(0))}, "store-steps"),
+        (TransferKind.STORE, {"out": CopyOut(after=Step(0), freed_at=Step(1))}, "store-steps"),
+        (TransferKind.LOAD, None, "every-parameter"),
+        (TransferKind.STORE, None, "every-parameter"),
     ],
 )
 def test_each_rule_of_one_way_trips_is_checked(way: TransferKind, change: dict[str, object] | None, rule: str) -> None:
@@ -137,7 +139,7 @@ def test_a_step_takes_as_long_as_the_host_memory_does() -> None:
     problem, plan = small_plan()
     assert step_ns(problem, plan.forecast) == plan.forecast.makespan_ns  # nothing is known of the host's memory
     slow = replace(problem, links=replace(problem.links, host_bytes_per_s=10**6))
-    sunk_bytes = sum(storage.nbytes for storage in problem.storages if storage.kind is Kind.SUNK)
+    sunk_bytes = sum(storage.nbytes for storage in problem.storages if storage.kind is Kind.STORED)
     moved_bytes = plan.forecast.d2h_bytes + plan.forecast.h2d_bytes
     # of fp32: gradient and weight once, three arrays read and written
     assert step_ns(slow, plan.forecast) >= (8 * sunk_bytes + moved_bytes) * 1000
@@ -227,7 +229,7 @@ def test_weights_come_with_time_to_spare_where_it_costs_nothing(room: int) -> No
     nbytes = 60  # a copy takes six tenths of an operation
     problem = trained_at_home(24, nbytes)
     problem = problem.within(device_bytes=floor_bytes(problem) + room * nbytes)
-    plan, late = make_plan(problem, "joint"), make_plan(problem, "joint", leads=(0.0,))
+    plan, late = make_plan(problem, "joint"), make_plan(problem, "joint", tuning=replace(TUNING, leads=(0.0,)))
     verify_plan(keep_resident(problem, plan.resident, plan.updated_here), plan)
     for cost in ("makespan_ns", "d2h_bytes", "h2d_bytes"):
         assert getattr(plan.forecast, cost) <= getattr(late.forecast, cost)
@@ -235,33 +237,47 @@ def test_weights_come_with_time_to_spare_where_it_costs_nothing(room: int) -> No
 
 
 def time_to_spare(plan: Plan) -> int:
-    return sum(spill.needed_at - spill.prefetch_at for spill in plan.spills if spill.kind is TransferKind.IN)
+    return sum(spill.needed_at - spill.prefetch_at for spill in plan.spills if spill.kind is TransferKind.LOAD)
 
 
-def test_what_is_recomputed_is_chosen_for_the_room_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searched beside no weights, two rooms for state, all weights; then beside those that stay in the fastest plan."""
-    problem, _ = small_plan()
-    problem = replace(problem.within(device_bytes=4_000_000), recipes=(Recipe(name="x", steps=(Step(1),)),))
-    some, every = (first_homes(problem, share) for share in (0.5, 1.0))
-    assert 0 < len(some) < len(every)
-    asked: list[Problem] = []
+def test_what_is_recomputed_is_chosen_in_turns_with_what_stays() -> None:
+    """Searched beside each start; then beside the parameters that are pinned in the fastest plan, while that is new."""
+    starts = [Candidate(policy="teraio"), Candidate(policy="teraio", resident=("a", "b"))]
+    asked: list[Candidate] = []
 
-    def choose(room: Problem) -> tuple[str, ...]:
-        asked.append(room)
+    def search(start: Candidate) -> tuple[str, ...]:
+        asked.append(start)
         return (f"{len(asked)}",)
 
-    def try_out(captured: Problem, names: tuple[str, ...]) -> search._Trial:
-        needed_ns = {"1": 5, "2": 3, "3": 4, "4": 6, "5": 2}[names[0]]
-        return search._Trial(needed_ns, some if names[0] in ("2", "5") else (), ())
+    def try_out(names: tuple[str, ...]) -> Trial:
+        step_ns = {"1": 5, "2": 3, "3": 2}[names[0]]
+        return Trial(step_ns, ("a",) if names[0] in ("2", "3") else (), ())
 
-    monkeypatch.setattr(search, "choose_recomputed", choose)
-    monkeypatch.setattr(search, "_trial", try_out)
-    assert choose_for_region(problem) == ("5",)
-    first, *rooms, fourth, fifth = asked
+    assert take_turns(starts, search, try_out, turns=3) == ("3",)
+    assert asked == [*starts, replace(starts[0], resident=("a",))]
+    asked.clear()
+    assert take_turns(starts, search, try_out, turns=0) == ("2",)
+    assert asked == starts
+
+
+def test_what_is_recomputed_leaves_rooms_that_may_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searched beside no weights, two rooms for state, and all weights; without a budget, once."""
+    problem, _ = small_plan()
+    recipe = Recipe(name=problem.storages[0].name, steps=(Step(1),))
+    problem = replace(problem.within(device_bytes=4_000_000), recipes=(recipe,))
+    asked: list[Problem] = []
+
+    def run(self: RecomputeSearch) -> tuple[str, ...]:
+        asked.append(self.problem)
+        return ()
+
+    monkeypatch.setattr(RecomputeSearch, "run", run)
+    assert choose_for_region(problem) == ()
+    first, *rooms, last = asked[:4]
     assert first == problem
     assert 4_000_000 > rooms[0].budgets.device_bytes > rooms[1].budgets.device_bytes >= floor_bytes(problem)
-    assert (fourth, fifth) == (keep_resident(problem, every), keep_resident(problem, some))
+    assert last == keep_resident(problem, first_parameters(problem, 1.0))
     asked.clear()
     unlimited = problem.within(device_bytes=None)
-    assert choose_for_region(unlimited) == ("1",)
-    assert len(asked) == 1
+    assert choose_for_region(unlimited) == ()
+    assert asked == [unlimited]

@@ -98,7 +98,7 @@ def graph_of(*ops: str) -> fx.Graph:
 
 
 def check(*ops: str) -> None:
-    storage = SimpleNamespace(name="change", home="weight")
+    storage = SimpleNamespace(name="change", parameter="weight")
     check_homes(SimpleNamespace(storages=[storage]), (graph_of(*ops),))
 
 

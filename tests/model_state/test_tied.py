@@ -72,7 +72,7 @@ def trained(compiler: str, budget: str | None, *, now: bool = False) -> tuple[li
 
 def arrivals(record: RegionRecord) -> int:
     """Return how often the embedding comes to the device in the forward."""
-    found = [s for s in record.problem.storages if s.home == "0.weight" and s.kind is Kind.FETCHED]
+    found = [s for s in record.problem.storages if s.parameter == "0.weight" and s.kind is Kind.FETCHED]
     return sum(storage.birth < record.problem.boundary for storage in found)
 
 

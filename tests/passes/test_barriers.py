@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from tencache_fx.ops import OFFLOAD, RELEASE
 from tencache_fx.passes.barriers import PinOrder
-from tencache_fx.planning.liveness import fence_in, inactive_intervals, is_candidate
+from tencache_fx.planning.liveness import clip_to_barriers, inactive_intervals, is_candidate
 from tencache_fx.planning.plan import Plan, Transfer
 from tencache_fx.planning.planner import build_plan
 from tencache_fx.planning.problem import Problem, Step, Storage, Tier
@@ -81,7 +81,7 @@ def random_trip(problem: Problem, storage: Storage, draw: random.Random) -> Tran
     """Draw a trip, with every freedom that a policy has; long ones are likelier."""
     intervals = inactive_intervals(storage)
     (interval,) = draw.choices(intervals, weights=[v - u for u, v in intervals])
-    return fence_in(problem, legal_trip(problem, storage, interval, draw.randint))
+    return clip_to_barriers(problem, legal_trip(problem, storage, interval, draw.randint))
 
 
 def random_plan(problem: Problem, draw: random.Random) -> Plan:
@@ -176,7 +176,9 @@ def test_the_code_does_what_this_plan_says(function: Callable[..., Tensor], gone
             "prefetch_at": Step(back - 1),
             "needed_at": back,
         }
-        trip = fence_in(problem, Transfer(name=product.name, nbytes=product.nbytes, tier=Tier.HOST, **times))
+        trip = clip_to_barriers(
+            problem, Transfer.swap(name=product.name, nbytes=product.nbytes, tier=Tier.HOST, **times)
+        )
         assert trip is not None
         trips.append(trip)
         return build_plan(problem, "teraio", (trip,))

@@ -229,7 +229,7 @@ def with_gather(*, wait_last: bool) -> fx.Graph:
 
 
 def test_a_parameter_is_renewed_behind_the_gather_that_reads_it() -> None:
-    problem = SimpleNamespace(storages=[SimpleNamespace(name="change", home="weight")])
+    problem = SimpleNamespace(storages=[SimpleNamespace(name="change", parameter="weight")])
     check_homes(problem, (with_gather(wait_last=False),))
     with breaks("renewals"):
         check_homes(problem, (graph := with_gather(wait_last=True),))

@@ -17,8 +17,9 @@ from tencache_fx.passes.lifetimes import StorageNodes, measure_lifetimes
 from tencache_fx.passes.transfers import insert_transfers
 from tencache_fx.passes.verify_graph import verify_graphs
 from tencache_fx.planning.plan import Plan
-from tencache_fx.planning.planner import floor_bytes, make_plan
+from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.problem import Budgets, Op, Problem
+from tencache_fx.planning.search import make_plan
 
 
 @dataclass

@@ -30,7 +30,7 @@ from examples.bench.models import Decoder
 from tencache_fx.hardware.cache import cached
 from tencache_fx.hardware.rates import Roofline, device_key
 from tencache_fx.planning.liveness import live_bytes
-from tencache_fx.planning.parameter_schedule import first_homes, keep_resident
+from tencache_fx.planning.parameter_schedule import first_parameters, keep_resident
 from tencache_fx.planning.problem import Budgets, Links, Problem
 from tencache_fx.planning.search import policy_floor_bytes
 from tencache_fx.reporting.dump import read_regions
@@ -341,7 +341,7 @@ def capture(model: Model) -> Problem:
         (record,) = read_regions(Path(folder))
     problem = record.captured
     if not model.offloaded:
-        every = first_homes(problem, 1.0)
+        every = first_parameters(problem, 1.0)
         problem = keep_resident(problem, every, every)
     budgets = Budgets(device_bytes=None, host_bytes=model.host_bytes, disk_bytes=model.disk_bytes)
     links = LINKS if model.disk_bytes else replace(LINKS, disk_write_bytes_per_s=0, disk_read_bytes_per_s=0)
@@ -351,7 +351,7 @@ def capture(model: Model) -> Problem:
 
 def budgets_of(problem: Problem, shares: tuple[float, float]) -> dict[str, int]:
     """Return the tight and the medium budget."""
-    every = first_homes(problem, 1.0)
+    every = first_parameters(problem, 1.0)
     low, high = policy_floor_bytes(problem, "teraio"), int(live_bytes(keep_resident(problem, every, every)).max())
     return {name: int(low + share * (high - low)) for name, share in zip(("tight", "medium"), shares, strict=True)}
 

@@ -14,10 +14,10 @@ from tencache_fx.errors import BudgetError
 from tencache_fx.planning.bounds import joint_lower_bound_ns
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.plan import Plan
-from tencache_fx.planning.planner import lower_bound_ns, make_plan
+from tencache_fx.planning.planner import lower_bound_ns
 from tencache_fx.planning.problem import Budgets, Kind, Op, Problem, Recipe, Step, Storage
 from tencache_fx.planning.recompute import recompute
-from tencache_fx.planning.search import plan_region, policy_floor_bytes
+from tencache_fx.planning.search import make_plan, plan_region, policy_floor_bytes
 
 
 @st.composite

@@ -16,10 +16,9 @@ from tencache_fx.planning.bounds import joint_lower_bound_ns
 from tencache_fx.planning.explain import Reasons, find_reasons
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.plan import Plan
-from tencache_fx.planning.planner import make_plan
 from tencache_fx.planning.problem import Problem, Step, Tier
 from tencache_fx.planning.recompute import recompute
-from tencache_fx.planning.search import plan_region
+from tencache_fx.planning.search import make_plan, plan_region
 from tencache_fx.planning.simulator import simulate
 from tencache_fx.reporting.dump import read_problem
 
@@ -61,7 +60,7 @@ def test_keeping_what_was_moved_is_the_plan_without_that_trip(case: tuple[Proble
         others = [other for other in plan.spills if other != spill]
         assert keep.over_bytes == max(0, int(live_bytes(problem, others).max()) - limit)
         assert keep.change_ns == simulate(problem, others).makespan_ns - plan.forecast.makespan_ns
-    copies = {trip.name: trip for trip in simulate(problem, plan.spills).trips}
+    copies = {trip.name: trip for trip in simulate(problem, plan.spills).transfers}
     for tensor in reasons.tensors:
         if tensor.decision == "host":
             trip = copies[tensor.name]

@@ -93,7 +93,7 @@ def least_ns(ops: tuple[Op, ...], storages: Iterable[Storage], problem: Problem,
     times = [model.variable(start, start + slack, cost=float(step == len(ops))) for step, start in enumerate(starts)]
     for step, duration in enumerate(durations):
         model.at_least(duration, (1, times[step + 1]), (-1, times[step]))
-    beside = [problem.outside_bytes + between_bytes(problem, step) for step in range(len(ops))]
+    beside = [problem.external_bytes + between_bytes(problem, step) for step in range(len(ops))]
     held = np.array([op.scratch_bytes for op in ops]) + np.array(beside)
     away: list[list[tuple[float, int]]] = [[] for _ in ops]
     trips = []
@@ -142,7 +142,7 @@ def add_trips(
     """Add the ways in which `storage` can travel to `model`, and its absence to the steps it may be away at."""
     boundary = problem.boundary
     gaps = [(u, v) for u, v in itertools.pairwise(storage.uses) if v - u > 1 and u >= storage.ready]
-    if storage.held_until:
+    if storage.caller_frees_at:
         gaps = [(boundary - 1, v) for u, v in gaps if u < boundary < v]
     if not gaps:
         return None
@@ -230,7 +230,7 @@ def small_region(seed: int) -> tuple[Program, Problem] | None:
     """A program and its problem, with a budget that it needs trips or recomputing for; None if nothing helps it."""
     rng = random.Random(seed)
     program = small_program(rng)
-    problem = replace(program.problem(), fences=(), links=links(rng.choice((2, 4, 10, 25)) * 10**8))
+    problem = replace(program.problem(), barriers=(), links=links(rng.choice((2, 4, 10, 25)) * 10**8))
     names = [recipe.name for recipe in problem.recipes]
     most = int(live_bytes(problem).max())
     least = min(floor_bytes(problem), *(floor_bytes(recompute(problem, [name])) for name in names), most)

@@ -9,12 +9,13 @@ from problems import GIB, between_bytes, problems, problems_with_trips, transfor
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning.liveness import held_at, inactive_intervals, live_bytes, minimal_swaps
-from tencache_fx.planning.plan import Plan, Transfer
-from tencache_fx.planning.planner import floor_bytes, make_plan
+from tencache_fx.planning.plan import CopyIn, CopyOut, Plan, Transfer, TransferKind
+from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.pool_sizing import pool_classes, size_classes, staging_classes, total_bytes
 from tencache_fx.planning.problem import Problem, Step, Storage, Tier
+from tencache_fx.planning.search import make_plan
 from tencache_fx.planning.simulator import program
-from tencache_fx.serialization import from_json, to_json
+from tencache_fx.serialization import from_json, from_raw, to_json
 from tencache_fx.units import round_up
 
 Trips = tuple[Problem, tuple[Transfer, ...]]
@@ -30,7 +31,7 @@ def test_live_bytes_counts_what_is_held(case: Trips) -> None:
     live = live_bytes(problem, spills)
     for step, op in enumerate(problem.ops):
         held = held_at(problem, spills, Step(step))
-        beside = problem.outside_bytes + between_bytes(problem, step)
+        beside = problem.external_bytes + between_bytes(problem, step)
         assert live[step] == sum(s.nbytes for s in held) + op.scratch_bytes + beside
         away = {s.name for s in spills if s.freed_at <= step < s.prefetch_at}
         assert {s.name for s in held} == {s.name for s in problem.storages if s.birth <= step < s.death} - away
@@ -42,8 +43,8 @@ def surely_away(problem: Problem, storage: Storage) -> list[range]:
     found = []
     for u, v in inactive_intervals(storage):
         sides = {problem.boundary} if u < problem.boundary <= v else set()
-        leaves = {*problem.fences, *sides} if problem.fences else set(range(len(problem.ops) + 1))
-        comes = {*(fence + 1 for fence in problem.fences), *sides} if problem.fences else leaves
+        leaves = {*problem.barriers, *sides} if problem.barriers else set(range(len(problem.ops) + 1))
+        comes = {*(fence + 1 for fence in problem.barriers), *sides} if problem.barriers else leaves
         gone = min((k for k in leaves if k > u), default=v)
         fetch = max((k for k in comes if k <= v), default=u)
         found.append(range(gone, fetch))
@@ -164,3 +165,23 @@ def test_bad_json_is_refused(change: tuple[str, str], message: str) -> None:
 def test_values_are_hashable() -> None:
     problem = transformer(layers=1)
     assert hash(problem) == hash(replace(problem))
+
+
+def test_a_transfer_has_only_the_steps_of_its_copies() -> None:
+    out, back = CopyOut(after=Step(1), freed_at=Step(2)), CopyIn(prefetch_at=Step(4), needed_at=Step(5))
+    swap = Transfer(name="x", nbytes=8, tier=Tier.HOST, out=out, back=back)
+    load, store = replace(swap, out=None), replace(swap, back=None)
+    kinds = [transfer.kind for transfer in (swap, load, store)]
+    assert kinds == [TransferKind.SWAP, TransferKind.LOAD, TransferKind.STORE]
+    assert [transfer.steps for transfer in (swap, load, store)] == [(1, 2, 4, 5), (4, 5), (1, 2)]
+    with pytest.raises(AssertionError):
+        _ = load.freed_at
+    for transfer in (swap, load, store):
+        assert from_json(Transfer, to_json(transfer)) == transfer
+    with pytest.raises(ValueError, match="neither out nor back"):
+        from_json(Transfer, to_json(replace(load, back=None)))
+
+
+def test_a_transfer_that_an_earlier_version_wrote_is_refused_with_its_fields() -> None:
+    with pytest.raises(ValueError, match=r"expected the fields \['back', 'name', 'nbytes', 'out', 'tier'\]"):
+        from_raw(Transfer, {"name": "x", "nbytes": 8, "tier": "host", "copy_out_after": 1, "kind": "round"})

@@ -14,9 +14,11 @@ from tencache_fx.errors import BudgetError, OptionError
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import keep_resident
 from tencache_fx.planning.plan import Plan, Transfer, TransferKind
-from tencache_fx.planning.planner import POLICIES, floor_bytes, make_plan
+from tencache_fx.planning.planner import POLICIES, floor_bytes
 from tencache_fx.planning.problem import Problem, Tier
+from tencache_fx.planning.search import make_plan
 from tencache_fx.planning.simulator import simulate
+from tencache_fx.planning.tuning import TUNING, Tuning
 from tencache_fx.planning.verify import verify_plan
 
 SPILLING = [name for name in POLICIES if name != "none"]
@@ -26,9 +28,9 @@ def with_device(problem: Problem, device_bytes: int | None) -> Problem:
     return problem.within(device_bytes=device_bytes)
 
 
-def plan_or_refusal(problem: Problem, policy: str, **ways: tuple[float, ...]) -> tuple[Plan | None, str]:
+def plan_or_refusal(problem: Problem, policy: str, tuning: Tuning = TUNING) -> tuple[Plan | None, str]:
     try:
-        return make_plan(problem, policy, **ways), ""
+        return make_plan(problem, policy, tuning=tuning), ""
     except BudgetError as error:
         return None, str(error)
 
@@ -37,7 +39,7 @@ def held(problem: Problem, spills: tuple[Transfer, ...], step: int) -> int:
     """Device bytes at one step, counted one storage at a time."""
     away = {s.name for s in spills if s.freed_at <= step < s.prefetch_at}
     live = [s.nbytes for s in problem.storages if s.birth <= step < s.death and s.name not in away]
-    beside = problem.outside_bytes + between_bytes(problem, step)
+    beside = problem.external_bytes + between_bytes(problem, step)
     return sum(live) + problem.ops[step].scratch_bytes + beside
 
 
@@ -94,10 +96,10 @@ def check_moves(policy: str, problem: Problem) -> None:
         event("device refused" if "on the device" in refusal else "tier refused")
         return
     staying = keep_resident(problem, plan.resident, plan.updated_here)
-    event(f"resident: {bool(plan.resident)}, travelling: {any(s.kind is TransferKind.IN for s in plan.spills)}")
+    event(f"resident: {bool(plan.resident)}, travelling: {any(s.kind is TransferKind.LOAD for s in plan.spills)}")
     verify_plan(staying, plan)
     assert plan.forecast.makespan_ns >= sum(op.duration_ns for op in problem.ops)
-    streamed, _ = plan_or_refusal(problem, policy, resident_shares=(0.0,), state_shares=())
+    streamed, _ = plan_or_refusal(problem, policy, replace(TUNING, resident_shares=(0.0,), state_shares=()))
     if streamed is not None:  # what arrives ahead of its use can need more than what stays
         assert plan.forecast.makespan_ns * 1000 <= streamed.forecast.makespan_ns * 1005
 
@@ -264,7 +266,4 @@ def test_steps_are_plain_integers() -> None:
     plan = make_plan(transformer(layers=2, device_bytes=6 * GIB), "teraio")
     assert plan.spills
     for spill in plan.spills:
-        assert all(
-            type(v) is int
-            for v in (spill.copy_out_after, spill.freed_at, spill.prefetch_at, spill.needed_at, spill.nbytes)
-        )
+        assert all(type(v) is int for v in (*spill.steps, spill.nbytes))

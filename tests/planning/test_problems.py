@@ -50,7 +50,7 @@ def test_the_problems_are_of_many_kinds():
     for kind in (
         lambda p: any(s.state_bytes for s in p.storages),
         lambda p: bool(p.recipes),
-        lambda p: bool(p.fences),
+        lambda p: bool(p.barriers),
         lambda p: p.budgets.disk_bytes > 0,
         lambda p: p.between_bytes > 0,
     ):

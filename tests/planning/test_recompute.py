@@ -22,7 +22,7 @@ def facts(storage: Storage) -> tuple[object, ...]:
 
 def held_at_each_step(storages: list[Storage], problem: Problem) -> list[int]:
     return [
-        sum(s.nbytes for s in storages if s.birth <= step < s.death) + op.scratch_bytes + problem.outside_bytes
+        sum(s.nbytes for s in storages if s.birth <= step < s.death) + op.scratch_bytes + problem.external_bytes
         for step, op in enumerate(problem.ops)
     ]
 
@@ -46,7 +46,7 @@ def test_recomputing_is_what_the_written_out_list_says(drawn: tuple[Program, tup
     assert sum(op.duration_ns for op in after.ops) - sum(op.duration_ns for op in before.ops) == after.recompute_ns
     assert after.recompute_ns == sum(instruction.duration_ns for instruction in again)
     assert len({instruction.name for instruction in again}) == len(again), "an instruction runs twice again"
-    assert after.fences == tuple(k for k, (instruction, _) in enumerate(line) if instruction.fence)
+    assert after.barriers == tuple(k for k, (instruction, _) in enumerate(line) if instruction.fence)
     assert (after.boundary, after.budgets) == (before.boundary, before.budgets)
     assert not (after.recipes and chosen)
 

@@ -10,13 +10,14 @@ from problems import PLENTY, links
 from programs import tight_problems
 
 from tencache_fx.errors import BudgetError
-from tencache_fx.planning import search as search_module
+from tencache_fx.planning.evaluation import Candidate, Evaluator
 from tencache_fx.planning.liveness import live_bytes
-from tencache_fx.planning.planner import make_plan
 from tencache_fx.planning.problem import Budgets, Kind, Op, Problem, Recipe, Step, Storage
 from tencache_fx.planning.recompute import recompute
-from tencache_fx.planning.search import _Score, _Search, choose_recomputed
+from tencache_fx.planning.recompute_search import RecomputeSearch, Score
+from tencache_fx.planning.search import choose_recomputed, make_plan
 from tencache_fx.planning.segments import kept_between_segments
+from tencache_fx.planning.tuning import TUNING
 from tencache_fx.planning.verify import verify_plan
 
 LAYERS, FAT, NARROW = 8, 100, 10
@@ -67,7 +68,7 @@ def test_what_is_kept_is_narrow_and_local(segment: int, every: int) -> None:
     assert LAYERS // every // 2 <= len(kept) <= LAYERS // every
 
 
-def test_a_chain_is_recomputed_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_is_recomputed_layer_by_layer() -> None:
     """All narrow values and about a layer's fat ones: gone down its price list alone, a chain needs all at once."""
     problem = chain(LAYERS * NARROW + 4 * FAT)
     assert live_bytes(problem).max() > 2 * (problem.budgets.device_bytes or 0)
@@ -76,8 +77,7 @@ def test_a_chain_is_recomputed_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -
     verify_plan(chosen, make_plan(chosen, "teraio"))
     assert not {name for name in names if name.startswith("x")} >= {f"x_{layer}" for layer in range(LAYERS - 1)}
 
-    monkeypatch.setattr(search_module, "_HALVINGS", 0)
-    search = _Search(problem, problem.budgets.device_bytes or 0)
+    search = RecomputeSearch(Evaluator(problem, replace(TUNING, segment_halvings=0)), Candidate(policy="teraio"))
     search.climb()
     assert search.best_score.over_bytes > 0
 
@@ -89,14 +89,14 @@ def test_no_plan_beats_what_is_passed_over_for(problem: Problem, data: st.DataOb
     assume(limit is not None)
     assert limit is not None
     names = _some(data, [recipe.name for recipe in problem.recipes])
-    bound = _Search(problem, limit).bound(names)
+    bound = RecomputeSearch(Evaluator(problem), Candidate(policy="teraio")).bound(names)
     chosen = recompute(problem, names)
     for policy in ("teraio", "10cache", "joint"):
         try:
             plan = make_plan(chosen, policy)
         except BudgetError:
             continue
-        assert bound <= _Score(0, plan.forecast.makespan_ns)
+        assert bound <= Score(0, plan.forecast.makespan_ns)
 
 
 def _some(data: st.DataObject, names: Sequence[str]) -> frozenset[str]:

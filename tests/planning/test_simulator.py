@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import links, problems_with_trips
 
-from tencache_fx.planning.plan import PoolClass, Transfer
+from tencache_fx.planning.plan import CopyIn, PoolClass, Transfer
 from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Step, Storage, Tier
 from tencache_fx.planning.simulator import simulate
 
@@ -104,10 +104,10 @@ def test_agrees_with_the_ticking_replay(case: Trips, staging: int, latency: int)
 def test_each_trip_is_told_in_order(case: Trips) -> None:
     problem, spills = case
     replay = simulate(problem, spills, (PoolClass(nbytes=4096, count=2),))
-    assert [trip.name for trip in replay.trips] == [spill.name for spill in spills]
-    assert sum(trip.stall_out_ns for trip in replay.trips) == replay.stall_out_ns
-    assert sum(trip.stall_in_ns for trip in replay.trips) == replay.stall_in_ns
-    for spill, trip in zip(spills, replay.trips, strict=True):
+    assert [trip.name for trip in replay.transfers] == [spill.name for spill in spills]
+    assert sum(trip.stall_out_ns for trip in replay.transfers) == replay.stall_out_ns
+    assert sum(trip.stall_in_ns for trip in replay.transfers) == replay.stall_in_ns
+    for spill, trip in zip(spills, replay.transfers, strict=True):
         assert trip.out_start_ns + spill.nbytes == trip.out_end_ns <= trip.written_ns
         assert trip.written_ns <= trip.read_start_ns <= trip.in_start_ns
         assert trip.in_start_ns + spill.nbytes == trip.in_end_ns <= replay.starts_ns[spill.needed_at]
@@ -125,9 +125,8 @@ def test_a_second_training_step_repeats_the_first(case: Trips) -> None:
         offload, gone, fetch, back = (
             Step(k + count) for k in (spill.copy_out_after, spill.freed_at, spill.prefetch_at, spill.needed_at)
         )
-        return replace(
-            spill, name=f"{spill.name}_again", copy_out_after=offload, freed_at=gone, prefetch_at=fetch, needed_at=back
-        )
+        again = spill.leaving(after=offload, freed_at=gone)
+        return replace(again, name=f"again_{spill.name}", back=CopyIn(prefetch_at=fetch, needed_at=back))
 
     twice = replace(problem, ops=problem.ops * 2)
     staging = (PoolClass(nbytes=4096, count=1),)
@@ -171,7 +170,7 @@ def trip(name: str, nbytes: int, offload: int, gone: int, fetch: int, back: int,
         "prefetch_at": Step(fetch),
         "needed_at": Step(back),
     }
-    return Transfer(name=name, nbytes=nbytes, tier=tier, **steps)
+    return Transfer.swap(name=name, nbytes=nbytes, tier=tier, **steps)
 
 
 def test_hidden_copies_cost_nothing() -> None:
@@ -185,7 +184,7 @@ def test_late_copies_are_stalls_where_compute_waits() -> None:
     """150 bytes issued at 100 are out at 250, not at 200; fetched at 850 they are back at 1000, not at 950."""
     replay = simulate(Small(links()).problem(x=150), (trip("x", 150, 0, 2, 8, 9),))
     assert (replay.stall_out_ns, replay.stall_in_ns) == (50, 50)
-    assert (replay.trips[0].out_end_ns, replay.trips[0].in_end_ns) == (250, 1000)
+    assert (replay.transfers[0].out_end_ns, replay.transfers[0].in_end_ns) == (250, 1000)
     assert replay.makespan_ns == 1100
 
 
@@ -194,7 +193,7 @@ def test_both_directions_at_once_run_at_duplex_rates() -> None:
     rates = links(d2h_duplex_bytes_per_s=5 * 10**8, h2d_duplex_bytes_per_s=5 * 10**8)
     spills = (trip("x", 200, 0, 2, 3, 9), trip("y", 200, 3, 9, 9, 9))
     replay = simulate(Small(rates).problem(x=200, y=200), spills)
-    x, y = replay.trips
+    x, y = replay.transfers
     assert (x.out_start_ns, x.out_end_ns, x.stall_out_ns) == (100, 300, 100)
     assert (x.in_start_ns, y.out_start_ns) == (400, 500)
     assert (x.in_end_ns, y.out_end_ns) == (700, 800)
@@ -205,10 +204,10 @@ def test_an_offload_waits_for_a_staging_buffer() -> None:
     spills = (trip("x", 100, 0, 4, 8, 9, Tier.NVME), trip("y", 100, 1, 6, 9, 9, Tier.NVME))
     problem = Small(links()).problem(x=100, y=100)
     one = simulate(problem, spills, (PoolClass(nbytes=4096, count=1),))
-    assert one.trips[0].written_ns == 400
-    assert (one.trips[1].out_start_ns, one.trips[1].stall_out_ns) == (400, 200)
+    assert one.transfers[0].written_ns == 400
+    assert (one.transfers[1].out_start_ns, one.transfers[1].stall_out_ns) == (400, 200)
     two = simulate(problem, spills, (PoolClass(nbytes=4096, count=2),))
-    assert (two.trips[1].out_start_ns, two.trips[1].stall_out_ns) == (200, 0)
+    assert (two.transfers[1].out_start_ns, two.transfers[1].stall_out_ns) == (200, 0)
 
 
 def test_a_read_waits_for_its_own_write() -> None:
@@ -216,7 +215,7 @@ def test_a_read_waits_for_its_own_write() -> None:
     replay = simulate(
         Small(rates).problem(x=100), (trip("x", 100, 0, 2, 3, 9, Tier.NVME),), (PoolClass(nbytes=4096, count=4),)
     )
-    (x,) = replay.trips
+    (x,) = replay.transfers
     assert (x.out_end_ns, x.written_ns, x.read_start_ns, x.in_start_ns, x.in_end_ns) == (200, 1200, 1200, 1400, 1500)
     assert replay.stall_in_ns == 600
 

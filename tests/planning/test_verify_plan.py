@@ -9,8 +9,8 @@ from problems import links
 
 from tencache_fx.errors import InvariantError
 from tencache_fx.planning.plan import Plan, PoolClass, Transfer
-from tencache_fx.planning.planner import make_plan
 from tencache_fx.planning.problem import Budgets, Kind, Op, Problem, Step, Storage, Tier
+from tencache_fx.planning.search import make_plan
 from tencache_fx.planning.verify import verify_plan
 
 PAGE = 4096
@@ -54,7 +54,7 @@ def spill(name: str, offload: int, gone: int, fetch: int, back: int, tier: Tier 
         "prefetch_at": Step(fetch),
         "needed_at": Step(back),
     }
-    return Transfer(name=name, nbytes=PAGE, tier=tier, **times)
+    return Transfer.swap(name=name, nbytes=PAGE, tier=tier, **times)
 
 
 def valid() -> Plan:
@@ -76,11 +76,13 @@ def valid() -> Plan:
 
 
 def at(index: int, **changes: Any) -> Callable[[Plan], Plan]:
-    """Change one spill."""
+    """Change one swap."""
 
     def change(plan: Plan) -> Plan:
         spills = list(plan.spills)
-        spills[index] = replace(spills[index], **changes)
+        victim = spills[index]
+        names = ("name", "nbytes", "tier", "copy_out_after", "freed_at", "prefetch_at", "needed_at")
+        spills[index] = Transfer.swap(**({name: getattr(victim, name) for name in names} | changes))
         return replace(plan, spills=tuple(spills))
 
     return change
@@ -92,18 +94,18 @@ def foretell(**changes: Any) -> Callable[[Plan], Plan]:
 
 BREAKS: list[tuple[str, Callable[[Plan], Plan]]] = [
     ("known-storage", at(0, name="nobody")),
-    ("one-trip", lambda plan: replace(plan, spills=(*plan.spills, plan.spills[0]))),
+    ("one-transfer", lambda plan: replace(plan, spills=(*plan.spills, plan.spills[0]))),
     ("same-bytes", at(0, nbytes=PAGE - 1)),
     ("spillable", lambda plan: replace(plan, spills=(spill("w", 0, 2, 9, 9),))),
     ("worth-an-op", lambda plan: replace(plan, spills=(replace(spill("small", 0, 2, 9, 9), nbytes=8),))),
     ("tier", at(0, tier=Tier.DEVICE)),
     ("offload-after-birth", at(1, copy_out_after=Step(0))),
-    ("offload-before-gone", at(0, copy_out_after=Step(2))),
-    ("gone-before-fetch", at(2, freed_at=Step(9))),
-    ("fetch-before-back", at(1, prefetch_at=Step(9))),
-    ("back-is-a-use", at(1, needed_at=Step(9))),
+    ("offload-before-freed", at(0, copy_out_after=Step(2))),
+    ("freed-before-prefetch", at(2, freed_at=Step(9))),
+    ("prefetch-before-needed", at(1, prefetch_at=Step(9))),
+    ("needed-at-a-use", at(1, needed_at=Step(9))),
     ("used-before", lambda plan: replace(plan, spills=(spill("given", 0, 1, 3, 3),))),
-    ("gone-after-last-use", at(0, freed_at=Step(1))),
+    ("freed-after-last-use", at(0, freed_at=Step(1))),
     ("boundary", at(0, freed_at=Step(6))),
     ("boundary", at(1, prefetch_at=Step(4))),
     ("boundary", at(2, copy_out_after=Step(4))),
@@ -134,7 +136,7 @@ def test_a_broken_rule_is_named(rule: str, change: Callable[[Plan], Plan]) -> No
 
 
 def test_what_the_caller_holds_is_gone_no_sooner_than_that_lets_go() -> None:
-    problem = replace(region(), storages=(replace(storage("x", (0, 1, 6, 9)), held_until=Step(5)),))
+    problem = replace(region(), storages=(replace(storage("x", (0, 1, 6, 9)), caller_frees_at=Step(5)),))
     found = make_plan(problem.within(device_bytes=None), "none")
     ops = replace(found.forecast, peak_bytes=PAGE, host_bytes=PAGE, d2h_bytes=PAGE, h2d_bytes=PAGE)
     plan = replace(found, pool=(PoolClass(nbytes=PAGE, count=1),), forecast=ops)

@@ -198,7 +198,7 @@ def test_what_only_garbage_holds_takes_no_room_from_a_plan(meter: Meter, by_hand
     run = torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": 28 * VALUE})
     train(meter, run, model, steps=1)
     assert held() is None
-    assert tencache_fx.regions()[-1].problem.outside_bytes < VALUE
+    assert tencache_fx.regions()[-1].problem.external_bytes < VALUE
 
 
 @pytest.mark.parametrize("less_bytes", [0, VALUE // 2, 4 * VALUE])

@@ -210,7 +210,7 @@ def test_only_what_the_backward_asks_for_is_away() -> None:
     x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
     found = lives(lambda x, w: (x @ w).tanh() + x, x, w)
     assert [found[f"primals_{i}"].spillable for i in (1, 2)] == [True, True]
-    assert found["primals_1"].held_until == found["primals_2"].held_until > 0
+    assert found["primals_1"].caller_frees_at == found["primals_2"].caller_frees_at > 0
     assert not lives(lambda x, w: x + w, x, w)["primals_1"].spillable, "no backward reads it"
 
 
@@ -226,7 +226,7 @@ def test_what_the_caller_gets_or_sees_stays(function: Callable[..., Any]) -> Non
     base, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
     found = lives(function, base * 1, w)
     assert not found["primals_1"].spillable
-    assert found["primals_1"].held_until == 0
+    assert found["primals_1"].caller_frees_at == 0
 
 
 def test_what_only_a_view_spans_stays() -> None:

@@ -17,9 +17,9 @@ from tencache_fx.errors import BudgetError
 from tencache_fx.hardware.cache import cached
 from tencache_fx.hardware.rates import Roofline, device_key
 from tencache_fx.planning.plan import Plan
-from tencache_fx.planning.planner import make_plan
 from tencache_fx.planning.problem import Links, Step
 from tencache_fx.planning.recalibration import PhaseTimes, Scales, correct, fit_scales, forecast_phases, reconsider
+from tencache_fx.planning.search import make_plan
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.region.timers import PhaseClock
 

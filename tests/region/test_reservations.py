@@ -4,8 +4,8 @@ from problems import links
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning.plan import Plan
-from tencache_fx.planning.planner import make_plan
 from tencache_fx.planning.problem import Budgets, Kind, Op, Problem, Step, Storage
+from tencache_fx.planning.search import make_plan
 from tencache_fx.region.reservations import Reservation, StatedProblem
 
 WANTED = {
@@ -49,7 +49,7 @@ def test_all_is_reserved_where_there_is_room() -> None:
     reserved, problem, plan = stated(2000).plan(WANTED, lambda problem: make_plan(problem, policy="joint"))
     assert reserved == WANTED
     assert list(reserved) == list(Reservation)
-    assert (problem.outside_bytes, problem.between_bytes) == (350, 300)
+    assert (problem.external_bytes, problem.between_bytes) == (350, 300)
     assert problem.budgets.device_bytes == 2000, "nothing is transferred, so others may hold more without a new plan"
     assert isinstance(plan, Plan)
 
@@ -60,28 +60,28 @@ def test_the_important_ones_come_first_and_the_boundary_has_what_is_left() -> No
     assert reserved[Reservation.BOUNDARY] == problem.between_bytes == 1000 - 600 - 350
     reserved, problem, _ = stated(800).plan(WANTED, lambda problem: make_plan(problem, policy="joint"))
     assert Reservation.STATE not in reserved
-    assert problem.outside_bytes == 150
+    assert problem.external_bytes == 150
     assert problem.between_bytes == 50
     reserved, problem, _ = stated(700).plan(WANTED, lambda problem: make_plan(problem, policy="joint"))
     assert Reservation.WAITING not in reserved
-    assert problem.outside_bytes == 50, "waiting forwards will not hold so much the next time"
+    assert problem.external_bytes == 50, "waiting forwards will not hold so much the next time"
 
 
 def test_without_a_plan_they_are_dropped_from_the_end() -> None:
     tried = []
 
     def refuse(problem: Problem) -> Plan:
-        tried.append((problem.outside_bytes, problem.between_bytes))
+        tried.append((problem.external_bytes, problem.between_bytes))
         raise BudgetError("no plan")
 
     reserved, problem, refusal = stated(1200).plan(WANTED, refuse)
     assert tried == [(350, 250), (350, 250), (350, 125), (350, 62), (350, 0), (150, 0), (50, 0)]
     assert not reserved
-    assert problem.outside_bytes == 50
+    assert problem.external_bytes == 50
     assert isinstance(refusal, BudgetError)
 
 
 def test_without_a_budget_nothing_is_kept_free() -> None:
     _, problem, plan = stated(None).plan({Reservation.WAITING: 100}, lambda problem: make_plan(problem, policy="joint"))
-    assert problem.outside_bytes == 0
+    assert problem.external_bytes == 0
     assert isinstance(plan, Plan)

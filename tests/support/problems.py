@@ -50,7 +50,7 @@ def problems(draw: st.DrawFn, *, most_steps: int = 24, most_storages: int = 14) 
     boundary = Step(draw(st.integers(0, steps)))
     # Of some that cross the boundary the caller is done at it only.
     storages = tuple(
-        replace(s, held_until=boundary) if s.birth < boundary < s.death and not draw(st.integers(0, 4)) else s
+        replace(s, caller_frees_at=boundary) if s.birth < boundary < s.death and not draw(st.integers(0, 4)) else s
         for s in storages
     )
     problem = Problem(
@@ -59,10 +59,10 @@ def problems(draw: st.DrawFn, *, most_steps: int = 24, most_storages: int = 14) 
         storages=storages,
         links=links(),
         budgets=Budgets(device_bytes=None, host_bytes=PLENTY),
-        outside_bytes=draw(st.integers(0, 3)),
+        external_bytes=draw(st.integers(0, 3)),
         between_bytes=draw(st.sampled_from((0, 0, 4, 9))),
         min_spill_bytes=draw(st.sampled_from((0, 0, 0, 3))),
-        fences=tuple(map(Step, sorted(draw(st.one_of(st.just(set()), st.sets(st.integers(0, steps - 1))))))),
+        barriers=tuple(map(Step, sorted(draw(st.one_of(st.just(set()), st.sets(st.integers(0, steps - 1))))))),
     )
     most = int(live_bytes(problem).max())
     least = int(live_bytes(problem, minimal_swaps(problem)).max())
@@ -87,7 +87,7 @@ def _storages(draw: st.DrawFn, name: str, steps: int) -> Storage:
     return Storage(
         name=name,
         nbytes=draw(st.integers(1, 12)),
-        kind=draw(st.sampled_from([kind for kind in Kind if kind not in (Kind.FETCHED, Kind.SUNK)])),
+        kind=draw(st.sampled_from([kind for kind in Kind if kind not in (Kind.FETCHED, Kind.STORED)])),
         birth=Step(birth),
         death=Step(death),
         uses=tuple(Step(use) for use in sorted(uses)),
@@ -111,15 +111,22 @@ def moving_problems(draw: st.DrawFn) -> Problem:
         if boundary < steps and draw(st.booleans()):
             birth = draw(st.integers(boundary, steps - 1))
             uses = {birth} | draw(st.sets(st.integers(birth, steps - 1), max_size=2))
-            storages.append(_moving(f"g{index}", nbytes, Kind.SUNK, sorted(uses), f"w{index}"))
+            storages.append(_moving(f"g{index}", nbytes, Kind.STORED, sorted(uses), f"w{index}"))
     return replace(problem, storages=tuple(storages), recipes=())
 
 
-def _moving(name: str, nbytes: int, kind: Kind, uses: list[int], home: str) -> Storage:
+def _moving(name: str, nbytes: int, kind: Kind, uses: list[int], parameter: str) -> Storage:
     steps = tuple(map(Step, uses))
     death = Step(uses[-1] + 1)
     return Storage(
-        name=name, nbytes=nbytes, kind=kind, birth=steps[0], death=death, uses=steps, spillable=False, home=home
+        name=name,
+        nbytes=nbytes,
+        kind=kind,
+        birth=steps[0],
+        death=death,
+        uses=steps,
+        spillable=False,
+        parameter=parameter,
     )
 
 
@@ -175,7 +182,7 @@ def problems_with_trips(draw: st.DrawFn) -> tuple[Problem, tuple[Transfer, ...]]
         fetch = draw(st.integers(max(gone, problem.boundary) if crossing else gone, v))
         tier = draw(st.sampled_from((Tier.HOST, Tier.NVME)))
         times = {"copy_out_after": Step(offload), "freed_at": Step(gone), "prefetch_at": Step(fetch), "needed_at": v}
-        spills.append(Transfer(name=storage.name, nbytes=storage.nbytes, tier=tier, **times))
+        spills.append(Transfer.swap(name=storage.name, nbytes=storage.nbytes, tier=tier, **times))
     return problem, tuple(spills)
 
 
@@ -366,7 +373,7 @@ def trained_at_home(count: int, nbytes: int = 16) -> Problem:
         storages += [
             _moving(f"w{index}_0", nbytes, Kind.FETCHED, [index], f"w{index}"),
             _moving(f"w{index}_1", nbytes, Kind.FETCHED, [back], f"w{index}"),
-            replace(_moving(f"g{index}", nbytes, Kind.SUNK, [back], f"w{index}"), state_bytes=6 * nbytes),
+            replace(_moving(f"g{index}", nbytes, Kind.STORED, [back], f"w{index}"), state_bytes=6 * nbytes),
         ]
     return Problem(
         ops=ops,
@@ -386,7 +393,7 @@ def legal_trip(
     offload = between(earliest_offload(problem, storage, u), u)
     gone = between(u + 1, min(v, problem.boundary) if crossing else v)
     fetch = between(max(gone, problem.boundary) if crossing else gone, v)
-    return Transfer(
+    return Transfer.swap(
         name=storage.name,
         nbytes=storage.nbytes,
         tier=Tier.HOST,

@@ -84,7 +84,7 @@ class Program:
             storages=tuple(sorted(lives, key=lambda storage: (storage.birth, storage.name))),
             links=links(),
             budgets=Budgets(device_bytes=None, host_bytes=PLENTY),
-            fences=tuple(Step(k) for k, (instruction, _) in enumerate(line) if instruction.fence),
+            barriers=tuple(Step(k) for k, (instruction, _) in enumerate(line) if instruction.fence),
             recipes=tuple(
                 Recipe(name=name, steps=tuple(map(Step, sorted(steps))))
                 for name, steps in sorted(self.closures().items())
@@ -326,7 +326,7 @@ def programs_and_choices(draw: st.DrawFn) -> tuple[Program, tuple[str, ...]]:
 @st.composite
 def tight_problems(draw: st.DrawFn, **limits: int) -> Problem:
     """Problems with recipes, over their device budget; mostly some choice fits."""
-    problem = replace(draw(programs(**limits)).problem(), fences=())
+    problem = replace(draw(programs(**limits)).problem(), barriers=())
     everything = [recipe.name for recipe in problem.recipes]
     most = int(live_bytes(problem).max())
     least = min(floor_bytes(problem), floor_bytes(recompute(problem, everything)))

@@ -98,7 +98,7 @@ def test_plan_answers_in_text_and_json(capsys, tmp_path):
     )
     plan = from_json(Plan, out)
     assert plan.spills == ()
-    assert plan.forecast.peak_bytes == 7_500_500 + PROBLEM.outside_bytes
+    assert plan.forecast.peak_bytes == 7_500_500 + PROBLEM.external_bytes
 
 
 def test_plan_recomputes_under_joint(capsys, crowded):

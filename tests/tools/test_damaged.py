@@ -22,6 +22,7 @@ from tencache_fx.hardware.disk import Disk
 from tencache_fx.hardware.op_timing import OpCost
 from tencache_fx.hardware.rates import FIXED_LINKS, FIXED_ROOFLINE, Roofline, device_key, known_rates
 from tencache_fx.planning.explain import find_reasons
+from tencache_fx.planning.plan import CopyIn
 from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Step, Storage
 from tencache_fx.planning.recalibration import Scales, StoredCorrection
 from tencache_fx.planning.search import plan_region
@@ -40,7 +41,7 @@ def moving_region() -> Problem:
     rows: tuple[tuple[str, Kind, int, int, tuple[int, ...]], ...] = (
         ("weight", Kind.FETCHED, 1, 2, (1,)),
         ("weight_again", Kind.FETCHED, 6, 7, (6,)),
-        ("gradient", Kind.SUNK, 6, 8, (6, 7)),
+        ("gradient", Kind.STORED, 6, 8, (6, 7)),
         ("saved", Kind.ACTIVATION, 0, 8, (0, 7)),
     )
     storages = tuple(
@@ -52,7 +53,7 @@ def moving_region() -> Problem:
             death=Step(death),
             uses=tuple(map(Step, uses)),
             spillable=kind is Kind.ACTIVATION,
-            home="weight" if kind in (Kind.FETCHED, Kind.SUNK) else "",
+            parameter="weight" if kind in (Kind.FETCHED, Kind.STORED) else "",
         )
         for name, kind, birth, death, uses in rows
     )
@@ -203,10 +204,11 @@ def test_damaged_measurements_are_refused(run: Run, tmp_path: Path, text: str) -
 
 
 def test_a_plan_for_another_problem_is_refused(run: Run, tmp_path: Path) -> None:
+    late = CopyIn(prefetch_at=Step(9), needed_at=Step(99))
     for plan in (
         replace(RECORD.plan, recomputed=("nothing",)),
         replace(RECORD.plan, spills=(replace(RECORD.plan.spills[0], name="nothing"),)),
-        replace(RECORD.plan, spills=(replace(RECORD.plan.spills[0], needed_at=Step(99)),)),
+        replace(RECORD.plan, spills=(replace(RECORD.plan.spills[0], back=late),)),
     ):
         write_region(tmp_path, replace(RECORD, plan=plan))
         code, _, err = run("dump", tmp_path, "--what", "all")

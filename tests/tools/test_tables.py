@@ -59,12 +59,12 @@ PROBLEM = Problem(
         h2d_duplex_bytes_per_s=9 * 10**9,
     ),
     budgets=Budgets(device_bytes=6_000_000, host_bytes=64_000_000),
-    outside_bytes=1_000_000,
+    external_bytes=1_000_000,
 )
 PLAN = Plan(
     policy="teraio",
     spills=(
-        Transfer(
+        Transfer.swap(
             name="mm",
             nbytes=3_000_000,
             tier=Tier.HOST,

@@ -2,10 +2,10 @@
 
 Each inactive interval of a storage is a candidate. Its benefit is the over-capacity *area* it removes: over the steps
 between the earliest end of its copy out and the latest safe start of its copy in, time x the bytes above the budget
-that it takes away. Its cost is the link time of its copies. The best is committed, links and memory are charged, and
-so on. Differences: scores are kept in a heap and renewed lazily (they only fall), host memory comes before NVMe
-(without direct storage access a trip to NVMe takes the same link too), and a region that no free transfer can fit is
-fitted by the trips with the least exposed time, where the paper leaves it to the runtime to stall.
+that it takes away. Its cost is the link time of its copies. The best is committed, links and memory are charged, and so
+on. Differences: scores are kept in a heap and renewed lazily (they only fall), host memory comes before NVMe (without
+direct storage access a transfer to NVMe takes the same link too), and a region that no free transfer can fit is fitted
+by the transfers with the least exposed time, where the paper leaves it to the runtime to stall.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from tencache_fx.planning.liveness import (
+    clip_to_barriers,
     earliest_offload,
-    fence_in,
     inactive_intervals,
     is_candidate,
     live_bytes,
@@ -25,17 +25,18 @@ from tencache_fx.planning.liveness import (
 )
 from tencache_fx.planning.plan import Transfer
 from tencache_fx.planning.problem import Problem, Step, Tier
-from tencache_fx.planning.schedule import CopyTimes, Fences, Profile, copy_times, crosses, time_trips
+from tencache_fx.planning.schedule import Barriers, CopyTimes, Profile, copy_times, crosses, time_swaps
 from tencache_fx.planning.tier_capacity import TierCapacity
+from tencache_fx.planning.tuning import TUNING
 
 _Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def choose_teraio(problem: Problem, *, headroom: float = 0.0, lead: float = 3.0) -> tuple[Transfer, ...]:
-    """Return the trips of the greedy plan, none if the region fits.
+def choose_teraio(problem: Problem, *, headroom: float = 0.0, lead: float = TUNING.swap_lead) -> tuple[Transfer, ...]:
+    """Return the transfers of the greedy plan, none if the region fits.
 
-    Trips are chosen as if the share `headroom` of the budget was not there, which leaves their copies room to overlap;
-    copies back start up to `lead` transfer times before the latest safe start.
+    Swaps are chosen as if the share `headroom` of the budget was not there, which leaves their copies room to overlap;
+    copies in start up to `lead` transfer times before the latest safe start.
 
     Fits the device whenever `minimal_swaps` does. O(N r (log K + w)) for N intervals re-scored r times (5 to 20 as a
     rule), K steps, intervals of w steps; each commitment costs O(K).
@@ -43,23 +44,23 @@ def choose_teraio(problem: Problem, *, headroom: float = 0.0, lead: float = 3.0)
     limit = problem.budgets.device_bytes
     if limit is None or live_bytes(problem).max(initial=0) <= limit:
         return ()
-    candidates = _tight_trips(problem)
+    candidates = _minimal_transfers(problem)
     chosen_for = max(limit - int(limit * headroom), int(live_bytes(problem, minimal_swaps(problem)).max()))
     greedy = _Greedy(problem, min(limit, chosen_for))
     greedy.take_free(candidates)
     fits = greedy.take_exposed(candidates)
-    for anywhere in (False, True):  # start again from the trips that reach the floor
+    for anywhere in (False, True):  # start again from the transfers that reach the floor
         if not fits:
             greedy = _Greedy(problem, limit)
-            fits = greedy.take_exposed(_tight_trips(problem, only=minimal_swaps(problem)), anywhere=anywhere)
-    return time_trips(problem, greedy.pruned(), greedy.ledger.staging_count, lead)
+            fits = greedy.take_exposed(_minimal_transfers(problem, only=minimal_swaps(problem)), anywhere=anywhere)
+    return time_swaps(problem, greedy.pruned(), greedy.capacity.staging_count, lead)
 
 
-def _tight_trips(problem: Problem, only: Sequence[Transfer] | None = None) -> tuple[Transfer, ...]:
-    """Return a trip without slack for every inactive interval of every candidate, or for those of `only`."""
+def _minimal_transfers(problem: Problem, only: Sequence[Transfer] | None = None) -> tuple[Transfer, ...]:
+    """Return a transfer without slack for every inactive interval of every candidate, or for those of `only`."""
     wanted = None if only is None else {(spill.name, spill.needed_at) for spill in only}
-    trips = (
-        Transfer(
+    transfers = (
+        Transfer.swap(
             name=storage.name,
             nbytes=storage.nbytes,
             tier=Tier.HOST,
@@ -73,7 +74,7 @@ def _tight_trips(problem: Problem, only: Sequence[Transfer] | None = None) -> tu
         for u, v in inactive_intervals(storage)
         if wanted is None or (storage.name, v) in wanted
     )
-    return tuple(fenced for trip in trips if (fenced := fence_in(problem, trip)) is not None)
+    return tuple(clipped for transfer in transfers if (clipped := clip_to_barriers(problem, transfer)) is not None)
 
 
 class _Calendar:
@@ -101,7 +102,7 @@ class _Calendar:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a trip would give now: its score, and the window during which its bytes would be away."""
+    """What a transfer would give now: its score, and the window during which its bytes would be away."""
 
     score: float
     spill: Transfer
@@ -116,14 +117,14 @@ class _Greedy:
     def __init__(self, problem: Problem, limit: int) -> None:
         self.problem, self.limit = problem, limit
         self.memory: Profile = live_bytes(problem)
-        self.fences = Fences(problem)
+        self.barriers = Barriers(problem)
         self.durations = np.array([op.duration_ns for op in problem.ops], dtype=np.float64)
         self.out, self.write, self.read, self.into = (_Calendar(self.durations) for _ in range(4))
-        self.ledger = TierCapacity(problem)
+        self.capacity = TierCapacity(problem)
         self.chosen: dict[str, Transfer] = {}
 
     def take_free(self, candidates: Sequence[Transfer]) -> None:
-        """Take, by score, trips that stall nothing, until the region fits or none is left that helps."""
+        """Take, by score, transfers that stall nothing, until the region fits or none is left that helps."""
         ends = np.concatenate([[0.0], np.cumsum(self.durations)])
         heap = []
         for spill in candidates:
@@ -148,7 +149,7 @@ class _Greedy:
     def _offer(self, spill: Transfer) -> _Offer | None:
         for tier in (Tier.HOST, Tier.NVME):
             placed = spill if spill.tier is tier else replace(spill, tier=tier)
-            if self.ledger.fits(placed):
+            if self.capacity.fits(placed):
                 return self._score(placed)
         return None
 
@@ -161,7 +162,7 @@ class _Greedy:
         if spill.tier is Tier.NVME:  # staging is small: the copy out goes no faster than the disk writes
             gone = max(gone, self.write.earliest_end(start, times.write))
             fetch = self.read.latest_start(max(fetch, 0), times.read) if fetch > 0 else -1
-        gone, fetch = self.fences.gone_from(gone), min(spill.prefetch_at, self.fences.fetch_by(max(fetch, 0)))
+        gone, fetch = self.barriers.freed_from(gone), min(spill.prefetch_at, self.barriers.fetch_by(max(fetch, 0)))
         if crosses(problem, spill) and (gone > problem.boundary or fetch < problem.boundary):
             return None
         if gone >= fetch:
@@ -182,14 +183,14 @@ class _Greedy:
             self.write.charge(spill.copy_out_after + 1, offer.gone, times.write)
             self.read.charge(offer.fetch, spill.needed_at, times.read, late=True)
         self.memory[offer.gone : offer.fetch] -= spill.nbytes
-        self.ledger.charge(spill)
+        self.capacity.charge(spill)
         self.chosen[spill.name] = spill
 
     def take_exposed(self, candidates: Sequence[Transfer], *, anywhere: bool = False) -> bool:
-        """Drop all slack; then, while a step is over, take the trip with the least exposed time per byte it frees.
+        """Drop all slack; then, while a step is over, take the transfer with the least exposed time per byte it frees.
 
-        Return whether the region fits now. `anywhere` takes trips that no tier has room for, too: the planner then
-        tells what they would need. O(N + K) for each trip taken.
+        Return whether the region fits now. `anywhere` takes transfers that no tier has room for, too: the planner then
+        tells what they would need. O(N + K) for each transfer taken.
         """
         self.memory = live_bytes(self.problem, self.chosen.values())
         left = _Exposed(self.problem, [s for s in candidates if s.name not in self.chosen])
@@ -198,7 +199,7 @@ class _Greedy:
             spill = left.pop(step, int(self.memory[step]) - self.limit, self.out, self.into)
             if spill is None:
                 return False
-            placed = self.ledger.place(spill)
+            placed = self.capacity.place(spill)
             if placed is None and anywhere:
                 placed = spill
             if placed is None:
@@ -225,7 +226,7 @@ class _Greedy:
 
 
 class _Exposed:
-    """The trips still to be had when no free one is left, as columns."""
+    """The transfers still to be had when no free one is left, as columns."""
 
     def __init__(self, problem: Problem, spills: Sequence[Transfer]) -> None:
         self.boundary, self.spills = problem.boundary, tuple(spills)
@@ -242,9 +243,9 @@ class _Exposed:
         self.there = np.ones(len(spills), dtype=np.bool_)
 
     def pop(self, step: int, over_bytes: int, out: _Calendar, into: _Calendar) -> Transfer | None:
-        """Remove and return the trip that is away at `step` for the least exposed time per byte; None if none is.
+        """Remove and return the transfer that is away at `step` for the least exposed time per byte; None if none is.
 
-        Bytes count up to `over_bytes`; of equals the longest trip is taken.
+        Bytes count up to `over_bytes`; of equals the longest transfer is taken.
         """
         able = np.flatnonzero(self.there & (self.gone <= step) & (step < self.fetch))
         if not able.size:
@@ -261,5 +262,5 @@ class _Exposed:
         return self.spills[best]
 
     def drop(self, name: str) -> None:
-        """Remove the other trips of one storage."""
+        """Remove the other transfers of one storage."""
         self.there &= self.names != name

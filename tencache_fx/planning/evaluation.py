@@ -1,0 +1,111 @@
+"""A candidate, one answer to every question of the search, and its evaluation: planned and simulated once."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+from tencache_fx.errors import BudgetError
+from tencache_fx.planning.parameter_schedule import has_offloaded, keep_resident, step_ns
+from tencache_fx.planning.plan import Plan
+from tencache_fx.planning.planner import floor_bytes, plan_transfers
+from tencache_fx.planning.problem import Problem
+from tencache_fx.planning.recompute import recompute
+from tencache_fx.planning.tuning import TUNING, Tuning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What is decided about a region before its transfers are chosen.
+
+    `recomputed` are storages by name, sorted; `resident` the offloaded parameters pinned on the device, of which
+    gradients and optimizer state of those in `updated_here` are there as well. The other parameters are prefetched up
+    to `lead` copy times before the latest safe start. Of the device budget `reserved_bytes` are left to others. Then
+    `policy` chooses the transfers; "joint" is several variants, and the fastest is taken.
+    """
+
+    policy: str
+    recomputed: tuple[str, ...] = ()
+    resident: tuple[str, ...] = ()
+    updated_here: tuple[str, ...] = ()
+    reserved_bytes: int = 0
+    lead: float = 0.0
+
+    def recomputing(self, names: Iterable[str]) -> "Candidate":
+        """Return the same candidate with the storages `names` recomputed."""
+        return replace(self, recomputed=tuple(sorted(names)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What a plan costs: the time of a whole step, that of the device alone, and the bytes copied over the links."""
+
+    step_ns: int
+    makespan_ns: int
+    copied_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a candidate comes to: a plan and its costs, or the refusal that says what does not fit."""
+
+    plan: Plan | None = None
+    costs: Costs | None = None
+    refusal: BudgetError | None = None
+
+
+class Evaluator:
+    """Plans the candidates for one captured region, each once, and counts what that has cost.
+
+    `spent_looks` is the search's clock: a plan is `Tuning.looks_per_plan` looks, whatever machine it runs on, so that
+    the same problem always gets the same plan.
+    """
+
+    def __init__(self, captured: Problem, tuning: Tuning = TUNING) -> None:
+        self.captured, self.tuning = captured, tuning
+        self.spent_looks = 0
+        self._outcomes: dict[Candidate, Outcome] = {}
+        self._recomputed = lru_cache(maxsize=4)(partial(recompute, captured))  # not all: problems are large
+
+    def problem_for(self, candidate: Candidate) -> Problem:
+        """Return the problem that is left when all that `candidate` decides is decided."""
+        problem = self._recomputed(candidate.recomputed).with_less(candidate.reserved_bytes)
+        return keep_resident(problem, candidate.resident, candidate.updated_here)
+
+    def evaluate(self, candidate: Candidate) -> Outcome:
+        """Return the plan for `candidate` and its costs, or why there is none. Known candidates cost nothing."""
+        if candidate not in self._outcomes:
+            self.spent_looks += self.tuning.looks_per_plan
+            self._outcomes[candidate] = self._plan(candidate)
+        return self._outcomes[candidate]
+
+    def _plan(self, candidate: Candidate) -> Outcome:
+        problem = self.problem_for(candidate)
+        try:
+            plan = plan_transfers(problem, candidate.policy, candidate.lead)
+        except BudgetError as refusal:
+            return Outcome(refusal=refusal.with_traceback(None))  # its frames hold the problem
+        forecast = plan.forecast
+        return Outcome(
+            plan=replace(
+                plan,
+                recomputed=candidate.recomputed,
+                resident=candidate.resident,
+                updated_here=candidate.updated_here,
+            ),
+            costs=Costs(
+                step_ns=step_ns(problem, forecast),
+                makespan_ns=forecast.makespan_ns,
+                copied_bytes=forecast.d2h_bytes + forecast.h2d_bytes,
+            ),
+        )
+
+    def stated(self, candidate: Candidate) -> tuple[Problem, Plan]:
+        """Return the plan for `candidate` and the problem that it is for; raises the `BudgetError` if there is none."""
+        outcome = self.evaluate(candidate)
+        if outcome.refusal is not None:
+            raise outcome.refusal
+        assert outcome.plan is not None
+        problem, plan = self.problem_for(candidate), outcome.plan
+        if has_offloaded(self.captured):  # only then left open: it takes as long to find as all the rest
+            plan = replace(plan, forecast=replace(plan.forecast, floor_bytes=floor_bytes(problem)))
+        return problem, plan

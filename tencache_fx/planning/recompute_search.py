@@ -1,0 +1,165 @@
+"""The level of the search that chooses what to recompute instead of saving, so that the rest is swapped for free.
+
+Recomputing and copying compete for the same bytes. A copy that hides behind compute is free, but the links carry only
+so much; what they cannot carry is cheaper to compute again while that takes less time per byte than the link would.
+So the saved values form a price list, by what their recipe costs per byte, and the question becomes how far down that
+list to go. A second question is what to save all the same, so that recomputing stays local: the list is also gone down
+without the values between segments, for segments of several sizes (`segments.py`; a convolutional net at less than half
+its memory has no other way). Each answer is planned by `teraio` and replayed by the simulator, which sees what no
+formula does (overlap, scheduling barriers, bytes that are in the way while something is made again), the most promising
+first; one that cannot beat the best so far by a simple bound is passed over. Where the best takes longer than any plan
+has to (`bounds.py`), single decisions are then turned over, which ResNet-50 needs near its floor.
+
+The portfolio of rungs is ShadowSpill's idea (its recomputation selection), the price per byte Capuchin's (ASPLOS '20);
+here rungs are single tensors, and transfers are planned anew on each.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tencache_fx.planning.bounds import joint_lower_bound_ns
+from tencache_fx.planning.evaluation import Candidate, Evaluator
+from tencache_fx.planning.liveness import live_bytes
+from tencache_fx.planning.planner import floor_bytes
+from tencache_fx.planning.problem import Problem, Recipe
+from tencache_fx.planning.segments import kept_between_segments
+
+_NS_PER_S = 1_000_000_000
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Score:
+    """How good a choice is, lower is better: first it has to fit."""
+
+    over_bytes: int
+    needed_ns: int
+
+
+class RecomputeSearch:
+    """The best choice so far beside all else that `base` decides, and what it may still cost to find a better one."""
+
+    def __init__(self, evaluator: Evaluator, base: Candidate) -> None:
+        self.evaluator, self.base = evaluator, base
+        self.problem = evaluator.problem_for(base)
+        self.limit = self.problem.budgets.device_bytes or 0
+        self.line = [recipe.name for recipe in self.order(self.problem)]
+        tuning = evaluator.tuning
+        plans = tuning.steps_planned // max(1, len(self.problem.ops))
+        plans = min(tuning.most_plans, max(tuning.least_plans, plans))
+        self._end = evaluator.spent_looks + plans * tuning.looks_per_plan
+        self.bounds: dict[frozenset[str], Score] = {}
+        self.best: frozenset[str] = frozenset()
+        self.best_score = Score(int(live_bytes(self.problem).max(initial=0)) - self.limit, 0)
+
+    @property
+    def left(self) -> int:
+        """The looks that this search may still spend."""
+        return self._end - self.evaluator.spent_looks
+
+    def run(self) -> tuple[str, ...]:
+        """Return the names of the storages to recompute, sorted; none if the region fits, or nothing saves time."""
+        if self.problem.budgets.device_bytes is None or not self.problem.recipes or self.best_score.over_bytes <= 0:
+            return ()
+        self.climb()
+        if self.may_gain():
+            self.turn_over()
+        return tuple(sorted(self.best))
+
+    def bound(self, names: frozenset[str]) -> Score:
+        """Return what `names` cannot beat: by how much the floor is over, else a time.
+
+        What is over the budget at the peak goes out before it and comes back after it.
+        """
+        if names not in self.bounds:
+            problem = self.evaluator.problem_for(self.base.recomputing(names))
+            least_ns = sum(op.duration_ns for op in problem.ops)
+            over_bytes = max(0, floor_bytes(problem) - self.limit)
+            if over_bytes == 0:
+                away_bytes = max(0, int(live_bytes(problem).max()) - self.limit)
+                rates = problem.links.d2h_bytes_per_s, problem.links.h2d_bytes_per_s
+                least_ns = max(least_ns, sum(away_bytes * _NS_PER_S // max(1, rate) for rate in rates))
+            self.bounds[names] = Score(over_bytes, least_ns)
+        return self.bounds[names]
+
+    def score(self, names: frozenset[str]) -> Score:
+        """Return how `names` does, planned and replayed; only its bound, if that is no better than the best."""
+        bound = self.bound(names)
+        if bound.over_bytes or bound >= self.best_score:
+            return bound
+        candidate = self.base.recomputing(names)
+        if (costs := self.evaluator.evaluate(candidate).costs) is not None:
+            return Score(0, costs.step_ns)
+        # Host memory or disk is short: more transfers than they hold.
+        over_bytes = int(live_bytes(self.evaluator.problem_for(candidate)).max()) - self.limit
+        return Score(over_bytes, bound.needed_ns)
+
+    def consider(self, names: frozenset[str]) -> bool:
+        """Take `names` if it beats what was best; return whether it did."""
+        score = self.score(names)
+        better = score < self.best_score
+        if better:
+            self.best, self.best_score = names, score
+        return better
+
+    def climb(self) -> None:
+        """Find how far down which list to go: at evenly spaced rungs first, then around the best."""
+        rungs: dict[frozenset[str], tuple[Sequence[str], int, int]] = {}
+        for line, places in self.lines():
+            stride = max(1, len(line) // places)
+            for rung in sorted({*range(0, len(line), stride), len(line)}):
+                rungs.setdefault(frozenset(line[:rung]), (line, rung, stride))
+        enough = self.left // 2
+        for names in sorted(rungs, key=self.bound):
+            if self.left <= enough:
+                break
+            self.consider(names)
+        self.consider(frozenset())  # never slower than `teraio`
+        self.close_in(*rungs[self.best], least_left=enough // 2)
+
+    def close_in(self, line: Sequence[str], best: int, stride: int, least_left: int) -> None:
+        """Look at the rungs of `line` around the best one, closer and closer."""
+        while stride > 1 and self.left > least_left:
+            stride = (stride + 1) // 2
+            for rung in (max(0, best - stride), min(len(line), best + stride)):
+                if self.consider(frozenset(line[:rung])):
+                    best = rung
+
+    def lines(self) -> Iterator[tuple[Sequence[str], int]]:
+        """Yield the price list, and what is left of it between segments of several sizes, and the places to look at."""
+        tuning = self.evaluator.tuning
+        yield self.line, tuning.rungs
+        nbytes = {storage.name: storage.nbytes for storage in self.problem.storages}
+        all_bytes = sum(nbytes[name] for name in self.line)
+        for halving in range(1, tuning.segment_halvings + 1):
+            kept = kept_between_segments(self.problem, all_bytes >> halving)
+            yield [name for name in self.line if name not in kept], tuning.segment_rungs
+
+    def may_gain(self) -> bool:
+        """Whether the best choice does not fit yet, or takes a hundredth longer than any plan has to."""
+        least_ns = joint_lower_bound_ns(self.problem)
+        return self.best_score > Score(0, least_ns + least_ns * self.evaluator.tuning.gap_percent // 100)
+
+    def turn_over(self) -> None:
+        """Turn over stretches of the list, long ones first, then single decisions, while that makes it faster."""
+        width = max(1, len(self.line) // self.evaluator.tuning.first_stretches)
+        while width:
+            improved = False
+            for start in range(0, len(self.line), width):
+                if self.left <= 0:
+                    return
+                self.evaluator.spent_looks += 1
+                improved |= self.consider(self.best ^ frozenset(self.line[start : start + width]))
+            if width > 1 or not improved:
+                width //= 2
+
+    @staticmethod
+    def order(problem: Problem) -> Sequence[Recipe]:
+        """Return the recipes by time per byte, cheapest first; of equals first the one made last: it can hide least."""
+        storages = {storage.name: storage for storage in problem.storages}
+
+        def price(recipe: Recipe) -> tuple[int, int, str]:
+            cost_ns = sum(problem.ops[step].duration_ns for step in recipe.steps)
+            storage = storages[recipe.name]
+            return cost_ns * 10_000 // max(1, storage.nbytes), -storage.birth, recipe.name
+
+        return sorted((r for r in problem.recipes if storages[r.name].nbytes >= problem.min_spill_bytes), key=price)
