@@ -124,6 +124,7 @@ def _counts(verdicts: Sequence[Verdict]) -> str:
         f"{sum(verdict.raised for verdict in ran)} above the floor",
     ]
     rest: Mapping[str, str] = {
+        "unmoved": "known to leave nothing to move",
         "expected": "known to fail",
         "skipped": "skipped",
         "unstable": "where torch's own runs differ",

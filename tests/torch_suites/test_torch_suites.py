@@ -77,6 +77,16 @@ def test_what_is_known_to_fail_has_to(kind: str, settled: str) -> None:
     assert (settled in OURS) == (settled == "mended")
 
 
+@pytest.mark.parametrize(
+    ("kind", "moved", "settled"),
+    [("same", False, "unmoved"), ("same", True, "mended"), ("mismatch", True, "mismatch"), ("error", False, "error")],
+)
+def test_a_case_that_is_known_to_leave_nothing_to_move_has_to(kind: str, moved: bool, settled: str) -> None:
+    found = Verdict("op_db:a:plain", kind, moved=moved).expecting(None, "sparse")
+    assert found.kind == settled
+    assert "0 without trips" in summary([found])
+
+
 def test_shards_are_all_of_the_names_and_each_once() -> None:
     names = [f"op_db:{index}:plain" for index in range(20)]
     assert sorted(name for part in range(1, 4) for name in choose(names, f"{part}/3", "")) == sorted(names)

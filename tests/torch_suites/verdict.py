@@ -9,10 +9,10 @@ OURS = ("mismatch", "error", "no trips", "mended")
 class Verdict:
     """What became of a case.
 
-    `kind` is "same", "mismatch", "error" (ours), "no trips" (though there was something to spill), "expected" (known to
-    fail), "mended" (known to fail, and does not), "skipped", "unstable" (torch's own two runs differ) or "torch" (its
-    own backend raises). `moved` says whether something travelled or was computed again; `raised` whether the budget had
-    to be raised above the floor's 0.2 %.
+    `kind` is "same", "unmoved" (the same, and known to leave nothing to move), "mismatch", "error" (ours), "no trips"
+    (though there was something to spill), "expected" (known to fail), "mended" (known as one of these, and is not),
+    "skipped", "unstable" (torch's own two runs differ) or "torch" (its own backend raises). `moved` says whether
+    something was offloaded or computed again; `raised` whether the budget had to be raised above the floor's 0.2 %.
     """
 
     name: str
@@ -31,10 +31,14 @@ class Verdict:
         notes += ["above the floor"] * self.raised
         return " ".join([f"{self.kind:8} {self.name}", *(f"({note})" for note in notes)])
 
-    def expecting(self, known: str | None) -> "Verdict":
-        """Return this verdict on a case that is to fail as `known` says, or on one of which nothing is known."""
-        if known is None or not self.ran:
+    def expecting(self, known: str | None, unmoved: str | None = None) -> "Verdict":
+        """Return this verdict on a case that should fail as `known` says, or move nothing for the reason `unmoved`."""
+        if not self.ran or known is None and (unmoved is None or self.kind != "same"):
             return self
-        if self.kind in OURS:
+        if known is not None and self.kind in OURS:
             return replace(self, kind="expected", detail=f"{known}: {self.detail}")
-        return replace(self, kind="mended", detail=f"{known} does not fail: take it out of the table")
+        if known is not None:
+            return replace(self, kind="mended", detail=f"{known} does not fail: take it out of the table")
+        if self.moved:
+            return replace(self, kind="mended", detail=f"something moves: take it out of the table ({unmoved})")
+        return replace(self, kind="unmoved", detail=str(unmoved))
