@@ -81,7 +81,7 @@ def test_what_is_known_to_fail_has_to(kind: str, settled: str) -> None:
     ("kind", "moved", "settled"),
     [("same", False, "unmoved"), ("same", True, "mended"), ("mismatch", True, "mismatch"), ("error", False, "error")],
 )
-def test_a_case_that_is_known_to_leave_nothing_to_move_has_to(kind: str, moved: bool, settled: str) -> None:
+def test_a_case_that_is_known_to_leave_nothing_to_move_has_to(kind: str, *, moved: bool, settled: str) -> None:
     found = Verdict("op_db:a:plain", kind, moved=moved).expecting(None, "sparse")
     assert found.kind == settled
     assert "0 without trips" in summary([found])
