@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import EAGER, Block, budget_for, compiled, regions_of
+from harness import EAGER, INDUCTOR, Block, Options, budget_for, compiled, faulty_engine, regions_of
 from torch import Tensor, nn
 
 import tencache_fx
@@ -162,3 +162,25 @@ def test_mixed_precision_with_a_scaler_skips_the_same_step(dtype: torch.dtype) -
         for mine, true in zip(ours, expected, strict=True):
             torch.testing.assert_close(mine, true, rtol=rounding, atol=rounding)
         assert tencache_fx.stats()["d2h_bytes"] > 0
+
+
+@pytest.mark.parametrize("budget", [479_000, 495_000])
+@pytest.mark.parametrize("compiler", [EAGER, pytest.param(INDUCTOR, marks=pytest.mark.slow)], ids=["eager", "inductor"])
+def test_compiled_autograd_inlines_the_backward_of_an_offloaded_forward(compiler: Options, budget: int) -> None:
+    """The graph of compiled autograd holds our backward's ops, while our forward's ops ran before it."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+    model, x, options = copy.deepcopy(plain), noise(0, 128, 64), {**compiler, "recompute": "none"}
+    plain(x).square().mean().backward()
+    with faulty_engine() as engine:
+        run = compiled(model, {**options, "device_budget": 390_000})
+        backward = torch.compile(backend="tencache", options={**options, "device_budget": budget})
+        with torch._dynamo.compiled_autograd._enable(backward):
+            for _ in range(2):
+                model.zero_grad()
+                loss = run(x).square().mean()
+                assert engine.stats.take()["offloads"] > 0
+                loss.backward()
+        del loss
+    for parameter, truth in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, truth.grad)
