@@ -18,6 +18,7 @@ from harness import (
     train_and_look,
 )
 from torch import Tensor, nn
+from torch._inductor.exc import InductorError
 from torch.utils.checkpoint import checkpoint
 from zoo import CASES, Case, Gpt2, Llama, case, text
 
@@ -346,6 +347,11 @@ def turned_back(y: Tensor) -> Tensor:
 def test_complex_numbers(compiler: Options, turn: Callable[[Tensor], Tensor]) -> None:
     each = Case(name="numbers", build=lambda: Numbers(turn), batch=rows)
     options = {**compiler, "recompute": "none"}
+    if compiler is INDUCTOR:
+        try:
+            train(each, torch.compile, 1)
+        except InductorError as error:  # torch 2.11
+            pytest.skip(f"Inductor itself cannot compile it: {error}")
     plain, (problem,) = train_and_look(each, options, 2)
     floor, peak = planned_floor(problem), int(live_bytes(problem).max())
     budget = floor + (peak - floor) * (3 if compiler is INDUCTOR else 1) // 4  # generated code holds a little besides
