@@ -26,7 +26,7 @@ from matrix import CPU, EAGER, INDUCTOR, Row, make_row
 from tencache_fx.errors import TencacheError
 from tencache_fx.units import format_bytes
 
-HEADERS = ("model", "equal", "plain", "budget", "ours", "regions", "spills", "recomputed", "breaks", "seconds")
+HEADERS = ("model", "equal", "plain", "budget", "ours", "regions", "transfers", "recomputed", "breaks", "seconds")
 
 
 def read_arguments() -> argparse.Namespace:
@@ -48,7 +48,7 @@ def describe(row: Row, seconds: float) -> tuple[object, ...]:
         format_bytes(row.budget_bytes) if row.ours.regions else "no region",
         format_bytes(row.ours.peak_bytes),
         len(row.ours.regions),
-        row.spills,
+        row.transfers,
         row.recomputed,
         f"{row.theirs.graph_breaks} / {row.ours.graph_breaks}",
         f"{seconds:.0f}",

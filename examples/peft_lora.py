@@ -11,7 +11,7 @@ ADAPT = {"r": 4, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"], "i
 
 
 def make() -> torch.nn.Module:
-    """Return a Llama of 2.9 million parameters with LoRA; adapters first, then homes for what is large."""
+    """Return a Llama of 2.9 million parameters with LoRA; adapters first, then offloaded."""
     set_seed(0)
     return get_peft_model(LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **SHAPE)), LoraConfig(**ADAPT))
 

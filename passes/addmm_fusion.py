@@ -31,7 +31,7 @@ def sink_products(capture: RegionGraphs) -> None:
 
 
 def runs_heavy(node: fx.Node) -> bool:
-    """Say whether a heavy kernel runs at this step: that of a fused product runs at its sum."""
+    """Return whether a heavy kernel runs at this step: that of a fused product runs at its sum."""
     if node.target is _aten.add.Tensor:
         return fused_product(node) is not None
     return is_heavy(node) and not any(fused_product(user) is node for user in node.users)
@@ -52,7 +52,7 @@ def fused_product(total: fx.Node) -> fx.Node | None:
 
 
 def _is_fused(product: fx.Node, other: fx.Node, total: fx.Node) -> bool:
-    """Say whether Inductor computes `total` as `addmm(other, *product.args)`."""
+    """Return whether Inductor computes `total` as `addmm(other, *product.args)`."""
     if product.target is not _aten.mm.default or len(product.users) > 1 or total.kwargs:
         return False
     if _is_written_between(product, total):

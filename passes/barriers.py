@@ -73,7 +73,7 @@ class _Readers:
         self._order = {node: index for index, node in enumerate(graph.nodes)}
 
     def is_written(self, node: fx.Node) -> bool:
-        """Say whether Inductor generates a kernel, or a part of one, that writes this value to memory."""
+        """Return whether Inductor generates a kernel, or a part of one, that writes this value to memory."""
         return (is_loop_body(node) or is_reduction(node)) and not is_view(node) and node not in self._registers
 
     def sources_of(self, node: fx.Node) -> set[fx.Node]:
@@ -146,7 +146,7 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Say whether a node becomes an extern kernel of its own: matmul class or convolution, one tensor out."""
+    """Return whether a node becomes an extern kernel of its own: matmul class or convolution, one tensor out."""
     return (
         node.op == "call_function"
         and isinstance(node.meta.get("val"), torch.Tensor)

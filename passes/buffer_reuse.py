@@ -6,12 +6,12 @@ each element is read where it is written, and no reduction in that kernel reads 
 the logits is written over the logits. A scatter writes into what it begins with, where nobody else reads that: the
 gradient of an embedding is never there twice.
 
-A value that comes back from a trip is never written over. So this is counted only where no trip could pay: where no
+A value that has been prefetched is never written over. So this is counted only where no transfer could pay: where no
 heavy kernel runs between the operand's uses, behind which a copy could hide. Such a storage is then kept.
 
 A result that Inductor computes before a heavy op that stands before it (`fused_groups.find_early`) is born early, if it
 takes nobody's place. It takes only that of a value that was read before: of another, the heavy op is still to follow
-the writing (`order.PinOrder`), and Inductor writes over nothing that is waited for.
+the writing (`barriers.PinOrder`), and Inductor writes over nothing that is waited for.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ def reuse_in_place(
 
 
 def _is_written_early(operand: Storage, result: Storage, born: Step, boundary: Step) -> bool:
-    """Say whether a result that is computed early takes the place of `operand`, whose bytes are counted until then."""
+    """Return whether a result that is computed early takes the place of `operand`, which counts until then."""
     return (
         operand.kind is Kind.ACTIVATION
         and operand.nbytes == result.nbytes
@@ -110,7 +110,7 @@ def _operands(node: fx.Node, registers: Registers, index_of: Mapping[fx.Node, in
 
 
 def _matches(tensor: object, value: torch.Tensor) -> bool:
-    """Say whether element i of both, in memory order, is the same element."""
+    """Return whether element i of both, in memory order, is the same element."""
     return (
         isinstance(tensor, torch.Tensor)
         and statically_known_true(tensor.numel() == value.numel())

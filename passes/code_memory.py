@@ -52,7 +52,7 @@ def _weigh_graphs(graphs: Sequence[tuple[Interface, str]], num_outputs: int) -> 
         crossing = _cross(forward, returned[num_outputs:], interface)
         given = {name: crossing.get(name) or frozenset({backward.storage_of(p)}) for name, p in interface.takes.items()}
         gradients = [value for name, value in given.items() if name not in crossing]
-        staying = [value for value in forward.entered.values() if not value & forward.lent]
+        staying = [value for value in forward.entered.values() if not value & forward.donated]
         backward.keep(*gradients, *staying, *returned[:num_outputs])
         backward.enter(given)
         backward.follow()
@@ -78,7 +78,7 @@ class _Run:
         self.lines = list(statements(ast.parse(source)))
         self.env: dict[str, frozenset[int]] = {}
         self.entered: Mapping[str, frozenset[int]] = {}
-        self.lent: frozenset[int] = frozenset()  # by the caller, who will have given them up by the backward
+        self.donated: frozenset[int] = frozenset()  # donated by the caller: free by the backward
         self.peak_bytes = 0
         self._nbytes: list[int] = [] if beside is None else beside._nbytes  # by storage, of both graphs
         self._tuples: dict[str, tuple[frozenset[int], ...]] = {}
@@ -197,7 +197,7 @@ class _Run:
             held = self._leaving.get(ast.unparse(call.args[0]))
             self._leaving = {handle: value for handle, value in self._leaving.items() if value is not held}
             if len(call.args) > 3 and ast.unparse(call.args[3]) == "True":
-                self.lent |= self._read(call.args[1])
+                self.donated |= self._read(call.args[1])
         elif role in ("prefetch", "fetch_param") and name is not None:
             if (wait := self._known.waited.get(name)) is None:
                 raise UnreadableCodeError(f"nothing waits for {name}")
@@ -310,6 +310,6 @@ def _item_bytes(dtype: ast.expr) -> int:
 
 
 def _fits(made: Sequence[Part | None], shapes: Mapping[int, tuple[int, ...]]) -> bool:
-    """Say whether the elements that were asserted have the shapes of what a node makes."""
+    """Return whether the elements that were asserted have the shapes of what a node makes."""
     parts = {index: made[index] if index < len(made) else None for index in shapes}
     return all((part := parts[index]) is not None and part.shape == shape for index, shape in shapes.items())

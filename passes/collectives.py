@@ -20,7 +20,7 @@ _WRAP = "_c10d_functional::_wrap_tensor_autograd"
 
 
 def begins_collective(node: fx.Node) -> bool:
-    """Say whether a node returns while what it began still reads its arguments and writes its results."""
+    """Return whether a node returns while what it began still reads its arguments and writes its results."""
     target = node.target
     return (
         isinstance(target, torch._ops.OpOverload)
@@ -30,7 +30,7 @@ def begins_collective(node: fx.Node) -> bool:
 
 
 def is_collective_wait(node: fx.Node) -> bool:
-    """Say whether a node waits for a collective: it returns the tensor that it is given, by its fake another one."""
+    """Return whether a node waits for a collective: it returns the tensor that it is given, by its fake another one."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == _WAIT
 
 

@@ -39,7 +39,7 @@ def repair_view_fakes(capture: RegionGraphs) -> None:
 
 
 def makes_views(node: fx.Node) -> bool:
-    """Say whether a node returns views, or parts, of what it is given, by its schema.
+    """Return whether a node returns views, or parts, of what it is given, by its schema.
 
     A `getitem` does. So does a wait for a collective, whatever its schema says.
     """

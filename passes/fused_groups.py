@@ -68,7 +68,7 @@ def find_early(capture: RegionGraphs, registers: Registers) -> Mapping[fx.Node, 
     """Return the results that Inductor may compute before a heavy op that stands before them, with the earliest step.
 
     They go into the kernel of an earlier op that reads what they read, in a loop of the same shape, if all that they
-    read is there before that kernel has to run; and that is before the next heavy op (`order.PinOrder`). What only
+    read is there before that kernel has to run; and that is before the next heavy op (`barriers.PinOrder`). What only
     generated kernels read is left out: it mostly stays inside its kernel.
     O(nodes + arguments x readers).
     """

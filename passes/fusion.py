@@ -51,7 +51,7 @@ def _is_inlined(node: fx.Node, reads: int) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Say whether a node only names bytes that exist already: all that it returns, one tensor or several."""
+    """Return whether a node only names bytes that exist already: all that it returns, one tensor or several."""
     if node.target is operator.getitem:
         return True
     given = {
@@ -65,7 +65,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Say whether a node is elementwise by torch's own tag, and so can be fused into its readers."""
+    """Return whether a node is elementwise by torch's own tag, and so can be fused into its readers."""
     return (
         isinstance(node.target, torch._ops.OpOverload)
         and torch.Tag.pointwise in node.target.tags
@@ -82,12 +82,12 @@ def readers_of(node: fx.Node) -> set[fx.Node]:
 
 
 def is_constant(node: fx.Node) -> bool:
-    """Say whether Inductor computes a node from nothing, wherever it is read."""
+    """Return whether Inductor computes a node from nothing, wherever it is read."""
     return _packet(node) in _CONSTANTS
 
 
 def is_loop_body(node: fx.Node) -> bool:
-    """Say whether Inductor computes each element of a node by itself: pointwise, or an indexed load or copy.
+    """Return whether Inductor computes each element of a node by itself: pointwise, or an indexed load or copy.
 
     It computes nothing on complex numbers: those go to eager kernels (torch: `_inductor/lowering.py:
     fallback_node_due_to_unsupported_type`).
@@ -123,7 +123,7 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def is_reduction(node: fx.Node) -> bool:
-    """Say whether a node is a reduction that Inductor generates itself, and so can fuse with what it reads."""
+    """Return whether a node is a reduction that Inductor generates itself, and so can fuse with what it reads."""
     return _packet(node) in _REDUCTIONS
 
 

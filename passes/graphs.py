@@ -16,7 +16,7 @@ class RegionGraphs:
 
     `num_outputs` counts the forward's own outputs (mutated inputs and user outputs); what follows them in its output
     node is saved for the backward. `static_inputs` are the positions of parameters and buffers among the forward's
-    placeholders, `homes` those of parameters with a home elsewhere, by name, `given_up` those of tensors that the
+    placeholders, `offloaded` those of offloaded parameters, by name, `donated` those of tensors that the
     caller is expected to hold no longer once the forward is over. Inference regions have no backward.
     """
 
@@ -25,8 +25,8 @@ class RegionGraphs:
     num_outputs: int
     static_inputs: frozenset[int]
     device: torch.device
-    homes: Mapping[int, str] = field(default_factory=dict)
-    given_up: frozenset[int] = frozenset()
+    offloaded: Mapping[int, str] = field(default_factory=dict)
+    donated: frozenset[int] = frozenset()
 
     @cached_property
     def nodes(self) -> tuple[fx.Node, ...]:

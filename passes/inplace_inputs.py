@@ -53,12 +53,12 @@ def find_mutations(capture: RegionGraphs) -> Mapping[fx.Node, fx.Node]:
 
 
 def _is_there(node: fx.Node, capture: RegionGraphs) -> bool:
-    """Say whether a node is a tensor on the region's device: of others nothing is counted."""
+    """Return whether a node is a tensor on the region's device: of others nothing is counted."""
     return all(each.device == capture.device and each.layout is torch.strided for each in tensors_of(node))
 
 
 def _is_mask(node: fx.Node) -> bool:
-    """Say whether a node is a mask, by which Inductor may choose between old and new, in a buffer of its own."""
+    """Return whether a node is a mask, by which Inductor may choose between old and new, in a buffer of its own."""
     return any(each.dtype is torch.bool for each in tensors_of(node))
 
 

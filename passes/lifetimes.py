@@ -2,7 +2,7 @@
 
 A storage is found by the identity of its fake storage, which AOTAutograd's fakes keep through views, `getitem`, and
 the hand-over from forward to backward (torch: `_inductor/fx_passes/memory_estimator.py` tracks the same way). What
-a storage needs to travel is decided here too: a *carrier*, a dense tensor that spans all of it.
+the transfer of a storage needs is decided here, too: a *carrier*, a dense tensor that spans all of it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -57,8 +57,8 @@ class _Trace:
     birth: int
     made_here: bool
     outlives: bool = False
-    given_up: bool = False
-    home: str = ""
+    donated: bool = False
+    parameter: str = ""
     state_bytes: int = 0
     written: bool = False
     shared: bool = False
@@ -110,11 +110,11 @@ class _Walk:
         """Meet the forward's placeholders and constants: their bytes are there before the region runs, and after."""
         for index, node in enumerate(placeholders(self.capture.forward)):
             kind = Kind.PARAMETER if index in self.capture.static_inputs else Kind.INPUT
-            given_up = index in self.capture.given_up and kind is Kind.INPUT
+            donated = index in self.capture.donated and kind is Kind.INPUT
             for key, tensor in self._storages(node):
-                given_up = given_up and (key not in self._known or self._known[key].given_up)
+                donated = donated and (key not in self._known or self._known[key].donated)
                 trace = self._trace(key, node, tensor, kind, birth=0, made_here=False)
-                trace.outlives, trace.given_up = True, given_up
+                trace.outlives, trace.donated = True, donated
         self._meet_constants(self.capture.forward)
 
     def _meet_constants(self, graph: fx.Graph) -> None:
@@ -182,7 +182,7 @@ class _Walk:
             return
         if node.target is STORE_GRAD:
             for key in read:
-                self._known[key].kind, self._known[key].home = Kind.STORED, node.meta["tencache_home"]
+                self._known[key].kind, self._known[key].parameter = Kind.STORED, node.meta["tencache_parameter"]
                 self._known[key].state_bytes = node.meta["tencache_state_bytes"]
             return
         if (root := self._mutations.get(node)) is not None:
@@ -194,7 +194,7 @@ class _Walk:
             trace.uses.append(step)
             trace.written |= twice_made
             if node.target is LOAD_PARAM:
-                trace.kind, trace.home = Kind.FETCHED, node.meta["tencache_home"]
+                trace.kind, trace.parameter = Kind.FETCHED, node.meta["tencache_parameter"]
         if begins_collective(node):
             for key, _ in self._storages(node):
                 self._known[key].under_way.append((step, [self._known[each] for each in read]))
@@ -222,7 +222,7 @@ class _Walk:
 
     def _hand_over(self, key: int, kind: Kind) -> None:
         trace = self._known[key]
-        trace.outlives, trace.given_up = True, False
+        trace.outlives, trace.donated = True, False
         if trace.kind is Kind.ACTIVATION:
             trace.kind = kind
 
@@ -285,8 +285,8 @@ def _finish(trace: _Trace, capture: RegionGraphs, sources: Sequence[SymbolSource
     if trace.saved:  # it stays until the backward has begun, whether or not that reads it
         last = max(last, capture.boundary)
     carrier = find_carrier(trace.members)
-    given_up = trace.given_up and bool(trace.saved) and last > capture.boundary
-    given_up = given_up and carrier is not None and carrier.op == "placeholder"  # not a view that the region makes
+    donated = trace.donated and bool(trace.saved) and last > capture.boundary
+    donated = donated and carrier is not None and carrier.op == "placeholder"  # not a view that the region makes
     storage = Storage(
         name=trace.name,
         nbytes=trace.nbytes,
@@ -295,16 +295,16 @@ def _finish(trace: _Trace, capture: RegionGraphs, sources: Sequence[SymbolSource
         death=Step(steps if trace.outlives else min(last + 1, steps)),
         uses=uses,
         spillable=(
-            (given_up or (trace.made_here and trace.kind is Kind.ACTIVATION))
+            (donated or (trace.made_here and trace.kind is Kind.ACTIVATION))
             and not trace.written
             and not trace.shared
             and carrier is not None
             and all(source.covers(_geometry(member)) for source in sources for member in trace.members)
         ),
         ready=Step(max(trace.whole, trace.birth if carrier is None else trace.members[carrier])),
-        caller_frees_at=capture.boundary if given_up else Step(0),
+        caller_frees_at=capture.boundary if donated else Step(0),
         formula=trace.formula,
-        parameter=trace.home,
+        parameter=trace.parameter,
         state_bytes=trace.state_bytes,
     )
     return StorageNodes(storage=storage, members=tuple(trace.members), saved=tuple(trace.saved))

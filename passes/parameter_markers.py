@@ -1,4 +1,4 @@
-"""Parameters whose home is in host memory: where each graph wants them, and where their gradients leave.
+"""Offloaded parameters: where each graph wants them on the device, and where their gradients leave.
 
 Before, a parameter `w` that both graphs read:
 
@@ -31,8 +31,8 @@ from tencache_fx.tensors import is_lazy, storage_of, tensors_of
 _LEAST_SHARE, _LEAST_NODES = 0.25, 50
 
 
-def write_moves(capture: RegionGraphs, homes: Mapping[int, str], state_bytes: Mapping[str, int]) -> frozenset[str]:
-    """Write `load_param` and `store_grad` for the parameters in `homes`: their names by position among the inputs.
+def write_moves(capture: RegionGraphs, offloaded: Mapping[int, str], state_bytes: Mapping[str, int]) -> frozenset[str]:
+    """Write `load_param` and `store_grad` for the parameters in `offloaded`: their names by position among the inputs.
 
     `state_bytes` are what an optimizer keeps, or may keep, of each.
 
@@ -40,24 +40,24 @@ def write_moves(capture: RegionGraphs, homes: Mapping[int, str], state_bytes: Ma
     saves a part of for its backward. O(nodes).
     """
     inputs = placeholders(capture.forward)
-    for index in homes:
+    for index in offloaded:
         _save_names_only(capture, inputs[index])
-    staying = frozenset(name for index, name in homes.items() if not _may_leave(inputs[index], capture))
-    for index, home in homes.items():
-        if home in staying:
+    staying = frozenset(name for index, name in offloaded.items() if not _may_leave(inputs[index], capture))
+    for index, name in offloaded.items():
+        if name in staying:
             continue
         for graph in capture.graphs:
             twin = next((node for node in placeholders(graph) if node.name == inputs[index].name), None)
             if twin is not None:
-                _write_arrival(twin, home)
+                _write_arrival(twin, name)
     if capture.backward is not None:
-        _write_departures(capture.backward, inputs, homes, state_bytes, shards=capture.scatters)
+        _write_departures(capture.backward, inputs, offloaded, state_bytes, shards=capture.scatters)
     return staying
 
 
 def is_away(node: fx.Node) -> bool:
-    """Say whether a placeholder stands for a parameter of which the graph takes only the name."""
-    return node.op == "placeholder" and "tencache_home" in node.meta
+    """Return whether a placeholder stands for a parameter of which the graph takes only the name."""
+    return node.op == "placeholder" and "tencache_parameter" in node.meta
 
 
 def _save_names_only(capture: RegionGraphs, parameter: fx.Node) -> None:
@@ -113,7 +113,7 @@ def _keep_flag(saved: fx.Node, instead: fx.Node) -> None:
 
 
 def _may_leave(parameter: fx.Node, capture: RegionGraphs) -> bool:
-    """Say whether only ordinary readers read a parameter's bytes, and none of them hands a view of it on."""
+    """Return whether only ordinary readers read a parameter's bytes, and none of them hands a view of it on."""
     for view in _views(parameter):
         for user in view.users:
             if user.op == "output" and view is not parameter:
@@ -151,14 +151,14 @@ def _written(user: fx.Node) -> list[object]:
     return [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
 
 
-def _write_arrival(parameter: fx.Node, home: str) -> None:
+def _write_arrival(parameter: fx.Node, name: str) -> None:
     """Let every reader read what arrives; what the graph returns of it for the backward is the name still."""
     graph, value = parameter.graph, parameter.meta["val"]
-    parameter.meta["tencache_home"] = home
+    parameter.meta["tencache_parameter"] = name
     for readers in _readings(parameter):
         with graph.inserting_before(readers[0]):
             arrival = graph.call_function(LOAD_PARAM, (parameter,), name=f"load_param_{parameter.name}")
-        arrival.meta["tencache_home"] = home
+        arrival.meta["tencache_parameter"] = name
         with value.fake_mode:
             arrival.meta["val"] = torch.empty_strided(
                 value.shape, value.stride(), dtype=value.dtype, device=value.device
@@ -185,12 +185,12 @@ def _readings(parameter: fx.Node) -> list[list[fx.Node]]:
 def _write_departures(
     backward: fx.Graph,
     inputs: tuple[fx.Node, ...],
-    homes: Mapping[int, str],
+    offloaded: Mapping[int, str],
     state_bytes: Mapping[str, int],
     *,
     shards: bool,
 ) -> None:
-    """Let the gradients of `homes` leave, but for those that are not the graph's own, or lie there twice.
+    """Let the gradients of `offloaded` leave, but for those that are not the graph's own, or lie there twice.
 
     `shards` says that each is a rank's part of one.
     """
@@ -199,7 +199,7 @@ def _write_departures(
     order = {node: index for index, node in enumerate(backward.nodes)}
     storages = [_storage(value) for value in values]
     given = {_storage(node) for node in placeholders(backward)}
-    for index, home in homes.items():
+    for index, name in offloaded.items():
         gradient, storage = (values[index], storages[index]) if index < len(values) else (None, None)
         if not isinstance(gradient, fx.Node) or storage is None or storages.count(storage) > 1 or storage in given:
             continue
@@ -213,12 +213,12 @@ def _write_departures(
         while is_view(base):
             base = base.all_input_nodes[0]
         parts = (user for user in base.users if user.target is operator.getitem)  # of an op with several results
-        arrivals = (node for node in order if node.target is LOAD_PARAM and node.meta["tencache_home"] == home)
+        arrivals = (node for node in order if node.target is LOAD_PARAM and node.meta["tencache_parameter"] == name)
         readers = (reader for reader in readers_of(base) if reader.op != "output")
         last = max((base, gradient, *parts, *readers, *arrivals), key=lambda node: order[node])
         with backward.inserting_after(last):
             departure = backward.call_function(STORE_GRAD, (gradient,), name=f"store_grad_{inputs[index].name}")
-        departure.meta["tencache_home"], departure.meta["tencache_state_bytes"] = home, state_bytes[home]
+        departure.meta["tencache_parameter"], departure.meta["tencache_state_bytes"] = name, state_bytes[name]
         departure.meta["tencache_shard"] = shards
         with value.fake_mode:
             departure.meta["val"] = key_tensor()

@@ -33,32 +33,37 @@ from tencache_fx.planning.plan import Plan, Transfer, TransferKind
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A one-way trip of a parameter or a gradient, and the node that stands for it so far."""
+    """A load or store of a parameter or a gradient, and the node that stands for it so far."""
 
-    spill: Transfer
+    transfer: Transfer
     node: fx.Node
 
 
 def find_moves(plan: Plan, steps: Sequence[fx.Node]) -> list[Move]:
-    """Return the one-way trips: a parameter's node is its first step, a gradient's its last."""
+    """Return the loads and stores: a parameter's node is its first step, a gradient's its last."""
     return [
-        Move(spill=spill, node=steps[spill.needed_at if spill.kind is TransferKind.LOAD else spill.copy_out_after])
-        for spill in plan.spills
-        if spill.kind is not TransferKind.SWAP
+        Move(
+            transfer=transfer,
+            node=steps[transfer.needed_at if transfer.kind is TransferKind.LOAD else transfer.copy_out_after],
+        )
+        for transfer in plan.transfers
+        if transfer.kind is not TransferKind.SWAP
     ]
 
 
 def write_fetch(gaps: Gaps, move: Move, engine: int) -> None:
     """Let the copy in be issued where the plan says; what stood for the arrival is the wait for it."""
-    node, spill = move.node, move.spill
+    node, transfer = move.node, move.transfer
     if node.target is not LOAD_PARAM:
-        raise InvariantError(f"{spill.name}: {node.name} is no load_param of a parameter.")
-    home, value = node.args[0], node.meta["val"]
+        raise InvariantError(f"{transfer.name}: {node.name} is no load_param of a parameter.")
+    parameter, value = node.args[0], node.meta["val"]
 
     def make() -> fx.Node:
-        return node.graph.call_function(FETCH_PARAM, (home, engine, spill.name), name=_move_name("fetch", spill))
+        return node.graph.call_function(
+            FETCH_PARAM, (parameter, engine, transfer.name), name=_move_name("fetch", transfer)
+        )
 
-    ticket = gaps.write(node.graph, spill.prefetch_at, make)
+    ticket = gaps.write(node.graph, transfer.prefetch_at, make)
     with value.fake_mode:
         ticket.meta["val"] = key_tensor()
     node.target = WAIT
@@ -67,34 +72,34 @@ def write_fetch(gaps: Gaps, move: Move, engine: int) -> None:
 
 def write_sink(gaps: Gaps, move: Move, engine: int) -> None:
     """Let a gradient leave where its node stands, be released where the plan says, and be handed out at the end."""
-    node, spill, graph = move.node, move.spill, move.node.graph
+    node, transfer, graph = move.node, move.transfer, move.node.graph
     if node.target is not STORE_GRAD:
-        raise InvariantError(f"{spill.name}: {node.name} is no store_grad of a gradient.")
+        raise InvariantError(f"{transfer.name}: {node.name} is no store_grad of a gradient.")
     (gradient,) = node.all_input_nodes
     value = gradient.meta["val"]
-    home = "" if _read_behind(node) else node.meta["tencache_home"]
+    updated = "" if _read_behind(node) else node.meta["tencache_parameter"]
     shard = (True,) if node.meta["tencache_shard"] else ()
-    node.target, node.args = OFFLOAD_GRAD, (gradient, engine, spill.name, home, *shard)
+    node.target, node.args = OFFLOAD_GRAD, (gradient, engine, transfer.name, updated, *shard)
     (output,) = graph.find_nodes(op="output")
 
     def make() -> fx.Node:
-        return graph.call_function(RELEASE, (node, gradient, engine), name=_move_name("release", spill))
+        return graph.call_function(RELEASE, (node, gradient, engine), name=_move_name("release", transfer))
 
-    token = gaps.write(graph, spill.freed_at, make)
+    token = gaps.write(graph, transfer.freed_at, make)
     with graph.inserting_before(output):
         layout = list(value.shape), list(value.stride()), value.dtype, value.device
-        homed = graph.call_function(TAKE_GRAD, (node, *layout, engine), name=_move_name("take_grad", spill))
+        taken = graph.call_function(TAKE_GRAD, (node, *layout, engine), name=_move_name("take_grad", transfer))
     with value.fake_mode:
         token.meta["val"] = key_tensor()
-        homed.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    output.replace_input_with(node, homed)
+        taken.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    output.replace_input_with(node, taken)
 
 
 def _read_behind(node: fx.Node) -> bool:
-    """Say whether the parameter whose gradient `node` sends home arrives behind it: before its update, then."""
-    following, home = node.next, node.meta["tencache_home"]
+    """Return whether the parameter whose gradient `node` offloads is loaded behind it: before its update, then."""
+    following, name = node.next, node.meta["tencache_parameter"]
     while following.op != "root":
-        if following.target is LOAD_PARAM and following.meta["tencache_home"] == home:
+        if following.target is LOAD_PARAM and following.meta["tencache_parameter"] == name:
             return True
         following = following.next
     return False
@@ -111,11 +116,11 @@ def write_settled(capture: RegionGraphs, steps: Sequence[fx.Node], engine: int) 
             _settle(node, engine)
         elif node.target is STORE_GRAD:
             _stay(node)
-    homes = {node.meta["tencache_home"] for node in settled}
+    names = {node.meta["tencache_parameter"] for node in settled}
     for graph in capture.graphs:
         for node in graph.find_nodes(op="placeholder"):
-            if node.meta.get("tencache_home") in homes:
-                del node.meta["tencache_home"]
+            if node.meta.get("tencache_parameter") in names:
+                del node.meta["tencache_parameter"]
     repair_view_fakes(capture)
 
 
@@ -130,12 +135,12 @@ def write_renewals(capture: RegionGraphs, registers: Collection[fx.Node], engine
     order = {node: index for index, node in enumerate(graph.nodes)}
     updated = {node.args[3]: node for node in graph.find_nodes(op="call_function", target=OFFLOAD_GRAD)}
     for settled in graph.find_nodes(op="call_function", target=SYNC_PARAM):
-        home, _, name = settled.args
+        parameter, _, name = settled.args
         if (sink := updated.get(name)) is None:
             continue
-        last = max(sink, *_readers(home, registers), key=lambda node: order[node])
+        last = max(sink, *_readers(parameter, registers), key=lambda node: order[node])
         with graph.inserting_after(last):
-            renewal = graph.call_function(REFRESH_PARAM, settled.args, name=f"refresh_param_{home.name}")
+            renewal = graph.call_function(REFRESH_PARAM, settled.args, name=f"refresh_param_{parameter.name}")
         with settled.meta["val"].fake_mode:
             renewal.meta["val"] = key_tensor()
 
@@ -155,12 +160,12 @@ def _readers(value: fx.Node, registers: Collection[fx.Node]) -> set[fx.Node]:
 
 def _settle(node: fx.Node, engine: int) -> None:
     """Let a parameter that stays be read as it is, once its last update is done."""
-    home = node.args[0]
-    assert isinstance(home, fx.Node)
-    node.replace_all_uses_with(home)
+    parameter = node.args[0]
+    assert isinstance(parameter, fx.Node)
+    node.replace_all_uses_with(parameter)
     with node.meta["val"].fake_mode:
         node.meta["val"] = key_tensor()
-    node.target, node.args = SYNC_PARAM, (home, engine, node.meta["tencache_home"])
+    node.target, node.args = SYNC_PARAM, (parameter, engine, node.meta["tencache_parameter"])
 
 
 def _stay(node: fx.Node) -> None:
@@ -171,5 +176,5 @@ def _stay(node: fx.Node) -> None:
         node.meta["val"] = torch.ops.aten.alias.default(value.meta["val"])
 
 
-def _move_name(role: str, spill: Transfer) -> str:
-    return f"{role}_{spill.name.replace('#', '_again')}"
+def _move_name(role: str, transfer: Transfer) -> str:
+    return f"{role}_{transfer.name.replace('#', '_again')}"

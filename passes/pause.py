@@ -1,4 +1,4 @@
-"""The time between a region's forward and its backward, as a step of its own: what others hold then, counts there.
+"""The time between a region's forward and its backward, as a step of its own: external memory counts there.
 
     backward: (saved, tangent); pause(); ...
 
@@ -28,6 +28,6 @@ def drop_pause(capture: RegionGraphs) -> None:
             capture.backward.erase_node(node)
 
 
-def is_fence(node: fx.Node) -> bool:
-    """Say whether a node keeps its place among the runtime ops in the code that a fusing compiler generates."""
+def is_barrier(node: fx.Node) -> bool:
+    """Return whether a node keeps its place among the runtime ops in the code that a fusing compiler generates."""
     return node.target is PAUSE or runs_heavy(node)

@@ -73,7 +73,7 @@ def _walk_back(
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    """Say whether running a node twice gives the same value twice and does nothing else."""
+    """Return whether running a node twice gives the same value twice and does nothing else."""
     if node.meta.get("recompute") is not None or node.meta.get("unbacked_bindings"):  # nor makes a size anew
         return False
     if not isinstance(node.target, torch._ops.OpOverload):

@@ -72,7 +72,7 @@ class SymbolSource:
         self._inputs = {symbol: (inputs[index], dim) for symbol, (index, dim) in places.items()}
 
     def covers(self, sizes: Iterable[int | torch.SymInt]) -> bool:
-        """Say whether every symbol in `sizes` can be had here."""
+        """Return whether every symbol in `sizes` can be had here."""
         return all(symbol in self._inputs for size in sizes for symbol in _symbols(size))
 
     def write(self, before: fx.Node, sizes: Iterable[int | torch.SymInt]) -> list[int | fx.Node]:

@@ -150,7 +150,7 @@ def _distinct(tensor: torch.Tensor) -> int:
 
 
 def writes_in_place(node: fx.Node) -> bool:
-    """Say whether a node changes bytes that exist already, such as `copy_`."""
+    """Return whether a node changes bytes that exist already, such as `copy_`."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 

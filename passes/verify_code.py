@@ -195,7 +195,7 @@ def _variable(argument: ast.expr) -> str:
 
 
 def _names_buffer(value: ast.expr) -> bool:
-    """Say whether a value is a variable, or a view of one."""
+    """Return whether a value is a variable, or a view of one."""
     viewed = isinstance(value, ast.Call) and ast.unparse(value.func) == "reinterpret_tensor"
     return isinstance(value, ast.Name) or viewed
 

@@ -27,7 +27,7 @@ from tencache_fx.ops import (
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.verify_collectives import check_collectives, late_reads
 from tencache_fx.passes.verify_owners import Key, handed, is_tensor, owners_of, strided, under_new_fake
-from tencache_fx.passes.verify_parameters import away_names, check_homes
+from tencache_fx.passes.verify_parameters import away_names, check_parameters
 from tencache_fx.planning.plan import Plan, TransferKind
 from tencache_fx.planning.problem import Problem, Tier
 from tencache_fx.tensors import byte_hint
@@ -35,7 +35,7 @@ from tencache_fx.tensors import byte_hint
 
 @dataclass(kw_only=True)
 class _Ops:
-    """The runtime ops of one trip, as found in the graphs."""
+    """The runtime ops of one transfer, as found in the graphs."""
 
     offload: list[fx.Node] = field(default_factory=list)
     release: list[fx.Node] = field(default_factory=list)
@@ -67,26 +67,28 @@ def verify_graphs(
     for graph in graphs:
         graph.lint()
     _check_hand_over(forward, backward, capture.num_outputs)
-    trips = _find_trips(graphs)
-    if set(trips) != {spill.name for spill in plan.spills}:
-        raise InvariantError(f"trips: the plan has {sorted(s.name for s in plan.spills)}, the graphs {sorted(trips)}.")
-    reads = {graph: _Reads(graph) for graph in {node.graph for ops in trips.values() for node in ops.release}}
-    for spill in plan.spills:
-        name, ops = spill.name, trips[spill.name]
-        _check_pairs(name, ops, spill.kind)
-        if spill.kind is not TransferKind.LOAD:
+    by_name = _find_ops(graphs)
+    if set(by_name) != {transfer.name for transfer in plan.transfers}:
+        raise InvariantError(
+            f"transfers: the plan has {sorted(s.name for s in plan.transfers)}, the graphs {sorted(by_name)}."
+        )
+    reads = {graph: _Reads(graph) for graph in {node.graph for ops in by_name.values() for node in ops.release}}
+    for transfer in plan.transfers:
+        name, ops = transfer.name, by_name[transfer.name]
+        _check_pairs(name, ops, transfer.kind)
+        if transfer.kind is not TransferKind.LOAD:
             _check_release(name, ops, reads[ops.release[0].graph])
             _check_owner(name, ops, forward)
         _check_geometry(name, ops)
-    check_homes(problem, graphs)
+    check_parameters(problem, graphs)
     check_collectives(graphs, capture.num_outputs)
-    _check_places(problem, plan, trips, graphs)
+    _check_places(problem, plan, by_name, graphs)
     _check_memory(problem, plan, capture, registers, in_place)
     _check_buffers(plan, graphs)
 
 
-def _find_trips(graphs: tuple[fx.Graph, ...]) -> dict[str, _Ops]:
-    trips: dict[str, _Ops] = {}
+def _find_ops(graphs: tuple[fx.Graph, ...]) -> dict[str, _Ops]:
+    by_name: dict[str, _Ops] = {}
     label_of: dict[str, str] = {}
     literal = {OFFLOAD: ("offload", 3), OFFLOAD_GRAD: ("offload", 2), FETCH_PARAM: ("prefetch", 2)}
     for graph in graphs:
@@ -94,7 +96,7 @@ def _find_trips(graphs: tuple[fx.Graph, ...]) -> dict[str, _Ops]:
             if node.target in literal:
                 role, at = literal[node.target]
                 label_of[node.name] = str(node.args[at])
-                getattr(trips.setdefault(label_of[node.name], _Ops()), role).append(node)
+                getattr(by_name.setdefault(label_of[node.name], _Ops()), role).append(node)
             elif node.target in RUNTIME_OPS and node.target not in (SYNC_PARAM, REFRESH_PARAM):
                 source = node.args[0]
                 if not isinstance(source, fx.Node) or source.name not in label_of:
@@ -103,8 +105,8 @@ def _find_trips(graphs: tuple[fx.Graph, ...]) -> dict[str, _Ops]:
                     )
                 label_of[node.name] = label_of[source.name]
                 role = {RELEASE: "release", PREFETCH: "prefetch", WAIT: "wait", TAKE_GRAD: "take_grad"}[node.target]
-                getattr(trips[label_of[node.name]], role).append(node)
-    return trips
+                getattr(by_name[label_of[node.name]], role).append(node)
+    return by_name
 
 
 def _check_pairs(name: str, ops: _Ops, way: TransferKind) -> None:
@@ -145,11 +147,11 @@ def _check_owner(name: str, ops: _Ops, forward: fx.Graph) -> None:
     """What the forward is given is the caller's, who may read it on; nothing else is."""
     (release,) = ops.release
     given = release.args[1] in forward.find_nodes(op="placeholder")
-    if given != _is_lent(release):
+    if given != _is_donated(release):
         raise InvariantError(f"owner: {name} is {'' if given else 'not '}the caller's, its release says otherwise.")
 
 
-def _is_lent(release: fx.Node) -> bool:
+def _is_donated(release: fx.Node) -> bool:
     return release.target is RELEASE and release.args[3:] == (True,)
 
 
@@ -203,7 +205,7 @@ def _look_alike(left: fx.Node, right: fx.Node) -> bool:
     return bool(one.dtype == other.dtype and one.shape == other.shape and one.device == other.device)
 
 
-def _check_places(problem: Problem, plan: Plan, trips: dict[str, _Ops], graphs: tuple[fx.Graph, ...]) -> None:
+def _check_places(problem: Problem, plan: Plan, by_name: dict[str, _Ops], graphs: tuple[fx.Graph, ...]) -> None:
     """Every op stands in the gap that the plan names."""
     gap: dict[fx.Node, int] = {}
     end = 0
@@ -217,18 +219,20 @@ def _check_places(problem: Problem, plan: Plan, trips: dict[str, _Ops], graphs: 
             gap[node] = step
         if waiting:
             raise InvariantError(f"places: step {waiting[0]} is gone from the graph.")
-    for spill in plan.spills:
-        ops = trips[spill.name]
+    for transfer in plan.transfers:
+        ops = by_name[transfer.name]
         planned_at: dict[str, int] = {}
-        if spill.out is not None:
-            planned_at |= {"offload": spill.out.after + 1, "release": spill.out.freed_at}
-        if spill.back is not None:
-            loads = spill.out is None  # the wait is that step
-            planned_at |= {"prefetch": spill.back.prefetch_at, "wait": spill.back.needed_at + loads}
+        if transfer.out is not None:
+            planned_at |= {"offload": transfer.out.after + 1, "release": transfer.out.freed_at}
+        if transfer.back is not None:
+            loads = transfer.out is None  # the wait is that step
+            planned_at |= {"prefetch": transfer.back.prefetch_at, "wait": transfer.back.needed_at + loads}
         for role, planned in planned_at.items():
             found = gap[getattr(ops, role)[0]]
             if found != planned:
-                raise InvariantError(f"places: {role} of {spill.name} stands before step {found}, planned {planned}.")
+                raise InvariantError(
+                    f"places: {role} of {transfer.name} stands before step {found}, planned {planned}."
+                )
 
 
 def _check_memory(
@@ -250,9 +254,9 @@ def _replay(
 ) -> tuple[int, str]:
     """Run through the graphs as the allocator would; return the most bytes held and the node that held them.
 
-    What is released and was lent is the caller's to the end of the forward, who has given it up by the backward.
+    A donated input, marked at its release, is the caller's to the end of the forward, and free by the backward.
     """
-    lent = {node.args[1] for node in capture.forward.nodes if _is_lent(node)}
+    donated_inputs = {node.args[1] for node in capture.forward.nodes if _is_donated(node)}
     carried: dict[str, dict[int, Key]] = {}
     held: dict[Key, int] = {}
     everywhere: dict[fx.Node, dict[int, Key]] = {}
@@ -267,10 +271,12 @@ def _replay(
         callers = returned
         if graph is capture.forward:
             callers = [v for v in output.args[0][: capture.num_outputs] if isinstance(v, fx.Node)]
-        callers = callers + [p for p in graph.find_nodes(op="placeholder") if p.name not in carried and p not in lent]
+        callers = callers + [
+            p for p in graph.find_nodes(op="placeholder") if p.name not in carried and p not in donated_inputs
+        ]
         forever |= {key for value in callers for key in owner[value].values()}
-        given_up = {key for value in lent if value.graph is graph for key in owner[value].values()} - forever
-        kept = forever | given_up | {key for value in returned for key in owner[value].values()}
+        donated = {key for value in donated_inputs if value.graph is graph for key in owner[value].values()} - forever
+        kept = forever | donated | {key for value in returned for key in owner[value].values()}
         last = _last_readers(graph, owner)
         for node in graph.nodes:
             if node in in_place:
@@ -288,7 +294,7 @@ def _replay(
             for key in last.get(node, ()):
                 if key not in kept:
                     held.pop(key, None)
-        for key in given_up:
+        for key in donated:
             held.pop(key, None)
         if graph is capture.forward and capture.backward is not None:
             pairs = handed(graph, capture.backward, capture.num_outputs)
@@ -329,8 +335,8 @@ def _storage_bytes(tensor: torch.Tensor) -> int:
 
 
 def _check_buffers(plan: Plan, graphs: tuple[fx.Graph, ...]) -> None:
-    """Walk the ops as they run and count the host buffers lent, class by class."""
-    size = {spill.name: spill.nbytes for spill in plan.spills}
+    """Walk the ops as they run and count the host buffers acquired, class by class."""
+    size = {transfer.name: transfer.nbytes for transfer in plan.transfers}
     free = {c.nbytes: c.count for c in plan.pool}
     holds: dict[str, int] = {}
     for graph in graphs:

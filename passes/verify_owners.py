@@ -73,5 +73,5 @@ def handed(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> list[tupl
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Say whether a node is one tensor."""
+    """Return whether a node is one tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)

@@ -1,4 +1,4 @@
-"""Independent checks of what rewritten graphs do with parameters whose home is elsewhere."""
+"""Independent checks of what rewritten graphs do with offloaded parameters."""
 
 import torch
 from torch import fx
@@ -11,7 +11,7 @@ from tencache_fx.planning.problem import Problem
 from tencache_fx.tensors import storage_of
 
 
-def check_homes(problem: Problem, graphs: tuple[fx.Graph, ...]) -> None:
+def check_parameters(problem: Problem, graphs: tuple[fx.Graph, ...]) -> None:
     """Raise `InvariantError` if a graph reads what is not on the device, or asks for what its sink has handed on."""
     _check_readers(graphs)
     _check_sinks(problem, graphs)
@@ -25,23 +25,25 @@ def _check_readers(graphs: tuple[fx.Graph, ...]) -> None:
         for node in graph.find_nodes(op="placeholder"):
             for user in node.users if node.name in away else ():
                 if user.target is not FETCH_PARAM and user.op != "output":
-                    raise InvariantError(f"homes: {user.name} reads {node.name}, which is not on the device.")
+                    raise InvariantError(f"parameters: {user.name} reads {node.name}, which is not on the device.")
 
 
 def _check_sinks(problem: Problem, graphs: tuple[fx.Graph, ...]) -> None:
     """Behind a sink that lets its parameter's update begin, the parameter is not asked for, nor waited for."""
-    home_of = {storage.name: storage.parameter for storage in problem.storages}
+    parameter_of = {storage.name: storage.parameter for storage in problem.storages}
     for graph in graphs:
         updating: set[str] = set()
         fetched: dict[fx.Node, str] = {}
         for node in graph.nodes:
             asked = ""
             if node.target is OFFLOAD_GRAD and node.args[3]:
-                if node.args[3] != home_of.get(node.args[2]):
-                    raise InvariantError(f"sinks: {node.name} is a gradient of {home_of.get(node.args[2])}, not of it.")
+                if node.args[3] != parameter_of.get(node.args[2]):
+                    raise InvariantError(
+                        f"sinks: {node.name} is a gradient of {parameter_of.get(node.args[2])}, not of it."
+                    )
                 updating.add(node.args[3])
             elif node.target is FETCH_PARAM:
-                asked = fetched[node] = home_of.get(node.args[2], "")
+                asked = fetched[node] = parameter_of.get(node.args[2], "")
             elif node.target is WAIT:
                 asked = fetched.get(node.args[0], "")
             elif node.target is SYNC_PARAM:

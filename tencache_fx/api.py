@@ -12,6 +12,7 @@ from tencache_fx.region.registry import REGIONS
 from tencache_fx.reporting.tables import show_measured, show_pool, show_reasons, show_summary
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import engines, open_engine
+from tencache_fx.runtime.stats import Counts
 
 
 def configure(*, reset: bool = False, **options: object) -> Mapping[str, object]:
@@ -73,7 +74,7 @@ def report() -> str:
             record = region.record
             parts.append(f"region {record.region} {record.name} on {record.device}")
             parts.append(show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes))
-            if record.plan.spills:
+            if record.plan.transfers:
                 parts.append(show_pool(record.plan))
             parts.append(show_measured(region.measured()))
     return "\n\n".join(parts) if parts else "No region has been compiled."
@@ -95,13 +96,13 @@ def explain(region: int = -1, *, most: int = 12) -> str:
     )
 
 
-def stats() -> dict[str, int | float]:
+def stats() -> Counts:
     """Return the runtime's counters since the last call, and its gauges, as one flat dict; call it once a step.
 
     See `tencache_fx.runtime.stats.Stats.take` for the names. With engines on several devices the figures are added up,
     but for `hit_rate`, of which the lowest counts. Empty while nothing has been offloaded.
     """
-    total: dict[str, int | float] = {}
+    total = Counts()
     for engine in engines():
         for name, value in engine.stats.take().items():
             known = total.get(name)

@@ -44,7 +44,7 @@ def tencache(
     settings = compat.inductor_settings(mode, dict(resolved.inductor))
     source = RegionSource(index=REGIONS.next_index(), graph=gm, options=resolved, device=device, settings=settings)
     region = Region(source, example_inputs, find_all_offloaded(example_inputs, device))
-    if region.record is not None and region.record.plan.spills and (lost := compat.overruled(settings)):
+    if region.record is not None and region.record.plan.transfers and (lost := compat.overruled(settings)):
         log.warning("region %d has a plan, and so it runs without %s.", region.index, ", ".join(lost))
     REGIONS.add(region)
     return region

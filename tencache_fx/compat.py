@@ -145,7 +145,7 @@ def compile_inductor(
 
 
 def _is_laid_out(graph: fx.Graph) -> bool:
-    """Say whether convolutions have channels last already, as Inductor would have it; of none or a few that is enough.
+    """Return whether convolutions have channels last already, as Inductor would have it; none or a few are enough.
 
     Where they are all contiguous, it would lay values out in another way than the graph says, and a copy of them would
     leave instead of them. Warns of what that may cost.
@@ -169,7 +169,7 @@ def _is_laid_out(graph: fx.Graph) -> bool:
 
 
 def may_unfuse(addend: fx.Node, total: fx.Node) -> bool:
-    """Say whether Inductor may add `addend` to a product in a loop of its own: from 2.15 on, only if it is a bias.
+    """Return whether Inductor may add `addend` to a product in a loop of its own: from 2.15 on, only if it is a bias.
 
     Source: `_inductor/fx_passes/post_grad.py: should_prefer_unfused_addmm`.
     """
@@ -178,7 +178,7 @@ def may_unfuse(addend: fx.Node, total: fx.Node) -> bool:
 
 
 def may_take_out(node: fx.Node) -> bool:
-    """Say whether Inductor may take a node out of a graph, as one that changes nothing, such as a clone.
+    """Return whether Inductor may take a node out of a graph, as one that changes nothing, such as a clone.
 
     Source: `_inductor/fx_passes/post_grad.py: remove_noop_ops`.
     """
@@ -247,13 +247,13 @@ def any_number_of_compilations() -> contextlib.AbstractContextManager[None]:
 
 
 def runs_on_fakes(settings: Mapping[str, Any]) -> bool:
-    """Say whether Inductor's code, generated with `settings`, sees to tensors without bytes; else it reads them."""
+    """Return whether Inductor's code, generated with `settings`, sees to tensors without bytes; else it reads them."""
     name = "wrap_inductor_compiled_regions"
     return bool(settings.get(name, getattr(config, name, False)))
 
 
 def in_backward() -> bool:
-    """Say whether this thread is in a backward, as checkpointed code is when it runs again (`utils/checkpoint.py`)."""
+    """Return whether this thread is in a backward, as is checkpointed code that runs again (`utils/checkpoint.py`)."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -296,7 +296,7 @@ def give_bytes(storage: torch.UntypedStorage, nbytes: int) -> None:
 
 
 def has_bytes(storage: torch.UntypedStorage) -> bool:
-    """Say whether there are bytes behind a storage: not if it is empty, or `take_bytes` has freed them."""
+    """Return whether there are bytes behind a storage: not if it is empty, or `take_bytes` has freed them."""
     if not storage.nbytes():
         return False
     return not (TELLS_READERS and torch._C._storage_throw_on_immutable_data_ptr(storage._cdata))

@@ -22,7 +22,7 @@ planned, and `pause` for the time between the forward and the backward.
 That also keeps Inductor from inlining into a later kernel something that reads a released `src`: what the plan counts
 as free is free.
 
-Handles, tokens and tickets are one-element int64 CPU tensors: they travel through AOTAutograd as saved tensors, give
+Handles, tokens and tickets are one-element int64 CPU tensors: they pass through AOTAutograd as saved tensors, give
 Inductor data edges, and their death tells the runtime that a transfer was abandoned. `engine` is the registry index of
 the runtime that serves the op; it is a literal in the graph, so nothing is looked up by context at run time.
 

@@ -7,9 +7,9 @@ itself. Master weights and moments are in host memory, beside each weight as it 
 parameter. Gradients stay where autograd puts them, so clipping, accumulation, `GradScaler`, schedulers and closures are
 torch's.
 
-Parameters with a home (`tencache_fx.offload`) are updated there, and their gradients are there already: `step` returns
-at once, and each parameter's next reader waits for its own update only. With `step_in_backward=True` updates begin
-during backward, as gradients land.
+Offloaded parameters (`tencache_fx.offload`) are updated in host memory, and their gradients are there already: `step`
+returns at once, and each parameter's next reader waits for its own update only. With `step_in_backward=True` updates
+begin during backward, as gradients land.
 """
 
 from typing import Any

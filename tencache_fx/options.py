@@ -86,7 +86,7 @@ class Options:
 
     @property
     def may_recompute(self) -> bool:
-        """Say whether more may be recomputed than torch's own partitioner would."""
+        """Return whether more may be recomputed than torch's own partitioner would."""
         return self.policy == "joint" and self.recompute == "auto" and self.device_budget is not None
 
     @staticmethod

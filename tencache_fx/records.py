@@ -50,8 +50,10 @@ class RegionRecord:
     def check(self) -> None:
         """Raise `ValueError` for a plan that is for another problem."""
         storages, count = {s.name: s for s in self.problem.storages}, len(self.problem.ops)
-        for spill in self.plan.spills:
-            if spill.name not in storages or max(spill.steps) > count:
-                raise ValueError(f"the plan has a trip of {spill.name} that its problem has no storage or no step for.")
+        for transfer in self.plan.transfers:
+            if transfer.name not in storages or max(transfer.steps) > count:
+                raise ValueError(
+                    f"the plan has a transfer of {transfer.name} that its problem has no storage or no step for."
+                )
         if not set(self.plan.recomputed) <= {recipe.name for recipe in self.captured.recipes}:
             raise ValueError("the plan recomputes what there is no recipe for.")

@@ -32,7 +32,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor's bytes are not its values: it is yet to be conjugated or negated."""
+    """Return whether a tensor's bytes are not its values: it is yet to be conjugated or negated."""
     return tensor.is_conj() or tensor.is_neg()
 
 
@@ -72,5 +72,5 @@ def main_device(values: Iterable[object]) -> torch.device:
 
 
 def are_faked(values: Sequence[object]) -> bool:
-    """Say whether to compute with these values is to compute with fakes: some are, or a mode makes them of all."""
+    """Return whether to compute with these values is to compute with fakes: some are, or a mode makes them of all."""
     return torch._guards.active_fake_mode() is not None or any(isinstance(value, FakeTensor) for value in values)

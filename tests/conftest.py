@@ -81,10 +81,10 @@ def eventually(holds: Callable[[], bool], *, limit_s: float = 10.0) -> bool:
 
 
 def settled(engine: Engine) -> bool:
-    """Say whether the engine holds nothing for anybody."""
+    """Return whether the engine holds nothing for anybody."""
     gc.collect()
     gauges = engine.stats.take()
-    return not (gauges["host_lent_bytes"] or gauges["disk_lent_bytes"] or gauges["trips"])
+    return not (gauges["host_acquired_bytes"] or gauges["disk_acquired_bytes"] or gauges["transfers"])
 
 
 @pytest.fixture(autouse=True, scope="module")

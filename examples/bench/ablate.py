@@ -88,8 +88,8 @@ def plan_without_each(problem: Problem) -> dict[str, tuple[int | None, float]]:
     for part, (kind, tuning, variants) in PARTS.items():
         names, seconds = chosen[kind, tuning]
         start = time.process_time()
-        drafts = [problem, recompute(problem, names)] if names else [problem]
-        times = [found for draft in drafts if (found := makespan_ns(draft, variants)) is not None]
+        candidates = [problem, recompute(problem, names)] if names else [problem]
+        times = [found for candidate in candidates if (found := makespan_ns(candidate, variants)) is not None]
         planned[part] = min(times, default=None), seconds + time.process_time() - start
     return planned
 

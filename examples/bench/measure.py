@@ -220,7 +220,7 @@ def _forecast(known: set[int]) -> dict[str, int]:
     largest = {"peak_bytes", "floor_bytes", "host_bytes", "disk_bytes"}
     names = [name for name in (found[0] if found else ()) if name.endswith(("_ns", "_bytes"))]
     total = {name: (max if name in largest else sum)(each[name] for each in found) for name in names}
-    return total | {"trips": sum(len(plan.spills) for plan in plans)}
+    return total | {"transfers": sum(len(plan.transfers) for plan in plans)}
 
 
 def _per_step(counted: dict[str, int | float], steps: int) -> dict[str, int | float]:

@@ -153,8 +153,8 @@ class _Trial:
             # As `memory.held_bytes`: on a CPU the budget is for what a region itself holds.
             held_bytes=self._held_bytes if self._device.type == "cuda" else 0,
             usage=Usage(
-                host_lent_bytes=self._offloaded_bytes + self._state_bytes + elsewhere_bytes,
-                state_lent_bytes=self._state_bytes,
+                host_acquired_bytes=self._offloaded_bytes + self._state_bytes + elsewhere_bytes,
+                state_acquired_bytes=self._state_bytes,
             ),
             measures=False,
         )
@@ -230,11 +230,13 @@ class _Trial:
         )
         most = []
         for problem in captured:
-            homes = {s.parameter for s in problem.storages if s.parameter}
-            kept = keep_resident(problem, homes)
+            offloaded = {s.parameter for s in problem.storages if s.parameter}
+            kept = keep_resident(problem, offloaded)
             end = Step(len(kept.ops))
             storages = tuple(replace(s, death=end) if s.kind is Kind.STORED else s for s in kept.storages)
-            others = [p for key, (name, p) in self._parameters.items() if key in self._offloaded and name not in homes]
+            others = [
+                p for key, (name, p) in self._parameters.items() if key in self._offloaded and name not in offloaded
+            ]
             others_bytes = sum(_nbytes(p) * (2 if p.requires_grad else 1) for p in others)
             most.append(int(live_bytes(replace(kept, storages=storages)).max(initial=0)) + others_bytes)
         return max(most) + state_bytes
@@ -321,7 +323,7 @@ def _region_fit(index: int, planned: DryRun, captured: Problem, options: Options
 def _left_bytes(problem: Problem, plan: Plan) -> int:
     """Return the bytes that a region holds on the device between forward and backward, without its inputs."""
     boundary = problem.boundary
-    swaps = (spill for spill in plan.spills if spill.kind is TransferKind.SWAP)
+    swaps = (spill for spill in plan.transfers if spill.kind is TransferKind.SWAP)
     away = {spill.name for spill in swaps if spill.freed_at <= boundary <= spill.prefetch_at}
     last = min(boundary + 1, len(problem.ops))
     left = [s for s in problem.storages if s.birth < boundary and s.death >= last and not is_input(s)]

@@ -26,7 +26,7 @@ class TencacheCallback(TrainerCallback):
     """Put what the runtime did, from one line of the training log to the next, into that line.
 
     Of each step, on average: `tencache/d2h_bytes`, `h2d_bytes`, `disk_write_bytes`, `disk_read_bytes`, `updates` of
-    parameters with a home, and `stall_ms`. The least of the steps: `hit_rate`. As they are now: `host_pool_bytes` and
+    offloaded parameters, and `stall_ms`. The least of the steps: `hit_rate`. As they are now: `host_pool_bytes` and
     `disk_bytes`, which the runtime has taken, and `host_high_water_bytes`, the most that was in use at once.
     See `tencache_fx.runtime.stats.Stats.take`, whose counters this takes: nobody else gets them meanwhile.
     """

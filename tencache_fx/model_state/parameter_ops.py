@@ -33,15 +33,15 @@ def fetch_param(engine: Engine, parameter: Tensor, label: str = "") -> Tensor:
     """
     engine.enter()
     label = label or "a parameter"
-    trips, streams = engine.trips, engine.streams
-    with trips.lock, named_range("fetch", label):
+    lifecycle, streams = engine.transfers, engine.streams
+    with lifecycle.lock, named_range("fetch", label):
         engine.check_open()
         offloaded = parameters_of(engine).find(parameter)
         layout = Layout.of(parameter, label)
         dst = layout.empty()
         allocated = streams.record_compute()
         transfer = ActiveTransfer(
-            trips.table.next_key(), label, Tier.HOST, layout, allocated, None, None, Stage.PREFETCHING
+            lifecycle.table.next_key(), label, Tier.HOST, layout, allocated, None, None, Stage.PREFETCHING
         )
         if offloaded is None or offloaded.on_device:
             if offloaded is not None:
@@ -49,10 +49,10 @@ def fetch_param(engine: Engine, parameter: Tensor, label: str = "") -> Tensor:
             transfer.dst = dst.copy_(parameter.detach())
             transfer.copied_in = streams.record_compute()
         elif offloaded.updating:
-            trips.start_copy_in_later(transfer, dst, lambda: _copy_in(offloaded, dst, allocated))
+            lifecycle.start_copy_in_later(transfer, dst, lambda: _copy_in(offloaded, dst, allocated))
         else:
             transfer.dst, transfer.copied_in = dst, _copy_in(offloaded, dst, allocated)
-        ticket = trips.table.ticket(transfer)
+        ticket = lifecycle.table.ticket(transfer)
     engine.stats.add(prefetches=1, h2d_bytes=layout.nbytes)
     return ticket
 
@@ -92,18 +92,18 @@ def offload_grad(engine: Engine, src: Tensor, label: str = "", param: str = "", 
     """
     engine.enter()
     label = label or "a gradient"
-    layout, store, trips = Layout.of(src, label), parameters_of(engine), engine.trips
+    layout, store, lifecycle = Layout.of(src, label), parameters_of(engine), engine.transfers
     with named_range("offload", label), contextlib.ExitStack() as undo:
         buffer = engine.object_buffers.acquire(layout.nbytes, Use.GRADIENT)
         undo.callback(engine.pool.release, buffer)
         norm = norm_of(src.detach())
-        with trips.lock:
+        with lifecycle.lock:
             engine.check_open()
-            transfer = trips.begin(src, layout, label, Tier.HOST, buffer)
+            transfer = lifecycle.begin(src, layout, label, Tier.HOST, buffer)
             undo.pop_all()
             host_buffer = HostGradientBuffer(store.additions, buffer, layout, transfer.copied_out, norm, shard)
             transfer.buffer, transfer.payload = None, host_buffer
-            handle = trips.table.add(transfer)
+            handle = lifecycle.table.add(transfer)
     engine.stats.add(offloads=1, d2h_bytes=layout.nbytes)
     whole = store.pending.whole(param) if param else None
     if whole is not None and whole.gradient.update_now is not None:
@@ -114,8 +114,8 @@ def offload_grad(engine: Engine, src: Tensor, label: str = "", param: str = "", 
 def take_grad(engine: Engine, handle: Tensor) -> HostGradient:
     """Return the gradient that was offloaded by this handle, which ends; raises `UsageError` the second time."""
     engine.enter()
-    with engine.trips.lock:
-        transfer = engine.trips.table.find(handle, "hand out")
+    with engine.transfers.lock:
+        transfer = engine.transfers.table.find(handle, "hand out")
         buffer = transfer.payload
         if not isinstance(buffer, HostGradientBuffer):
             raise UsageError(transfer.refusal())

@@ -61,7 +61,7 @@ class ParameterStore:
     def disk_line(self) -> DiskLine:
         """Return what keeps optimizers' state in the store; raises `OptionError` when there is no store."""
         if self._disk_line is None:
-            self._disk_line = DiskLine(self._engine.pool, self._engine.trips.need_store(), self._engine.stats.add)
+            self._disk_line = DiskLine(self._engine.pool, self._engine.transfers.need_store(), self._engine.stats.add)
         return self._disk_line
 
     def find(self, tensor: Tensor) -> OffloadedParameter | None:
@@ -186,7 +186,7 @@ def parameters_of(engine: Engine) -> ParameterStore:
     """Return the offloaded parameters of an engine; the first call attaches an empty store."""
     if (found := _attached_to(engine)) is not None:
         return found
-    with engine.trips.lock:
+    with engine.transfers.lock:
         if (found := _attached_to(engine)) is None:
             engine.attachment = found = ParameterStore(engine)
         return found

@@ -40,7 +40,7 @@ def joint_lower_bound_ns(problem: Problem) -> int:
     if limit is None or not problem.ops:
         return ideal_ns
     relaxed = _Relaxation(problem)
-    over = live_bytes(replace(problem, between_bytes=0)) - limit
+    over = live_bytes(replace(problem, boundary_bytes=0)) - limit
     bounds = [relaxed.at(step, int(over[step])) for step in _fullest(over, problem.boundary)]
     over_between = _bytes_between(problem) - limit
     if over_between > 0:
@@ -51,13 +51,13 @@ def joint_lower_bound_ns(problem: Problem) -> int:
 def _bytes_between(problem: Problem) -> int:
     """Return the bytes in use between the graphs if nothing is away: apart from the first backward step's.
 
-    Recomputing puts other steps first in the backward graph, and what others hold between the graphs counts there.
+    Recomputing puts other steps first in the backward graph, and external memory held between the graphs counts there.
     """
     boundary = problem.boundary
     if boundary >= len(problem.ops):
         return 0
     across = sum(s.nbytes for s in problem.storages if s.birth < boundary < s.death)
-    return across + problem.between_bytes + problem.external_bytes
+    return across + problem.boundary_bytes + problem.external_bytes
 
 
 def _fullest(over: "np.ndarray[Any, np.dtype[np.int64]]", boundary: int) -> Iterator[int]:
@@ -74,10 +74,10 @@ class _Relaxation:
         self.problem = problem
         self.durations = np.array([op.duration_ns for op in problem.ops], dtype=np.float64)
         self.ends = np.cumsum(self.durations)
-        self._add_trips()
+        self._add_swaps()
         self._add_recipes({storage.name: storage for storage in problem.storages})
 
-    def _add_trips(self) -> None:
+    def _add_swaps(self) -> None:
         problem, total = self.problem, float(self.ends[-1])
         rows = [
             (u, v, s.nbytes, self.ends[max(s.birth, s.ready)], total - self.ends[v - 1])

@@ -117,7 +117,7 @@ def find_reasons(captured: Problem, plan: Plan, *, most: int = 12) -> Reasons:
 def _in_question(captured: Problem, plan: Plan) -> list[str]:
     """Return the names of the tensors about which there is something to decide, largest first."""
     fullest = int(live_bytes(captured).argmax())
-    decided = {*plan.recomputed, *(spill.name for spill in plan.spills)}
+    decided = {*plan.recomputed, *(transfer.name for transfer in plan.transfers)}
     with_recipe = {recipe.name for recipe in captured.recipes}
 
     def in_question(storage: Storage) -> bool:
@@ -139,17 +139,17 @@ class _Case:
         self.recipes = {recipe.name: recipe for recipe in captured.recipes}
         self.problem = recompute(captured, again)
         self.plan = replace(make_plan(self.problem, policy), recomputed=tuple(sorted(again)))
-        self.replay = _replay(self.problem, self.plan.spills)
+        self.replay = _replay(self.problem, self.plan.transfers)
 
     def reason(self, name: str) -> TensorReason:
         """Return everything about one tensor."""
         links, storage = self.captured.links, self.storages[name]
         copied = _copy_ns(storage.nbytes, links.d2h_bytes_per_s), _copy_ns(storage.nbytes, links.h2d_bytes_per_s)
-        times = next((transfer for transfer in self.replay.transfers if transfer.name == name), None)
+        times = next((each for each in self.replay.transfers if each.name == name), None)
         if times is not None:
             copied = times.out_end_ns - times.out_start_ns, times.in_end_ns - times.in_start_ns
-        spill = next((spill for spill in self.plan.spills if spill.name == name), None)
-        moved = "keep" if spill is None else str(spill.tier)
+        transfer = next((transfer for transfer in self.plan.transfers if transfer.name == name), None)
+        moved = "keep" if transfer is None else str(transfer.tier)
         decision = "recompute" if name in self.again else moved
         longer = self._held_longer(name)
         return TensorReason(
@@ -193,9 +193,9 @@ class _Case:
                 return
         elif name in self.recipes and self.policy == "joint":
             yield self._recomputed(name)
-        others = [spill for spill in plan.spills if spill.name != name]
+        others = [transfer for transfer in plan.transfers if transfer.name != name]
         yield self._transferred("keep", problem, others)
-        transfer = next((s for s in plan.spills if s.name == name), None) or _widest_swap(problem, name)
+        transfer = next((s for s in plan.transfers if s.name == name), None) or _widest_swap(problem, name)
         if transfer is not None and transfer.kind is TransferKind.SWAP:  # loads and stores use host memory
             for tier in _tiers(problem):
                 yield self._transferred(str(tier), problem, [*others, replace(transfer, tier=tier)])
@@ -208,14 +208,14 @@ class _Case:
             return self._refused("recompute", problem)
         return Choice(decision="recompute", change_ns=makespan_ns - self.plan.forecast.makespan_ns, over_bytes=0)
 
-    def _transferred(self, decision: str, problem: Problem, spills: Sequence[Transfer]) -> Choice:
-        replay, buffers = _replay(problem, spills), _buffers(problem, spills)
+    def _transferred(self, decision: str, problem: Problem, transfers: Sequence[Transfer]) -> Choice:
+        replay, buffers = _replay(problem, transfers), _buffers(problem, transfers)
         budgets = problem.budgets
         limit = budgets.device_bytes
         over = (
-            (Tier.DEVICE, 0 if limit is None else int(live_bytes(problem, spills).max(initial=0)) - limit),
+            (Tier.DEVICE, 0 if limit is None else int(live_bytes(problem, transfers).max(initial=0)) - limit),
             (Tier.HOST, total_bytes((*buffers[0], *buffers[1])) - budgets.host_bytes),
-            (Tier.NVME, total_bytes(pool_classes(spills, Tier.NVME)) - budgets.disk_bytes),
+            (Tier.NVME, total_bytes(pool_classes(transfers, Tier.NVME)) - budgets.disk_bytes),
         )
         tier, over_bytes = next((pair for pair in over if pair[1] > 0), (Tier.DEVICE, 0))
         change_ns = replay.makespan_ns - self.plan.forecast.makespan_ns
@@ -227,14 +227,14 @@ class _Case:
         return Choice(decision=decision, change_ns=None, over_bytes=over_bytes)
 
 
-def _buffers(problem: Problem, spills: Sequence[Transfer]) -> tuple[tuple[PoolClass, ...], tuple[PoolClass, ...]]:
-    """Return the pool and the staging buffers that `spills` need, as the planner sizes them."""
-    pool = pool_classes(spills, Tier.HOST)
-    return pool, staging_classes(spills, problem.budgets.host_bytes - total_bytes(pool))
+def _buffers(problem: Problem, transfers: Sequence[Transfer]) -> tuple[tuple[PoolClass, ...], tuple[PoolClass, ...]]:
+    """Return the pool and the staging buffers that `transfers` need, as the planner sizes them."""
+    pool = pool_classes(transfers, Tier.HOST)
+    return pool, staging_classes(transfers, problem.budgets.host_bytes - total_bytes(pool))
 
 
-def _replay(problem: Problem, spills: Sequence[Transfer]) -> Replay:
-    return simulate(problem, spills, _buffers(problem, spills)[1])
+def _replay(problem: Problem, transfers: Sequence[Transfer]) -> Replay:
+    return simulate(problem, transfers, _buffers(problem, transfers)[1])
 
 
 def _widest_swap(problem: Problem, name: str) -> Transfer | None:

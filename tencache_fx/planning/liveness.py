@@ -23,44 +23,44 @@ def inactive_intervals(storage: Storage) -> tuple[tuple[Step, Step], ...]:
     return tuple([(u, v) for u, v in pairs if v - u > 1 and u >= ready])
 
 
-def live_bytes(problem: Problem, spills: Iterable[Transfer] = ()) -> "np.ndarray[Any, np.dtype[np.int64]]":
-    """Return the device bytes in use at each step under `spills`, external bytes included.
+def live_bytes(problem: Problem, transfers: Iterable[Transfer] = ()) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """Return the device bytes in use at each step under `transfers`, external bytes included.
 
-    One difference array and one running sum: O(steps + storages + spills).
+    One difference array and one running sum: O(steps + storages + transfers).
     """
     delta = [0] * (len(problem.ops) + 1)  # single elements of an array are slow
     for storage in problem.storages:
         delta[storage.birth] += storage.nbytes
         delta[storage.death] -= storage.nbytes
     one_way = []
-    for spill in spills:
-        if spill.out is None or spill.back is None:
-            one_way.append(spill)
+    for transfer in transfers:
+        if transfer.out is None or transfer.back is None:
+            one_way.append(transfer)
         else:
-            delta[spill.out.freed_at] -= spill.nbytes
-            delta[spill.back.prefetch_at] += spill.nbytes
+            delta[transfer.out.freed_at] -= transfer.nbytes
+            delta[transfer.back.prefetch_at] += transfer.nbytes
     storages = {storage.name: storage for storage in problem.storages} if one_way else {}
-    for spill in one_way:
-        for step, sign in device_changes(spill, storages[spill.name]):
-            delta[step] += sign * spill.nbytes
+    for transfer in one_way:
+        for step, sign in device_changes(transfer, storages[transfer.name]):
+            delta[step] += sign * transfer.nbytes
     scratch = np.array([op.scratch_bytes for op in problem.ops], dtype=np.int64)
-    if more_bytes := problem.boundary_bytes:
+    if more_bytes := problem.boundary_excess_bytes:
         scratch[problem.boundary] += more_bytes
     return np.cumsum(delta[:-1], dtype=np.int64) + scratch + problem.external_bytes
 
 
-def device_changes(spill: Transfer, storage: Storage) -> tuple[tuple[Step, int], tuple[Step, int]]:
+def device_changes(transfer: Transfer, storage: Storage) -> tuple[tuple[Step, int], tuple[Step, int]]:
     """Return the steps from which a transfer changes the device bytes of its storage, and whether by +1 or -1 times.
 
     A swap takes them away in between, a load adds them up to the storage's birth, a store from its death on.
     """
-    if spill.out is None:
-        return (spill.prefetch_at, 1), (storage.birth, -1)
-    return (spill.out.freed_at, -1), (storage.death if spill.back is None else spill.back.prefetch_at, 1)
+    if transfer.out is None:
+        return (transfer.prefetch_at, 1), (storage.birth, -1)
+    return (transfer.out.freed_at, -1), (storage.death if transfer.back is None else transfer.back.prefetch_at, 1)
 
 
 def is_candidate(problem: Problem, storage: Storage) -> bool:
-    """Whether a policy may spill `storage` at all: allowed, worth an op, and with links to be copied over."""
+    """Whether a policy may offload `storage` at all: allowed, worth an op, and with links to be copied over."""
     linked = problem.links.d2h_bytes_per_s > 0 and problem.links.h2d_bytes_per_s > 0
     return linked and storage.spillable and storage.nbytes >= max(1, problem.min_spill_bytes)
 
@@ -74,15 +74,17 @@ def earliest_offload(problem: Problem, storage: Storage, last_use: Step) -> Step
     return max(ready, problem.boundary) if last_use >= problem.boundary else ready
 
 
-def clip_to_barriers(problem: Problem, spill: Transfer) -> Transfer | None:
-    """Return `spill` with bytes that count as freed only from a scheduling barrier on, and as taken from behind one.
+def clip_to_barriers(problem: Problem, transfer: Transfer) -> Transfer | None:
+    """Return `transfer` with bytes that count as freed only from a scheduling barrier on, and as taken from behind one.
 
-    None if its bytes are then never free. Without barriers, `spill` as it is.
+    None if its bytes are then never free. Without barriers, `transfer` as it is.
     """
     if not problem.barriers:
-        return spill
-    freed, fetch = _clipped(problem, spill.copy_out_after, spill.freed_at, spill.prefetch_at, spill.needed_at)
-    return spill.leaving(freed_at=freed).prefetched(fetch) if freed < fetch else None
+        return transfer
+    freed, fetch = _clipped(
+        problem, transfer.copy_out_after, transfer.freed_at, transfer.prefetch_at, transfer.needed_at
+    )
+    return transfer.leaving(freed_at=freed).prefetched(fetch) if freed < fetch else None
 
 
 def _clipped(problem: Problem, offload: Step, freed: Step, fetch: Step, back: Step) -> tuple[Step, Step]:
@@ -100,16 +102,16 @@ def minimal_swaps(problem: Problem) -> tuple[Transfer, ...]:
     Each storage is transferred at most once, over the inactive interval that contains the most time.
     """
     ends_ns = list(accumulate(op.duration_ns for op in problem.ops))
-    spills = []
+    transfers = []
     for s in (s for s in problem.storages if is_candidate(problem, s)):
-        transfers = []  # as numbers, with the time that each is away: only the longest is to be an object
+        away = []  # as numbers, with the time that each is away: only the longest is to be an object
         for u, v in inactive_intervals(s):
             freed, fetch = _clipped(problem, u, Step(u + 1), v, v) if problem.barriers else (Step(u + 1), v)
             if freed < fetch:
-                transfers.append((ends_ns[fetch - 1] - ends_ns[freed - 1], freed, fetch, u, v))
-        if transfers:
-            _, a, b, u, v = max(transfers)
-            spills.append(
+                away.append((ends_ns[fetch - 1] - ends_ns[freed - 1], freed, fetch, u, v))
+        if away:
+            _, a, b, u, v = max(away)
+            transfers.append(
                 Transfer.swap(
                     name=s.name,
                     nbytes=s.nbytes,
@@ -120,20 +122,20 @@ def minimal_swaps(problem: Problem) -> tuple[Transfer, ...]:
                     needed_at=v,
                 )
             )
-    return tuple(spills)
+    return tuple(transfers)
 
 
-def held_at(problem: Problem, spills: Iterable[Transfer], step: Step) -> tuple[Storage, ...]:
+def held_at(problem: Problem, transfers: Iterable[Transfer], step: Step) -> tuple[Storage, ...]:
     """Return the storages with device bytes at `step`, largest first."""
-    by_name = {spill.name: spill for spill in spills}
+    by_name = {transfer.name: transfer for transfer in transfers}
     held = [storage for storage in problem.storages if _is_held(storage, by_name.get(storage.name), step)]
     return tuple(sorted(held, key=lambda s: (-s.nbytes, s.name)))
 
 
-def _is_held(storage: Storage, spill: Transfer | None, step: Step) -> bool:
+def _is_held(storage: Storage, transfer: Transfer | None, step: Step) -> bool:
     birth, death = storage.birth, storage.death
-    if spill is None:
+    if transfer is None:
         return birth <= step < death
-    if spill.kind is TransferKind.SWAP:
-        return birth <= step < death and not spill.freed_at <= step < spill.prefetch_at
-    return spill.prefetch_at <= step < death if spill.out is None else birth <= step < spill.freed_at
+    if transfer.kind is TransferKind.SWAP:
+        return birth <= step < death and not transfer.freed_at <= step < transfer.prefetch_at
+    return transfer.prefetch_at <= step < death if transfer.out is None else birth <= step < transfer.freed_at

@@ -40,8 +40,8 @@ def schedule_parameters(problem: Problem, lead: float) -> tuple[Transfer, ...]:
     barriers = Barriers(problem)
     arrivals = [storage for storage in problem.storages if storage.kind is Kind.FETCHED]
     tight = [_arrival(problem, barriers, storage) for storage in arrivals]
-    for spill in tight:
-        memory[spill.prefetch_at : spill.needed_at] += spill.nbytes
+    for transfer in tight:
+        memory[transfer.prefetch_at : transfer.needed_at] += transfer.nbytes
     departures = _departures(problem, barriers, memory, limit, starts_ns)
     timed = time_returns(problem, barriers, tight, memory, limit, starts_ns, lead)
     return (*timed, *departures)
@@ -49,11 +49,11 @@ def schedule_parameters(problem: Problem, lead: float) -> tuple[Transfer, ...]:
 
 def with_parameters_scheduled(problem: Problem, parameter_transfers: Collection[Transfer]) -> Problem:
     """Return `problem` with the lives and the links that loads and stores leave, to plan the rest for."""
-    by_name = {spill.name: spill for spill in parameter_transfers}
+    by_name = {transfer.name: transfer for transfer in parameter_transfers}
     storages = tuple(_with_transfer(storage, by_name.get(storage.name)) for storage in problem.storages)
     total_ns = max(1, sum(op.duration_ns for op in problem.ops))
-    out_bytes = sum(spill.nbytes for spill in parameter_transfers if spill.kind is TransferKind.STORE)
-    in_bytes = sum(spill.nbytes for spill in parameter_transfers if spill.kind is TransferKind.LOAD)
+    out_bytes = sum(transfer.nbytes for transfer in parameter_transfers if transfer.kind is TransferKind.STORE)
+    in_bytes = sum(transfer.nbytes for transfer in parameter_transfers if transfer.kind is TransferKind.LOAD)
     links = _derated(problem.links, out_bytes * 1e9 / total_ns, in_bytes * 1e9 / total_ns)
     return replace(problem, storages=storages, links=links)
 
@@ -144,7 +144,7 @@ def _departures(
     problem: Problem, barriers: Barriers, memory: Profile, limit: int, starts_ns: Sequence[float]
 ) -> list[Transfer]:
     """Time the gradients in the order in which they are done; `memory` is kept up to date."""
-    spills, link_free = [], 0.0
+    transfers, link_free = [], 0.0
     done = sorted((s for s in problem.storages if s.kind is Kind.STORED), key=lambda s: (s.death, s.name))
     for storage in done:
         times = copy_times(problem.links, storage.nbytes, Tier.HOST)
@@ -158,7 +158,7 @@ def _departures(
                 break
             memory[gone:following] += storage.nbytes
             gone = following
-        spills.append(
+        transfers.append(
             Transfer(
                 name=storage.name,
                 nbytes=storage.nbytes,
@@ -166,7 +166,7 @@ def _departures(
                 out=CopyOut(after=max(storage.uses), freed_at=gone),
             )
         )
-    return spills
+    return transfers
 
 
 def _with_transfer(storage: Storage, transfer: Transfer | None) -> Storage:

@@ -92,5 +92,5 @@ def _outcome(problem: Problem, policy: str) -> Outcome | None:
         recompute_ns=forecast.recompute_ns,
         stall_ns=forecast.stall_out_ns + forecast.stall_in_ns,
         link_bytes=forecast.d2h_bytes,
-        disk_bytes=sum(spill.nbytes for spill in plan.spills if spill.tier is Tier.NVME),
+        disk_bytes=sum(transfer.nbytes for transfer in plan.transfers if transfer.tier is Tier.NVME),
     )

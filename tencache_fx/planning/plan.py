@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING, NoReturn
 
 from tencache_fx.planning.problem import Step, Tier
 
@@ -160,10 +161,17 @@ class Plan:
     """
 
     policy: str
-    spills: tuple[Transfer, ...]
+    transfers: tuple[Transfer, ...]
     pool: tuple[PoolClass, ...]
     staging: tuple[PoolClass, ...]
     forecast: Forecast
     recomputed: tuple[str, ...] = ()
     resident: tuple[str, ...] = ()
     updated_here: tuple[str, ...] = ()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name == "spills":
+                raise AttributeError("Plan.spills has a new name: Plan.transfers.")
+            raise AttributeError(f"a Plan has no attribute {name!r}.")

@@ -51,8 +51,8 @@ def plan_transfers(problem: Problem, policy: str, lead: float) -> Plan:
 def _plan_with_parameters(problem: Problem, policy: str, lead: float) -> Plan:
     """Return `policy`'s plan beside the loads and stores, prefetched with `lead`; its floor is left open."""
     parameter_transfers = schedule_parameters(problem, lead)
-    transfers = _plan_swaps(with_parameters_scheduled(problem, parameter_transfers), policy)
-    plan = build_plan(problem, policy, [*transfers.spills, *parameter_transfers], floor=0)
+    swaps = _plan_swaps(with_parameters_scheduled(problem, parameter_transfers), policy)
+    plan = build_plan(problem, policy, [*swaps.transfers, *parameter_transfers], floor=0)
     _check_tiers(problem, plan)
     return plan
 
@@ -91,8 +91,8 @@ def _repair(problem: Problem, policy: str, variant: Policy, floor: int) -> Plan:
     assert limit is not None
     asked = problem
     for _ in range(TUNING.repairs):
-        spills = minimal_swaps(asked) if floor > (asked.budgets.device_bytes or 0) else variant(asked)
-        clipped = [s for s in (clip_to_barriers(problem, spill) for spill in spills) if s is not None]
+        transfers = minimal_swaps(asked) if floor > (asked.budgets.device_bytes or 0) else variant(asked)
+        clipped = [s for s in (clip_to_barriers(problem, transfer) for transfer in transfers) if s is not None]
         plan = build_plan(problem, policy, clipped, floor)
         over_device = max(0, plan.forecast.peak_bytes - limit)
         over_host = max(0, plan.forecast.host_bytes - host_bytes) if problem.budgets.disk_bytes else 0
@@ -115,14 +115,14 @@ def _share_out(problem: Problem, plan: Plan, floor: int) -> Plan:
     O(n^2 log n) in transfers.
     """
     host_bytes = problem.budgets.host_bytes
-    if not plan.spills or plan.forecast.host_bytes <= host_bytes or problem.budgets.disk_bytes == 0:
+    if not plan.transfers or plan.forecast.host_bytes <= host_bytes or problem.budgets.disk_bytes == 0:
         return plan
-    room_bytes = host_bytes - round_up(max(spill.nbytes for spill in plan.spills), 4096)
+    room_bytes = host_bytes - round_up(max(transfer.nbytes for transfer in plan.transfers), 4096)
     placed: list[Transfer] = []
-    for spill in sorted(plan.spills, key=lambda s: (s.needed_at - s.copy_out_after, s.nbytes, s.name)):
-        on_host = replace(spill, tier=Tier.HOST)
+    for transfer in sorted(plan.transfers, key=lambda s: (s.needed_at - s.copy_out_after, s.nbytes, s.name)):
+        on_host = replace(transfer, tier=Tier.HOST)
         fits = total_bytes(pool_classes([*placed, on_host], Tier.HOST)) <= room_bytes
-        placed.append(on_host if fits else replace(spill, tier=Tier.NVME))
+        placed.append(on_host if fits else replace(transfer, tier=Tier.NVME))
     return build_plan(problem, plan.policy, placed, floor)
 
 
@@ -143,12 +143,12 @@ def _scheduled_floor_bytes(problem: Problem) -> int:
     return int(live_bytes(problem, minimal_swaps(problem)).max(initial=problem.external_bytes))
 
 
-def build_plan(problem: Problem, policy: str, spills: Sequence[Transfer], floor: int | None = None) -> Plan:
+def build_plan(problem: Problem, policy: str, transfers: Sequence[Transfer], floor: int | None = None) -> Plan:
     """Return the plan that these transfers make: their buffers, and what the simulator forecasts of them.
 
     `floor` is `floor_bytes(problem)`, if the caller knows it: it takes as long to find as all the rest.
     """
-    ordered = tuple(sorted(spills, key=lambda s: (s.steps[0] if s.out else s.needed_at, s.steps, s.name)))
+    ordered = tuple(sorted(transfers, key=lambda s: (s.steps[0] if s.out else s.needed_at, s.steps, s.name)))
     pool = pool_classes(ordered, Tier.HOST)
     staging = staging_classes(ordered, problem.budgets.host_bytes - total_bytes(pool))
     replay = simulate(problem, ordered, staging)
@@ -170,7 +170,7 @@ def build_plan(problem: Problem, policy: str, spills: Sequence[Transfer], floor:
         disk_write_bytes=replay.disk_write_bytes,
         disk_read_bytes=replay.disk_read_bytes,
     )
-    return Plan(policy=policy, spills=ordered, pool=pool, staging=staging, forecast=forecast)
+    return Plan(policy=policy, transfers=ordered, pool=pool, staging=staging, forecast=forecast)
 
 
 def lower_bound_ns(problem: Problem) -> int:
@@ -191,22 +191,22 @@ def lower_bound_ns(problem: Problem) -> int:
     return int((np.maximum(before, out_ns) + durations + np.maximum(after, in_ns)).max())
 
 
-def _refuse_device(problem: Problem, spills: Sequence[Transfer], note: str) -> None:
+def _refuse_device(problem: Problem, transfers: Sequence[Transfer], note: str) -> None:
     """Raise the `BudgetError` that says which step needs how much, what it holds, and what would do."""
     limit = problem.budgets.device_bytes
     assert limit is not None
-    live = live_bytes(problem, spills)
+    live = live_bytes(problem, transfers)
     step = Step(int(live.argmax()))
     op, needed = problem.ops[step], int(live[step])
     needs, budget = _told_apart(needed, limit)
-    held = held_at(problem, spills, step)
+    held = held_at(problem, transfers, step)
     parts = [f"{s.name} {format_bytes(s.nbytes)} ({s.kind})" for s in held[:5]]
     if len(held) > 5:
         parts.append(f"{len(held) - 5} more {format_bytes(sum(s.nbytes for s in held[5:]))}")
     if op.scratch_bytes:
         parts.append(f"the op's own scratch {format_bytes(op.scratch_bytes)}")
-    if step == problem.boundary and problem.boundary_bytes:
-        parts.append(f"others between forward and backward {format_bytes(problem.boundary_bytes)}")
+    if step == problem.boundary and problem.boundary_excess_bytes:
+        parts.append(f"others between forward and backward {format_bytes(problem.boundary_excess_bytes)}")
     if problem.external_bytes:
         parts.append(f"outside this region's graphs {format_bytes(problem.external_bytes)}")
     floor = floor_bytes(problem)

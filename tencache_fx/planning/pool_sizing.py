@@ -25,23 +25,23 @@ def size_classes(in_use: Sequence[tuple[Step, Step, int]], *, page_bytes: int = 
     return tuple(PoolClass(nbytes=top, count=_most_at_once(spans)) for top, spans in zip(tops, classes, strict=True))
 
 
-def pool_classes(spills: Iterable[Transfer], tier: Tier) -> tuple[PoolClass, ...]:
+def pool_classes(transfers: Iterable[Transfer], tier: Tier) -> tuple[PoolClass, ...]:
     """Return the buffers (host) or extents (nvme) that the swaps to `tier` need; each is in use from the copy out to
     `needed_at`.
 
     A swap uses the smallest class that holds it. Offloaded parameters and gradients have buffers of their own.
     """
-    transfers = [spill for spill in spills if spill.tier is tier and spill.kind is TransferKind.SWAP]
-    return size_classes([(spill.copy_out_after, spill.needed_at, spill.nbytes) for spill in transfers])
+    swaps = [transfer for transfer in transfers if transfer.tier is tier and transfer.kind is TransferKind.SWAP]
+    return size_classes([(transfer.copy_out_after, transfer.needed_at, transfer.nbytes) for transfer in swaps])
 
 
-def staging_classes(spills: Iterable[Transfer], room_bytes: int) -> tuple[PoolClass, ...]:
+def staging_classes(transfers: Iterable[Transfer], room_bytes: int) -> tuple[PoolClass, ...]:
     """Return the buffers that transfers to NVMe pass through: each holds the largest, four at most, one at least.
 
     Four let a copy out, a write, a read and a copy in go on at once. Fewer if `room_bytes` of host memory hold fewer;
     the one that is always there may exceed them, which the caller has to check.
     """
-    sizes = [spill.nbytes for spill in spills if spill.tier is Tier.NVME]
+    sizes = [transfer.nbytes for transfer in transfers if transfer.tier is Tier.NVME]
     if not sizes:
         return ()
     nbytes = round_up(max(sizes), PAGE_BYTES)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, NewType
+from typing import TYPE_CHECKING, Any, NewType, NoReturn
 
 from tencache_fx.serialization import MOST, Positive
 
@@ -136,7 +136,7 @@ class Problem:
 
     `boundary` is the first backward step (`len(ops)` in inference): a storage that crosses it is copied out in the
     forward graph and copied in in the backward graph. `external_bytes` are held on the device by others for the whole
-    region, `between_bytes` more of them from the end of the forward graph to the begin of the backward graph. Storages
+    region, `boundary_bytes` more of them from the end of the forward graph to the begin of the backward graph. Storages
     below `min_spill_bytes` are not worth an op. `recipes` are what could be recomputed instead of saved, and
     `recompute_ns` is the time of the steps that do so already. `barriers`, scheduling barriers, are the steps whose
     place among the runtime ops is sure in the code that will run: a compiler that fuses may move the other steps
@@ -149,7 +149,7 @@ class Problem:
     links: Links
     budgets: Budgets
     external_bytes: int = 0
-    between_bytes: int = 0
+    boundary_bytes: int = 0
     min_spill_bytes: int = 0
     barriers: tuple[Step, ...] = ()
     recipes: tuple[Recipe, ...] = ()
@@ -171,7 +171,7 @@ class Problem:
             raise ValueError("barriers, or the steps of a recipe, are out of order.")
         held = (*(s.nbytes + s.state_bytes for s in self.storages), *(op.scratch_bytes for op in self.ops))
         for unit, amounts in (
-            ("bytes", (*held, self.external_bytes, self.between_bytes)),
+            ("bytes", (*held, self.external_bytes, self.boundary_bytes)),
             ("ns", (*(op.duration_ns for op in self.ops), self.recompute_ns)),
         ):
             if sum(amounts) > MOST:
@@ -187,17 +187,17 @@ class Problem:
         return self.budgets.device_bytes - self.external_bytes
 
     @property
-    def boundary_bytes(self) -> int:
+    def boundary_excess_bytes(self) -> int:
         """What others hold between the graphs beyond what comes with the first backward step, which counts for it.
 
         They may hold that before, such as the result's gradient; but not parameters that are prefetched, which are
         counted besides.
         """
-        if not self.between_bytes or self.boundary >= len(self.ops):
+        if not self.boundary_bytes or self.boundary >= len(self.ops):
             return 0
         coming = (s for s in self.storages if s.birth == self.boundary and s.kind is not Kind.FETCHED)
         brought = sum(storage.nbytes for storage in coming)
-        return max(0, self.between_bytes - brought - self.ops[self.boundary].scratch_bytes)
+        return max(0, self.boundary_bytes - brought - self.ops[self.boundary].scratch_bytes)
 
     def within(self, **budgets: Any) -> "Problem":
         """Return the same problem under other budgets: fields of `Budgets`."""
@@ -207,3 +207,10 @@ class Problem:
         """Return the same problem with `nbytes` less of a limited device."""
         limit = self.budgets.device_bytes
         return self if limit is None else self.within(device_bytes=limit - nbytes)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name == "between_bytes":
+                raise AttributeError("Problem.between_bytes has a new name: Problem.boundary_bytes.")
+            raise AttributeError(f"a Problem has no attribute {name!r}.")

@@ -100,12 +100,12 @@ def reconsider(captured: Problem, problem: Problem, plan: Plan, measured: PhaseT
     forecast was off by more than a tenth, and the new plan is faster by more than a thirtieth on the corrected
     durations. Raises `BudgetError` if, close to the floor, the search on the corrected durations finds no plan.
     """
-    scales = fit_scales(problem, plan.spills, plan.staging, measured)
+    scales = fit_scales(problem, plan.transfers, plan.staging, measured)
     if not scales.off_by(0.02):
         return None
     if not scales.off_by(0.1):
         return Correction(scales=scales, pays=False)
-    staying_ns = simulate(scales.apply(problem), plan.spills, plan.staging).makespan_ns
+    staying_ns = simulate(scales.apply(problem), plan.transfers, plan.staging).makespan_ns
     _, better = plan_region(scales.apply(captured), plan.policy)
     return Correction(scales=scales, pays=better.forecast.makespan_ns * 30 < staying_ns * 29)
 
@@ -113,23 +113,23 @@ def reconsider(captured: Problem, problem: Problem, plan: Plan, measured: PhaseT
 def correct(captured: Problem, problem: Problem, plan: Plan, scales: Scales) -> dict[str, Any]:
     """Return all three, by these names, with durations scaled: the same transfers, forecast anew."""
     scaled = scales.apply(problem)
-    built = build_plan(scaled, plan.policy, plan.spills)
+    built = build_plan(scaled, plan.policy, plan.transfers)
     again = dataclasses.replace(
         built, recomputed=plan.recomputed, resident=plan.resident, updated_here=plan.updated_here
     )
     return {"captured": scales.apply(captured), "problem": scaled, "plan": again}
 
 
-def forecast_phases(problem: Problem, spills: Sequence[Transfer], staging: Sequence[PoolClass]) -> PhaseTimes:
+def forecast_phases(problem: Problem, transfers: Sequence[Transfer], staging: Sequence[PoolClass]) -> PhaseTimes:
     """Return how long each graph takes in the replay of a plan, its stalls included."""
-    replay = simulate(problem, spills, staging)
+    replay = simulate(problem, transfers, staging)
     starts = (*replay.starts_ns, replay.makespan_ns)
     forward_ns = starts[problem.boundary]
     return PhaseTimes(forward_ns=forward_ns, backward_ns=replay.makespan_ns - forward_ns)
 
 
 def fit_scales(
-    problem: Problem, spills: Sequence[Transfer], staging: Sequence[PoolClass], measured: PhaseTimes
+    problem: Problem, transfers: Sequence[Transfer], staging: Sequence[PoolClass], measured: PhaseTimes
 ) -> Scales:
     """Return the scales with which the plan's replay takes as long as was measured, forward first.
 
@@ -138,7 +138,7 @@ def fit_scales(
     """
 
     def forward_ns(factor: float) -> int:
-        return forecast_phases(Scales(forward=factor).apply(problem), spills, staging).forward_ns
+        return forecast_phases(Scales(forward=factor).apply(problem), transfers, staging).forward_ns
 
     forward = _solve(forward_ns, measured.forward_ns)
     if problem.boundary == len(problem.ops):  # inference: there is nothing to learn of a backward
@@ -146,7 +146,7 @@ def fit_scales(
 
     def backward_ns(factor: float) -> int:
         scaled = Scales(forward=forward, backward=factor).apply(problem)
-        return forecast_phases(scaled, spills, staging).backward_ns
+        return forecast_phases(scaled, transfers, staging).backward_ns
 
     return Scales(forward=forward, backward=_solve(backward_ns, measured.backward_ns))
 

@@ -72,9 +72,9 @@ class Barriers:
         return self._fetch[min(bisect_left(self._fetch, step), len(self._fetch) - 1)]
 
 
-def crosses(problem: Problem, spill: Transfer) -> bool:
+def crosses(problem: Problem, transfer: Transfer) -> bool:
     """Whether a transfer is copied out in the forward graph and in in the backward graph."""
-    return spill.freed_at <= problem.boundary <= spill.needed_at
+    return transfer.freed_at <= problem.boundary <= transfer.needed_at
 
 
 def time_swaps(problem: Problem, tight: Sequence[Transfer], staging_count: int, lead: float) -> tuple[Transfer, ...]:
@@ -88,8 +88,8 @@ def time_swaps(problem: Problem, tight: Sequence[Transfer], staging_count: int, 
     assert limit is not None
     memory = live_bytes(problem)
     departures = _Departures(problem, memory, limit, staging_count)
-    spills = departures.run(tight)
-    return time_returns(problem, departures.barriers, spills, memory, limit, departures.starts_ns, lead)
+    transfers = departures.run(tight)
+    return time_returns(problem, departures.barriers, transfers, memory, limit, departures.starts_ns, lead)
 
 
 class _Departures:
@@ -114,15 +114,15 @@ class _Departures:
     def run(self, tight: Sequence[Transfer]) -> list[Transfer]:
         """Return the transfers that are needed, with their copies out set."""
         arrivals: dict[int, list[Transfer]] = {}
-        for spill in sorted(tight, key=lambda s: (s.copy_out_after, s.freed_at, s.name)):
-            arrivals.setdefault(spill.copy_out_after + 1, []).append(spill)
+        for transfer in sorted(tight, key=lambda s: (s.copy_out_after, s.freed_at, s.name)):
+            arrivals.setdefault(transfer.copy_out_after + 1, []).append(transfer)
         for k, op in enumerate(self.problem.ops):
             step = Step(k)
-            for spill in arrivals.get(k, ()):
-                if spill.tier is Tier.NVME:
-                    self.unissued.append(spill)
+            for transfer in arrivals.get(k, ()):
+                if transfer.tier is Tier.NVME:
+                    self.unissued.append(transfer)
                 else:
-                    self._issue(spill)
+                    self._issue(transfer)
             while self.unissued and self.buffers[0] <= self.clock:
                 self._issue(self.unissued.popleft().leaving(after=Step(k - 1)))
             if self.barriers.may_be_freed(k):
@@ -140,60 +140,60 @@ class _Departures:
             fullest = Step(step + int(self.memory[step:until].argmax()))
             self._wait_for(step, self._next_to_land(step, fullest))
 
-    def _issue(self, spill: Transfer) -> None:
-        times = copy_times(self.problem.links, spill.nbytes, spill.tier)
-        if spill.tier is Tier.NVME:
+    def _issue(self, transfer: Transfer) -> None:
+        times = copy_times(self.problem.links, transfer.nbytes, transfer.tier)
+        if transfer.tier is Tier.NVME:
             self.clock = max(self.clock, heappop(self.buffers))
         lands = max(self.clock, self.link_free) + times.out
         self.link_free = lands
-        if spill.tier is Tier.NVME:
+        if transfer.tier is Tier.NVME:
             self.disk_free = max(lands, self.disk_free) + times.write
             heappush(self.buffers, self.disk_free)
-        self.flying.append((lands, spill))
+        self.flying.append((lands, transfer))
 
     def _release_landed(self, step: Step) -> None:
         while self.flying and self.flying[0][0] <= self.clock:
-            _, spill = self.flying.popleft()
-            heappush(self.landed, (spill.freed_at, spill.name, spill))
+            _, transfer = self.flying.popleft()
+            heappush(self.landed, (transfer.freed_at, transfer.name, transfer))
         while self.landed and self.landed[0][0] <= step:
             self._release(step, heappop(self.landed)[2])
 
-    def _release(self, step: Step, spill: Transfer) -> None:
-        if step < spill.prefetch_at:  # else it is about to be read again, and was never in the way
-            self.memory[step : spill.prefetch_at] -= spill.nbytes
-            self.released.append(spill.leaving(freed_at=step))
+    def _release(self, step: Step, transfer: Transfer) -> None:
+        if step < transfer.prefetch_at:  # else it is about to be read again, and was never in the way
+            self.memory[step : transfer.prefetch_at] -= transfer.nbytes
+            self.released.append(transfer.leaving(freed_at=step))
 
     def _next_to_land(self, step: Step, fullest: Step) -> Transfer:
-        waiting = (*(spill for _, spill in self.flying), *self.unissued)
-        return next(spill for spill in waiting if spill.freed_at <= step and fullest < spill.prefetch_at)
+        waiting = (*(transfer for _, transfer in self.flying), *self.unissued)
+        return next(transfer for transfer in waiting if transfer.freed_at <= step and fullest < transfer.prefetch_at)
 
-    def _wait_for(self, step: Step, spill: Transfer) -> None:
-        if spill in self.unissued:
-            self.unissued.remove(spill)
-            spill = spill.leaving(after=Step(step - 1))
-            self._issue(spill)
-        lands = next(lands for lands, other in self.flying if other == spill)
-        self.flying.remove((lands, spill))
+    def _wait_for(self, step: Step, transfer: Transfer) -> None:
+        if transfer in self.unissued:
+            self.unissued.remove(transfer)
+            transfer = transfer.leaving(after=Step(step - 1))
+            self._issue(transfer)
+        lands = next(lands for lands, other in self.flying if other == transfer)
+        self.flying.remove((lands, transfer))
         self.clock = max(self.clock, lands)
-        self._release(step, spill)
+        self._release(step, transfer)
 
     def _end_forward(self, step: Step) -> None:
         """At the boundary a swap between the graphs frees now or never: now, if the backward needs its bytes."""
-        for spill in (*(spill for _, spill in self.flying), *self.unissued):
-            if spill.freed_at > step:
+        for transfer in (*(transfer for _, transfer in self.flying), *self.unissued):
+            if transfer.freed_at > step:
                 continue  # it is copied out in the backward graph
-            if (self.memory[step : spill.prefetch_at] > self.limit).any():
-                self._wait_for(step, spill)
-            elif spill in self.unissued:
-                self.unissued.remove(spill)
+            if (self.memory[step : transfer.prefetch_at] > self.limit).any():
+                self._wait_for(step, transfer)
+            elif transfer in self.unissued:
+                self.unissued.remove(transfer)
             else:
-                self.flying = deque(pair for pair in self.flying if pair[1] != spill)
+                self.flying = deque(pair for pair in self.flying if pair[1] != transfer)
 
 
 def time_returns(
     problem: Problem,
     barriers: Barriers,
-    spills: Sequence[Transfer],
+    transfers: Sequence[Transfer],
     memory: Profile,
     limit: int,
     starts_ns: Sequence[float],
@@ -204,44 +204,46 @@ def time_returns(
     First all latest safe ones, in order of return, so that no early bird takes the bytes a late one needs to be in
     time; then each is pulled forward by up to `lead` transfer times, never past the one before it in the queue.
     """
-    order = sorted(spills, key=lambda s: (s.needed_at, s.name))
+    order = sorted(transfers, key=lambda s: (s.needed_at, s.name))
     latest_ns: list[float] = []
     link = disk = float("inf")
-    for spill in reversed(order):
-        times = copy_times(problem.links, spill.nbytes, spill.tier)
-        link = min(starts_ns[spill.needed_at], link) - times.into
+    for transfer in reversed(order):
+        times = copy_times(problem.links, transfer.nbytes, transfer.tier)
+        link = min(starts_ns[transfer.needed_at], link) - times.into
         issue = link
-        if spill.tier is Tier.NVME:
+        if transfer.tier is Tier.NVME:
             disk = issue = min(link, disk) - times.read
         latest_ns.append(issue)
     latest_ns.reverse()
     fetches: list[Step] = []
-    for spill, issue in zip(order, latest_ns, strict=True):
-        fetches.append(_fetch_at(problem, barriers, spill, issue, spill.prefetch_at, memory, limit, starts_ns))
-        memory[fetches[-1] : spill.prefetch_at] += spill.nbytes
+    for transfer, issue in zip(order, latest_ns, strict=True):
+        fetches.append(_fetch_at(problem, barriers, transfer, issue, transfer.prefetch_at, memory, limit, starts_ns))
+        memory[fetches[-1] : transfer.prefetch_at] += transfer.nbytes
     timed, before = [], Step(0)
-    for spill, issue, fetch in zip(order, latest_ns, fetches, strict=True):
-        times = copy_times(problem.links, spill.nbytes, spill.tier)
+    for transfer, issue, fetch in zip(order, latest_ns, fetches, strict=True):
+        times = copy_times(problem.links, transfer.nbytes, transfer.tier)
         eager_ns = issue - lead * (times.read + times.into)
-        early = min(fetch, max(before, _fetch_at(problem, barriers, spill, eager_ns, fetch, memory, limit, starts_ns)))
-        memory[early:fetch] += spill.nbytes
+        early = min(
+            fetch, max(before, _fetch_at(problem, barriers, transfer, eager_ns, fetch, memory, limit, starts_ns))
+        )
+        memory[early:fetch] += transfer.nbytes
         before = max(before, early)
-        timed.append(spill.prefetched(early))
+        timed.append(transfer.prefetched(early))
     return tuple(timed)
 
 
-def _earliest_prefetch(problem: Problem, spill: Transfer) -> Step:
+def _earliest_prefetch(problem: Problem, transfer: Transfer) -> Step:
     """Return the first step at which the copy in may be issued: in the graph that reads it, and once the bytes left."""
-    start = Step(0) if spill.needed_at < problem.boundary else problem.boundary
-    if spill.out is None:
+    start = Step(0) if transfer.needed_at < problem.boundary else problem.boundary
+    if transfer.out is None:
         return start
-    return max(spill.freed_at, start) if crosses(problem, spill) else spill.freed_at
+    return max(transfer.freed_at, start) if crosses(problem, transfer) else transfer.freed_at
 
 
 def _fetch_at(
     problem: Problem,
     barriers: Barriers,
-    spill: Transfer,
+    transfer: Transfer,
     issue_ns: float,
     until: Step,
     memory: Profile,
@@ -249,9 +251,9 @@ def _fetch_at(
     starts_ns: Sequence[float],
 ) -> Step:
     """Return the last step that starts by `issue_ns`, or the first after it from which the bytes fit up to `until`."""
-    earliest = _earliest_prefetch(problem, spill)
+    earliest = _earliest_prefetch(problem, transfer)
     first = max(barriers.fetch_from(earliest), barriers.fetch_by(max(0, bisect_right(starts_ns, issue_ns) - 1)))
     if first >= until:
         return until
-    full = np.flatnonzero(memory[first:until] + spill.nbytes > limit)
+    full = np.flatnonzero(memory[first:until] + transfer.nbytes > limit)
     return min(until, barriers.fetch_from(first + int(full[-1]) + 1)) if full.size else first

@@ -292,7 +292,7 @@ class _Tried:
         chosen = self.planned[best]
         plan = self._evaluator.evaluate(chosen).plan
         assert plan is not None
-        if not any(spill.kind is TransferKind.LOAD for spill in plan.spills):
+        if not any(transfer.kind is TransferKind.LOAD for transfer in plan.transfers):
             return chosen
         most_ns = self._tolerable(min(_costs(self._evaluator, each).step_ns for each in self.planned.values()))
         costs = _costs(self._evaluator, chosen)

@@ -31,25 +31,25 @@ class Event:
 
     step: Step
     verb: Literal["offload", "release", "prefetch", "wait"]
-    spill: Transfer
+    transfer: Transfer
 
 
-def program(spills: Iterable[Transfer]) -> tuple[Event, ...]:
+def program(transfers: Iterable[Transfer]) -> tuple[Event, ...]:
     """Return every runtime op in the order in which they run.
 
     Inside one gap the most urgent goes first: offloads by `freed_at`, prefetches by `needed_at`, ties by name.
     """
     events = []
-    for s in spills:
+    for s in transfers:
         if s.kind is not TransferKind.LOAD:
-            out = Event(step=Step(s.copy_out_after + 1), verb="offload", spill=s)
+            out = Event(step=Step(s.copy_out_after + 1), verb="offload", transfer=s)
             events.append(((s.copy_out_after + 1, 0, s.freed_at, s.name), out))
-            events.append(((s.freed_at, 1, s.freed_at, s.name), Event(step=s.freed_at, verb="release", spill=s)))
+            events.append(((s.freed_at, 1, s.freed_at, s.name), Event(step=s.freed_at, verb="release", transfer=s)))
         if s.kind is not TransferKind.STORE:
             events.append(
-                ((s.prefetch_at, 2, s.needed_at, s.name), Event(step=s.prefetch_at, verb="prefetch", spill=s))
+                ((s.prefetch_at, 2, s.needed_at, s.name), Event(step=s.prefetch_at, verb="prefetch", transfer=s))
             )
-            events.append(((s.needed_at, 3, s.needed_at, s.name), Event(step=s.needed_at, verb="wait", spill=s)))
+            events.append(((s.needed_at, 3, s.needed_at, s.name), Event(step=s.needed_at, verb="wait", transfer=s)))
     return tuple(event for _, event in sorted(events, key=lambda pair: pair[0]))
 
 
@@ -89,23 +89,23 @@ class Replay:
     transfers: tuple[TransferTimes, ...]
 
 
-def simulate(problem: Problem, spills: Sequence[Transfer], staging: Sequence[PoolClass] = ()) -> Replay:
-    """Return the replay of `spills` on `problem`'s steps and links.
+def simulate(problem: Problem, transfers: Sequence[Transfer], staging: Sequence[PoolClass] = ()) -> Replay:
+    """Return the replay of `transfers` on `problem`'s steps and links.
 
-    O(steps + n log n) for n spills: compute runs from one runtime op to the next, and each copy starts and ends once.
+    O(steps + n log n) for n transfers: compute runs from one runtime op to the next, each copy starts and ends once.
     Raises `ValueError` when a transfer needs a link whose rate is 0, or is larger than every staging buffer.
     """
     ends = list(accumulate((op.duration_ns for op in problem.ops), initial=0))
     machine = _Machine(problem, staging)
-    runs = {spill.name: _Run(spill=spill, pool=machine.pool_for(spill)) for spill in spills}
+    runs = {transfer.name: _Run(transfer=transfer, pool=machine.pool_for(transfer)) for transfer in transfers}
     starts: list[float] = []
     now = stall_out = stall_in = 0.0
     step = 0
-    for event in program(spills):
+    for event in program(transfers):
         starts.extend(now + end - ends[step] for end in ends[max(len(starts), step) : event.step])
         now += ends[event.step] - ends[step]
         step = event.step
-        run = runs[event.spill.name]
+        run = runs[event.transfer.name]
         machine.advance(now)
         waited = machine.act(event.verb, run)
         now += waited
@@ -116,18 +116,18 @@ def simulate(problem: Problem, spills: Sequence[Transfer], staging: Sequence[Poo
             run.stall_out += waited
             stall_out += waited
     starts.extend(now + end - ends[step] for end in ends[len(starts) : -1])
-    on_disk = sum(spill.nbytes for spill in spills if spill.tier is Tier.NVME)
+    on_disk = sum(transfer.nbytes for transfer in transfers if transfer.tier is Tier.NVME)
     return Replay(
         makespan_ns=round(now + ends[-1] - ends[step]),
         ideal_ns=ends[-1],
         stall_out_ns=round(stall_out),
         stall_in_ns=round(stall_in),
-        d2h_bytes=sum(spill.nbytes for spill in spills if spill.kind is not TransferKind.LOAD),
-        h2d_bytes=sum(spill.nbytes for spill in spills if spill.kind is not TransferKind.STORE),
+        d2h_bytes=sum(transfer.nbytes for transfer in transfers if transfer.kind is not TransferKind.LOAD),
+        h2d_bytes=sum(transfer.nbytes for transfer in transfers if transfer.kind is not TransferKind.STORE),
         disk_write_bytes=on_disk,
         disk_read_bytes=on_disk,
         starts_ns=tuple(map(round, starts)),
-        transfers=tuple(runs[spill.name].times() for spill in spills),
+        transfers=tuple(runs[transfer.name].times() for transfer in transfers),
     )
 
 
@@ -135,7 +135,7 @@ def simulate(problem: Problem, spills: Sequence[Transfer], staging: Sequence[Poo
 class _Run:
     """One transfer in progress; times are `inf` until they are known."""
 
-    spill: Transfer
+    transfer: Transfer
     pool: int  # the staging class it borrows from, -1 for none
     out_start: float = inf
     out_end: float = inf
@@ -147,10 +147,10 @@ class _Run:
     stall_in: float = 0.0
 
     def times(self) -> TransferTimes:
-        on_disk = self.spill.tier is Tier.NVME
+        on_disk = self.transfer.tier is Tier.NVME
         return TransferTimes(
-            name=self.spill.name,
-            tier=self.spill.tier,
+            name=self.transfer.name,
+            tier=self.transfer.tier,
             out_start_ns=_rounded(self.out_start),
             out_end_ns=_rounded(self.out_end),
             written_ns=_rounded(self.written if on_disk else self.out_end),
@@ -182,9 +182,9 @@ class _Server:
         run = self.queue.popleft()
         if self.solo <= 0:
             raise ValueError(
-                f"storage {run.spill.name} is transferred to {run.spill.tier} over a link whose rate is 0."
+                f"storage {run.transfer.name} is transferred to {run.transfer.tier} over a link whose rate is 0."
             )
-        self.serves, self.left = run, run.spill.nbytes + self.latency_bytes
+        self.serves, self.left = run, run.transfer.nbytes + self.latency_bytes
         return run
 
     def left_ns(self) -> float:
@@ -205,14 +205,14 @@ class _Machine:
         self.staging = sorted(staging, key=lambda pool: pool.nbytes)
         self.free = [pool.count for pool in self.staging]
 
-    def pool_for(self, spill: Transfer) -> int:
-        """Return the smallest staging class that holds `spill`, or -1 if it needs none."""
-        if spill.tier is not Tier.NVME:
+    def pool_for(self, transfer: Transfer) -> int:
+        """Return the smallest staging class that holds `transfer`, or -1 if it needs none."""
+        if transfer.tier is not Tier.NVME:
             return -1
         for index, pool in enumerate(self.staging):
-            if pool.nbytes >= spill.nbytes and pool.count > 0:
+            if pool.nbytes >= transfer.nbytes and pool.count > 0:
                 return index
-        raise ValueError(f"storage {spill.name} has {spill.nbytes} bytes, more than every staging buffer.")
+        raise ValueError(f"storage {transfer.name} has {transfer.nbytes} bytes, more than every staging buffer.")
 
     def act(self, verb: str, run: _Run) -> float:
         """Carry out one runtime op; return how long compute waited for it."""

@@ -46,40 +46,40 @@ class TierCapacity:
                 self.staging_count = max(1, min(_MOST_STAGING, share // largest))
                 self._room[Tier.HOST] -= self.staging_bytes * self.staging_count
 
-    def place(self, spill: Transfer) -> Transfer | None:
-        """Return `spill` with the tier it goes to, which is now charged; None if neither has room."""
+    def place(self, transfer: Transfer) -> Transfer | None:
+        """Return `transfer` with the tier it goes to, which is now charged; None if neither has room."""
         for tier in (Tier.HOST, Tier.NVME):
-            placed = spill if spill.tier is tier else replace(spill, tier=tier)
+            placed = transfer if transfer.tier is tier else replace(transfer, tier=tier)
             if self.fits(placed):
                 self.charge(placed)
                 return placed
         return None
 
-    def fits(self, spill: Transfer) -> bool:
-        """Whether `spill`'s own tier has room for it."""
-        staged = self.staging_count > 0 and self._more_staging_bytes(spill) <= self._room[Tier.HOST]
-        return (staged or spill.tier is Tier.HOST) and self._growth_bytes(spill) <= self._room[spill.tier]
+    def fits(self, transfer: Transfer) -> bool:
+        """Whether `transfer`'s own tier has room for it."""
+        staged = self.staging_count > 0 and self._more_staging_bytes(transfer) <= self._room[Tier.HOST]
+        return (staged or transfer.tier is Tier.HOST) and self._growth_bytes(transfer) <= self._room[transfer.tier]
 
-    def charge(self, spill: Transfer) -> None:
-        """Take the room that `spill` needs in its tier."""
-        key = self._key(spill)
-        self._room[spill.tier] -= self._growth_bytes(spill)
+    def charge(self, transfer: Transfer) -> None:
+        """Take the room that `transfer` needs in its tier."""
+        key = self._key(transfer)
+        self._room[transfer.tier] -= self._growth_bytes(transfer)
         in_use = self._in_use.setdefault(key, np.zeros(self._gaps, dtype=np.int32))
-        in_use[spill.copy_out_after : spill.needed_at] += 1
-        self._most[key] = max(self._most.get(key, 0), int(in_use[spill.copy_out_after : spill.needed_at].max()))
-        if spill.tier is Tier.NVME:
-            self._room[Tier.HOST] -= self._more_staging_bytes(spill)
-            self.staging_bytes = max(self.staging_bytes, round_up(spill.nbytes, PAGE_BYTES))
+        in_use[transfer.copy_out_after : transfer.needed_at] += 1
+        self._most[key] = max(self._most.get(key, 0), int(in_use[transfer.copy_out_after : transfer.needed_at].max()))
+        if transfer.tier is Tier.NVME:
+            self._room[Tier.HOST] -= self._more_staging_bytes(transfer)
+            self.staging_bytes = max(self.staging_bytes, round_up(transfer.nbytes, PAGE_BYTES))
 
-    def _more_staging_bytes(self, spill: Transfer) -> int:
-        return self.staging_count * max(0, round_up(spill.nbytes, PAGE_BYTES) - self.staging_bytes)
+    def _more_staging_bytes(self, transfer: Transfer) -> int:
+        return self.staging_count * max(0, round_up(transfer.nbytes, PAGE_BYTES) - self.staging_bytes)
 
-    def _growth_bytes(self, spill: Transfer) -> int:
-        key = self._key(spill)
+    def _growth_bytes(self, transfer: Transfer) -> int:
+        key = self._key(transfer)
         if key not in self._in_use:
             return self._tops[key[1]]
-        wanted = int(self._in_use[key][spill.copy_out_after : spill.needed_at].max()) + 1
+        wanted = int(self._in_use[key][transfer.copy_out_after : transfer.needed_at].max()) + 1
         return self._tops[key[1]] * max(0, wanted - self._most[key])
 
-    def _key(self, spill: Transfer) -> tuple[Tier, int]:
-        return spill.tier, bisect_left(self._tops, round_up(spill.nbytes, PAGE_BYTES))
+    def _key(self, transfer: Transfer) -> tuple[Tier, int]:
+        return transfer.tier, bisect_left(self._tops, round_up(transfer.nbytes, PAGE_BYTES))

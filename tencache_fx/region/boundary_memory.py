@@ -112,7 +112,7 @@ class BoundaryMemory:
         if compiled.record is not None:
             self._asks += request.boundary_bytes > self._asked_bytes
             self._asked_bytes = request.boundary_bytes
-            self._planned_bytes = compiled.record.problem.between_bytes
+            self._planned_bytes = compiled.record.problem.boundary_bytes
 
     def on_refusal(self, current: CompiledRegion) -> CompiledRegion:
         """Go on with the plan there is; nothing is watched any more."""

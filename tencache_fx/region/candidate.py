@@ -19,7 +19,7 @@ from tencache_fx.passes.code_interface import Interface
 from tencache_fx.passes.code_memory import UnreadableCodeError, code_peak_bytes
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.parameter_markers import write_moves
-from tencache_fx.passes.pause import is_fence, write_pause
+from tencache_fx.passes.pause import is_barrier, write_pause
 from tencache_fx.passes.recipes import find_recipes, recomputed_nodes
 from tencache_fx.passes.symbols import unbacked_sizes
 from tencache_fx.planning.liveness import live_bytes
@@ -166,7 +166,7 @@ class RegionPlanner:
 
     `sizes` are those at hand and those to plan for, if these differ. `unforeseen_bytes` are kept free: code generated
     earlier held so much more than the graphs show. The bytes that an earlier compilation of the same region had to keep
-    free in the end are kept free from the start. `homes` are the offloaded parameters, by their names in the plan.
+    free in the end are kept free from the start. `offloaded` are the offloaded parameters, by their names in the plan.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class RegionPlanner:
         source: RegionSource,
         sizes: tuple[Sizes, Sizes] | None,
         unforeseen_bytes: int,
-        homes: Mapping[str, ParameterFacts],
+        offloaded: Mapping[str, ParameterFacts],
         environment: Environment,
     ) -> None:
         options, self._inputs = source.options, source.fakes()
@@ -184,7 +184,7 @@ class RegionPlanner:
         self._asked = {"asked": repr(asked)}  # what was learned of a plan holds for one asked for in the same way
         self._unforeseen_bytes = unforeseen_bytes
         self._margin_key: dict[str, str] = {}
-        self._homes, self._environment = homes, environment
+        self._offloaded, self._environment = offloaded, environment
 
     def plan(self, capture: RegionGraphs, first: Candidate | None = None, recomputed: Names = ()) -> Candidate | None:
         """Return the plan for these graphs, and what it is made from; `first` is the one without what is `recomputed`.
@@ -193,7 +193,7 @@ class RegionPlanner:
         bounds them: it then runs without a plan, and with a budget a warning says so.
         """
         options = self._options
-        if not capture.homes and (sizes := unbacked_sizes(capture)):
+        if not capture.offloaded and (sizes := unbacked_sizes(capture)):
             if options.device_budget is None:
                 return None
             if (size := next((each for each in sizes if upper_bound(each) is None), None)) is not None:
@@ -203,8 +203,10 @@ class RegionPlanner:
                     size,
                 )
                 return None
-        staying = write_moves(capture, capture.homes, {name: home.state_bytes for name, home in self._homes.items()})
-        staying_bytes = sum(self._homes[name].nbytes for name in staying)
+        staying = write_moves(
+            capture, capture.offloaded, {name: each.state_bytes for name, each in self._offloaded.items()}
+        )
+        staying_bytes = sum(self._offloaded[name].nbytes for name in staying)
         training = capture.backward is not None
         wanted = self._environment.wanted(training=training)
         if Reservation.BOUNDARY in wanted:
@@ -251,10 +253,10 @@ class RegionPlanner:
     def _held_beside(self, *, training: bool) -> int:
         """Return the bytes on the device without offloaded parameters, and without their state if that is planned."""
         bytes_here = 0
-        for home in self._homes.values():
-            if training or not home.updated_on_device:
-                bytes_here += home.nbytes if home.on_device else 0
-                bytes_here += home.device_state_bytes
+        for each in self._offloaded.values():
+            if training or not each.updated_on_device:
+                bytes_here += each.nbytes if each.on_device else 0
+                bytes_here += each.device_state_bytes
         return max(0, self._environment.held_bytes - bytes_here)
 
     def choose_recomputed(self, problem: Problem) -> tuple[str, ...]:
@@ -301,11 +303,11 @@ class RegionPlanner:
         used = self._environment.usage  # other regions keep it while this one runs
         sunk = [item.storage for item in known.storages if item.storage.kind is Kind.STORED]
         # Gradients and state that its first step will make: that host memory is not free for transfers.
-        more_bytes = max(0, sum(each.nbytes for each in sunk) - used.gradient_lent_bytes)
+        more_bytes = max(0, sum(each.nbytes for each in sunk) - used.gradient_acquired_bytes)
         state_bytes = sum(each.state_bytes for each in sunk)
         if options.spill_budget:
             state_bytes = min(state_bytes, line_bytes(options.host_budget))
-        more_bytes += max(0, state_bytes - used.state_lent_bytes) if sunk else 0
+        more_bytes += max(0, state_bytes - used.state_acquired_bytes) if sunk else 0
         problem = Problem(
             ops=known.ops,
             boundary=capture.boundary,
@@ -313,11 +315,11 @@ class RegionPlanner:
             links=self._environment.links,
             budgets=Budgets(
                 device_bytes=options.device_budget,
-                host_bytes=max(0, options.host_budget - used.host_lent_bytes - more_bytes),
-                host_taken_bytes=used.host_lent_bytes + more_bytes,
-                disk_bytes=max(0, options.spill_budget - used.disk_lent_bytes),
+                host_bytes=max(0, options.host_budget - used.host_acquired_bytes - more_bytes),
+                host_taken_bytes=used.host_acquired_bytes + more_bytes,
+                disk_bytes=max(0, options.spill_budget - used.disk_acquired_bytes),
             ),
-            barriers=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and is_fence(node)),
+            barriers=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and is_barrier(node)),
             # Smaller storages cannot matter: this many would still be under a thousandth of the budget each.
             min_spill_bytes=max(4096, (options.device_budget or 0) // 4096),
         )

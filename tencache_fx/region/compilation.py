@@ -70,9 +70,9 @@ def compile_region(
     """
     REGIONS.compilations += 1
     open_workspaces(source.device)
-    if any(home.parameter.requires_grad for home in request.homes.values()):
+    if any(each.parameter.requires_grad for each in request.offloaded.values()):
         open_update_room(source.device, source.options.device_budget)
-    names = _distinct_names(request.homes)
+    names = _distinct_names(request.offloaded)
     set_back, unforeseen_bytes = remember(source.device), 0
     try:
         for _ in range(SPLITS):
@@ -81,7 +81,7 @@ def compile_region(
                 source,
                 request.sizes,
                 unforeseen_bytes,
-                {names[index]: home for index, home in request.homes.items()},
+                {names[index]: each for index, each in request.offloaded.items()},
                 Environment.find(source.device, source.options, request.boundary_bytes),
             )
             lowering = PlannedLowering(source, request, monitors)
@@ -175,7 +175,7 @@ class Compilation:
                 num_outputs=1 << 30,
                 static_inputs=frozenset(),
                 device=self._source.device,
-                homes=self._names,
+                offloaded=self._names,
             )
             if (candidate := self._planner.plan(capture)) is not None:
                 self._lowering.write(candidate)
@@ -199,8 +199,8 @@ class Compilation:
             num_outputs=kwargs["num_fwd_outputs"],
             static_inputs=frozenset(kwargs.get("static_lifetime_input_indices") or ()),
             device=self._source.device,
-            homes=self._names,
-            given_up=self._donated,
+            offloaded=self._names,
+            donated=self._donated,
         )
         return (forward, backward), self._planner.plan(capture, **more)
 
@@ -213,7 +213,7 @@ def _over_bytes(source: RegionSource, record: RegionRecord | None) -> int:
     return record.code_peak_bytes - budget_bytes
 
 
-def _distinct_names(homes: Mapping[int, OffloadedParameter]) -> dict[int, str]:
+def _distinct_names(offloaded: Mapping[int, OffloadedParameter]) -> dict[int, str]:
     """Return the names of offloaded parameters, with their positions where two models have the same names."""
-    counts = Counter(home.name for home in homes.values())
-    return {i: home.name if counts[home.name] == 1 else f"{home.name}#{i}" for i, home in homes.items()}
+    counts = Counter(each.name for each in offloaded.values())
+    return {i: each.name if counts[each.name] == 1 else f"{each.name}#{i}" for i, each in offloaded.items()}

@@ -20,13 +20,13 @@ Phase = Literal["forward", "backward", "inference"]
 class Request:
     """The request for one compilation.
 
-    `sizes` are those at hand, and those to plan for, if these differ. `homes` are the offloaded parameters by their
+    `sizes` are those at hand, and those to plan for, if these differ. `offloaded` are the offloaded parameters by their
     positions among the inputs, `donated` the positions of inputs that the caller is expected to free after the forward,
     `boundary_bytes` what is to be free between the graphs. The plan is timed if another plan is to be compared with it
     (`compares`), or if its forecast was never corrected and may be (`may_learn`).
     """
 
-    homes: Mapping[int, OffloadedParameter]
+    offloaded: Mapping[int, OffloadedParameter]
     sizes: tuple[Sizes, Sizes] | None = None
     donated: frozenset[int] = frozenset()
     boundary_bytes: int = 0
@@ -59,23 +59,23 @@ class Placement:
     staying: frozenset[str] = frozenset()
     updated_here: frozenset[str] | None = None
 
-    def apply(self, homes: Mapping[int, OffloadedParameter]) -> None:
+    def apply(self, offloaded: Mapping[int, OffloadedParameter]) -> None:
         """Have those parameters on the device that the plan counts on there, and no others of them.
 
         A region without a backward does not touch those whose optimizer's state is there: they are held beside it.
         """
-        for index, home in homes.items():
+        for index, each in offloaded.items():
             if self.updated_here is not None and self.names[index] in self.updated_here:
-                home.updated_on_device = True
+                each.updated_on_device = True
             elif self.updated_here is not None:
-                home.update_on_host()
-            if self.names[index] not in self.resident and not home.updated_on_device:
-                home.unpin()
-        for index, home in homes.items():
+                each.update_on_host()
+            if self.names[index] not in self.resident and not each.updated_on_device:
+                each.unpin()
+        for index, each in offloaded.items():
             if self.names[index] in self.resident:
-                home.pin()
+                each.pin()
             if self.names[index] in self.staying:  # nothing in the graph sees to it
-                home.load()
+                each.load()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -172,16 +172,16 @@ def _storage_reader(getter: Reader) -> Reader:
 def plan_at(problem: Problem, plan: Plan) -> Plan:
     """Return `plan` with its transfers, buffers and bytes at the sizes of `problem`; times are not changed."""
     nbytes = {storage.name: storage.nbytes for storage in problem.storages}
-    spills = tuple(dataclasses.replace(spill, nbytes=nbytes[spill.name]) for spill in plan.spills)
-    pool = pool_classes(spills, Tier.HOST)
-    staging = staging_classes(spills, problem.budgets.host_bytes - total_bytes(pool))
+    transfers = tuple(dataclasses.replace(transfer, nbytes=nbytes[transfer.name]) for transfer in plan.transfers)
+    pool = pool_classes(transfers, Tier.HOST)
+    staging = staging_classes(transfers, problem.budgets.host_bytes - total_bytes(pool))
     forecast = dataclasses.replace(
         plan.forecast,
-        peak_bytes=int(live_bytes(problem, spills).max(initial=problem.external_bytes)),
+        peak_bytes=int(live_bytes(problem, transfers).max(initial=problem.external_bytes)),
         host_bytes=total_bytes(pool) + total_bytes(staging),
-        disk_bytes=total_bytes(pool_classes(spills, Tier.NVME)),
+        disk_bytes=total_bytes(pool_classes(transfers, Tier.NVME)),
     )
-    return dataclasses.replace(plan, spills=spills, pool=pool, staging=staging, forecast=forecast)
+    return dataclasses.replace(plan, transfers=transfers, pool=pool, staging=staging, forecast=forecast)
 
 
 def at_hints(formulas: SizeFormulas | None, problem: Problem, plan: Plan) -> tuple[Problem, Plan]:
@@ -233,9 +233,9 @@ class Footprint:
             change[storage.death, column] -= number
             self._inputs[column] += number * is_input(storage)
         storages = {storage.name: storage for storage in problem.storages}
-        for spill in plan.spills:
-            column, number = count[spill.name]
-            for step, sign in device_changes(spill, storages[spill.name]):
+        for transfer in plan.transfers:
+            column, number = count[transfer.name]
+            for step, sign in device_changes(transfer, storages[transfer.name]):
                 change[step, column] += sign * number
         self._live = np.cumsum(change, axis=0)[:-1]
         self._users = formulas.users(problem)
@@ -257,7 +257,7 @@ class Footprint:
 
     def is_reserved(self, sizes: Sizes) -> bool:
         """Return True if the buffers for `sizes` are there: smaller sizes use those of larger ones."""
-        return not self.plan.spills or any(
+        return not self.plan.transfers or any(
             all(size <= known for size, known in zip(sizes, most, strict=True)) for most in self._reserved
         )
 

@@ -68,19 +68,19 @@ class PlannedLowering:
         known, problem, plan = candidate.analysis, candidate.problem, candidate.plan
         capture, request, device = known.capture, self._request, self._source.device
         verify_plan(problem, plan)
-        planned = bool(plan.spills or plan.recomputed or plan.resident)
+        planned = bool(plan.transfers or plan.recomputed or plan.resident)
         if planned:
             avoid_fragmentation(device)
-        if plan.spills or plan.resident:
+        if plan.transfers or plan.resident:
             engine = reserve(self._source, plan)
-            engine.reserve_gradients([s.nbytes for s in plan.spills if s.kind is TransferKind.STORE])
+            engine.reserve_gradients([s.nbytes for s in plan.transfers if s.kind is TransferKind.STORE])
             in_registers = insert_transfers(capture, known.storages, plan, known.registers, engine=engine.id)
             verify_graphs(*at_hints(candidate.formulas, problem, plan), capture, in_registers, known.in_place)
         drop_pause(capture)
         self._listings = tuple(list_graph(graph, phase) for graph, phase in capture.phases)
         timed = request.compares or (request.may_learn and candidate.correction.forecast == Scales())
         # Offloaded parameters come when their optimizer is done with them: that is not the graphs' time.
-        timed = timed and planned and not request.homes
+        timed = timed and planned and not request.offloaded
         donated = _offloaded_inputs(problem, plan, capture)
         self._written = WrittenPlan(donated=donated, clock=PhaseClock(device) if timed else None)
         self._candidate = candidate
@@ -182,5 +182,5 @@ def _footprint(candidate: Candidate, plan: Plan) -> Footprint | None:
 def _offloaded_inputs(problem: Problem, plan: Plan, capture: RegionGraphs) -> frozenset[int]:
     """Return the positions of the donated inputs that are offloaded."""
     donated = {storage.name for storage in problem.storages if storage.caller_frees_at}
-    offloaded = donated & {spill.name for spill in plan.spills}
+    offloaded = donated & {transfer.name for transfer in plan.transfers}
     return frozenset(index for index, node in enumerate(placeholders(capture.forward)) if node.name in offloaded)

@@ -32,18 +32,20 @@ log = logging.getLogger("tencache_fx")
 class Region:
     """The function that torch calls: `current` is how the region runs now, `monitors` are why that may change.
 
-    `homes` are the offloaded parameters among the `inputs`, by position; another module may have others.
+    `offloaded` are the offloaded parameters among the `inputs`, by position; another module may have others.
     """
 
-    def __init__(self, source: RegionSource, inputs: Sequence[Any], homes: Mapping[int, OffloadedParameter]) -> None:
+    def __init__(
+        self, source: RegionSource, inputs: Sequence[Any], offloaded: Mapping[int, OffloadedParameter]
+    ) -> None:
         self.index, self.device = source.index, source.device
         self.boundary_memory = BoundaryMemory(source.index, source.device, source.options.device_budget)
         self.donated_inputs = DonatedInputs(inputs)
         self.recalibrator = Recalibrator(source.index, enabled=source.options.calibrate)
-        self._source, self._homes = source, homes
+        self._source, self._offloaded = source, offloaded
         self._check = BudgetCheck(source)
         self._calls = CallTimes()
-        self.current = self._compile(inputs, homes, None)
+        self.current = self._compile(inputs, offloaded, None)
 
     @property
     def record(self) -> RegionRecord | None:
@@ -68,27 +70,27 @@ class Region:
         if are_faked(args):
             return self._run_fakes(args)
         self._calls.note()
-        homes = find_all_offloaded(args, self.device)
-        if homes and torch.is_grad_enabled():
-            check_updates_in_backward(homes.values())
-        if homes.keys() != self._homes.keys():
-            self._plan_for_parameters(args, homes)
-        self._homes, placed = homes, self.current
-        placed.placement.apply(homes)
+        offloaded = find_all_offloaded(args, self.device)
+        if offloaded and torch.is_grad_enabled():
+            check_updates_in_backward(offloaded.values())
+        if offloaded.keys() != self._offloaded.keys():
+            self._plan_for_parameters(args, offloaded)
+        self._offloaded, placed = offloaded, self.current
+        placed.placement.apply(offloaded)
         if self.current.footprint is not None:
             self._review(self.current.footprint.formulas, args)
         current = self.current
         if current is not placed:
-            current.placement.apply(homes)
+            current.placement.apply(offloaded)
         names = current.placement.names
-        staying = [home for index, home in homes.items() if names[index] in current.placement.staying]
-        written = [home.device_version for home in staying]
+        staying = [each for index, each in offloaded.items() if names[index] in current.placement.staying]
+        written = [each.device_version for each in staying]
         results = current.run(*args)
-        for home, before in zip(staying, written, strict=True):
-            if home.device_version != before:  # by the region
-                home.write_back()
-        if homes and torch.is_grad_enabled():
-            follow(self.device, results, {names[index]: home for index, home in homes.items()})
+        for each, before in zip(staying, written, strict=True):
+            if each.device_version != before:  # by the region
+                each.write_back()
+        if offloaded and torch.is_grad_enabled():
+            follow(self.device, results, {names[index]: each for index, each in offloaded.items()})
         return results
 
     def measured(self) -> dict[str, int | None]:
@@ -146,31 +148,31 @@ class Region:
         largest = tuple(map(max, sizes, formulas.planned))
         for planned in dict.fromkeys((largest, sizes)):
             try:
-                self.current = self._compile_between_steps(self._homes, (sizes, planned))
+                self.current = self._compile_between_steps(self._offloaded, (sizes, planned))
                 return
             except BudgetError as error:
                 if planned == sizes:
                     raise BudgetError(f"region {self.index}{at}: {error}") from error
 
-    def _plan_for_parameters(self, args: Sequence[Any], homes: Mapping[int, OffloadedParameter]) -> None:
+    def _plan_for_parameters(self, args: Sequence[Any], offloaded: Mapping[int, OffloadedParameter]) -> None:
         """Compile again, because other parameters than before are offloaded; if that fails, all stays as it was."""
-        log.info("region %d: %d of its parameters are offloaded; planning again", self.index, len(homes))
+        log.info("region %d: %d of its parameters are offloaded; planning again", self.index, len(offloaded))
         footprint = self.current.footprint
         sizes = None if footprint is None else (footprint.formulas.read(args), footprint.formulas.planned)
-        self.current = self._compile_between_steps(homes, sizes)
+        self.current = self._compile_between_steps(offloaded, sizes)
 
     def _compile_between_steps(
-        self, homes: Mapping[int, OffloadedParameter], sizes: tuple[Sizes, Sizes] | None
+        self, offloaded: Mapping[int, OffloadedParameter], sizes: tuple[Sizes, Sizes] | None
     ) -> CompiledRegion:
         """Compile again as the region runs; whoever calls it sees nothing of that."""
         with torch._guards.tracing(self._source.context), unchanged(self.device):
-            return self._compile(self._source.fakes(), homes, sizes)  # the first batch is not kept alive for this
+            return self._compile(self._source.fakes(), offloaded, sizes)  # the first batch is not kept alive for this
 
     def _compile(
-        self, inputs: Sequence[Any], homes: Mapping[int, OffloadedParameter], sizes: tuple[Sizes, Sizes] | None
+        self, inputs: Sequence[Any], offloaded: Mapping[int, OffloadedParameter], sizes: tuple[Sizes, Sizes] | None
     ) -> CompiledRegion:
         request = Request(
-            homes=homes,
+            offloaded=offloaded,
             sizes=sizes,
             donated=self.donated_inputs.positions,
             boundary_bytes=self.boundary_memory.wanted_bytes,

@@ -67,7 +67,7 @@ class StatedProblem:
         problem = replace(
             problem,
             external_bytes=problem.external_bytes + results_bytes + self.unforeseen_bytes,
-            between_bytes=reserved.get(Reservation.BOUNDARY, 0),
+            boundary_bytes=reserved.get(Reservation.BOUNDARY, 0),
         )
         if budgets.device_bytes is None or not (drift_bytes := reserved.get(Reservation.DRIFT, 0)):
             return problem

@@ -29,19 +29,19 @@ def show_summary(problem: Problem, plan: Plan, captured: Problem, code_peak_byte
     forecast, budgets = plan.forecast, problem.budgets
     over = forecast.makespan_ns / max(1, forecast.ideal_ns)
     device_budget = "no limit" if budgets.device_bytes is None else format_bytes(budgets.device_bytes)
-    between = format_bytes(problem.between_bytes)
-    transfers = {tier: [spill for spill in plan.spills if spill.tier is tier] for tier in (Tier.HOST, Tier.NVME)}
+    between = format_bytes(problem.boundary_bytes)
+    by_tier = {tier: [each for each in plan.transfers if each.tier is tier] for tier in (Tier.HOST, Tier.NVME)}
     rows = [
         ("policy", plan.policy),
         ("steps", f"{len(problem.ops)}, backward from {problem.boundary}"),
         ("device budget", f"{device_budget}, of it held outside the region {format_bytes(problem.external_bytes)}"),
-        *((("held between graphs", f"{between}, by others"),) if problem.between_bytes else ()),
+        *((("held between graphs", f"{between}, by others"),) if problem.boundary_bytes else ()),
         ("device peak", f"{format_bytes(forecast.peak_bytes)} at {_step_name(problem, forecast.peak_step)}"),
         *(() if code_peak_bytes is None else (("held by the code", format_bytes(code_peak_bytes)),)),
         ("device floor", format_bytes(forecast.floor_bytes)),
         ("host", f"{format_bytes(forecast.host_bytes)} of {format_bytes(budgets.host_bytes)}"),
         ("disk", f"{format_bytes(forecast.disk_bytes)} of {format_bytes(budgets.disk_bytes)}"),
-        *((f"spilled to {tier}", _count_and_bytes(spills)) for tier, spills in transfers.items()),
+        *((f"spilled to {tier}", _count_and_bytes(moved)) for tier, moved in by_tier.items()),
         ("recomputed", _recomputed(plan, captured)),
         ("time", f"{format_ns(forecast.makespan_ns)}, {over:.3f} of the {format_ns(forecast.ideal_ns)} without limits"),
         ("lower bound", format_ns(forecast.lower_bound_ns)),
@@ -58,15 +58,15 @@ def show_summary(problem: Problem, plan: Plan, captured: Problem, code_peak_byte
 
 def show_tensors(problem: Problem, plan: Plan) -> str:
     """Return one row per storage, largest first: what it is, how long it lives, where it spends that time."""
-    spills = {spill.name: spill for spill in plan.spills}
+    transfers = {transfer.name: transfer for transfer in plan.transfers}
     again = set(plan.recomputed)
     rows = []
     for storage in sorted(problem.storages, key=lambda s: (-s.nbytes, s.name)):
-        spill = spills.get(storage.name)
-        steps = () if spill is None else spill.steps
-        indent = ("", "") if spill is not None and spill.out is None else ()  # a load has no offload
+        transfer = transfers.get(storage.name)
+        steps = () if transfer is None else transfer.steps
+        indent = ("", "") if transfer is not None and transfer.out is None else ()  # a load has no offload
         kept = "recompute" if storage.name in again else "keep"
-        decision = kept if spill is None else f"spill to {spill.tier}"
+        decision = kept if transfer is None else f"spill to {transfer.tier}"
         life = f"[{storage.birth}, {storage.death})"
         times = (_step_name(problem, step) for step in steps)
         rows.append((storage.name, _size(storage), storage.kind, life, decision, *indent, *times))
@@ -122,7 +122,7 @@ def _fit_sentence(fit: "Fit") -> str:
     budget = "no limit" if fit.device_budget_bytes is None else format_bytes(fit.device_budget_bytes)
     if fit.fits and not fit.needs_offloading:
         return (
-            f"It fits, and needs no homes: with gradients and AdamW's state it takes "
+            f"It fits, and needs no offloading: with gradients and AdamW's state it takes "
             f"{format_bytes(fit.all_on_device_bytes)} on the device (budget: {budget}); leave offload() out."
         )
     if fit.fits:
@@ -270,8 +270,8 @@ def _size(storage: Storage) -> str:
     return format_bytes(storage.nbytes) + (f" = {storage.formula}" if storage.formula else "")
 
 
-def _count_and_bytes(spills: Sequence[Transfer]) -> str:
-    return f"{len(spills)}, {format_bytes(sum(spill.nbytes for spill in spills))}"
+def _count_and_bytes(transfers: Sequence[Transfer]) -> str:
+    return f"{len(transfers)}, {format_bytes(sum(transfer.nbytes for transfer in transfers))}"
 
 
 def _recomputed(plan: Plan, captured: Problem) -> str:

@@ -14,7 +14,7 @@ from tencache_fx.runtime.streams import Event, Streams
 class Use(StrEnum):
     """What a buffer is for."""
 
-    TRIP = "offloaded tensors"
+    SWAP = "offloaded tensors"
     STAGING = "staging"
     ROUND = "optimizer steps"
     PARAMETER = "offloaded parameters"

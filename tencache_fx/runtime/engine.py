@@ -5,8 +5,8 @@
     prefetch  allocate on compute; copy in, behind the allocation and the copy out; from disk, a worker reads first
     wait      compute waits for the copy in
 
-Lanes wait only for copies issued earlier, so they never deadlock. `trips.py` says who releases what. Offloaded
-parameters and their gradients have ops of their own, in `model_state`, which attaches itself to the engine.
+Lanes wait only for copies issued earlier, so they never deadlock. `transfer_lifecycle.py` says who releases what.
+Offloaded parameters and their gradients have ops of their own, in `model_state`, which attaches itself to the engine.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.stats import Stats
 from tencache_fx.runtime.store import Store
 from tencache_fx.runtime.streams import Streams, open_streams
+from tencache_fx.runtime.transfer_lifecycle import TransferLifecycle
 from tencache_fx.runtime.transfers import Layout, Stage, new_token, raw_bytes
-from tencache_fx.runtime.trips import TripLifecycle
 
 
 class Attachment(Protocol):
@@ -49,9 +49,9 @@ class Attachment(Protocol):
 class Engine:
     """Owns pool, streams, store and the transfers under way. Thread-safe; autograd calls it from its own threads.
 
-    `stats.take()` adds these gauges to the counters: `host_lent_bytes` (in use), `host_high_water_bytes` (its maximum),
-    `host_pool_bytes`, `host_waste_bytes` (allocated, but not asked for at the high water), `disk_bytes` (allocated),
-    `disk_lent_bytes`, `trips` (under way).
+    `stats.take()` adds these gauges to the counters: `host_acquired_bytes` (in use), `host_high_water_bytes` (its
+    maximum), `host_pool_bytes`, `host_waste_bytes` (allocated, but not asked for at the high water), `disk_bytes`
+    (allocated), `disk_acquired_bytes`, `transfers` (under way).
     """
 
     id: int = -1
@@ -76,9 +76,9 @@ class Engine:
         self.pool = Pool(self.streams, host_budget_bytes)
         self.stats = Stats(self._gauges)
         self.object_buffers = ObjectBuffers(self.pool, self.streams)
-        self.trips = TripLifecycle(self.pool, self.streams, self.stats)
-        self._lock = self.trips.lock
-        self._table = self.trips.table
+        self.transfers = TransferLifecycle(self.pool, self.streams, self.stats)
+        self._lock = self.transfers.lock
+        self._table = self.transfers.table
         self._closed = False
         self._pid = os.getpid()
         if spill_dirs:
@@ -87,7 +87,7 @@ class Engine:
     @property
     def store(self) -> Store | None:
         """Return the spill store, if there is one."""
-        return self.trips.store
+        return self.transfers.store
 
     @property
     def closed(self) -> bool:
@@ -104,7 +104,7 @@ class Engine:
         if self.store is not None:
             names = ", ".join(str(path) for path in self.store.directories)
             raise OptionError(f"the engine of {self.device} spills to {names} already.")
-        self.trips.store = store
+        self.transfers.store = store
 
     def resize_host_budget(self, budget_bytes: int) -> None:
         """Set the most bytes of host memory; raises `OptionError`, and changes nothing, when more is in use."""
@@ -119,10 +119,10 @@ class Engine:
         """
         self.object_buffers.wait()
         self.enter()
-        self.trips.reserve(pool, Use.TRIP)
-        self.trips.reserve(staging, Use.STAGING)
+        self.transfers.reserve(pool, Use.SWAP)
+        self.transfers.reserve(staging, Use.STAGING)
         if disk_bytes:
-            self.trips.need_store().reserve(disk_bytes)
+            self.transfers.need_store().reserve(disk_bytes)
 
     def reserve_gradients(self, sizes: Sequence[int]) -> None:
         """Set room aside for each gradient of these sizes in bytes; raises `BudgetError` when that cannot be."""
@@ -142,17 +142,17 @@ class Engine:
         with named_range("offload", label), contextlib.ExitStack() as undo:
             extent = None
             if tier is Tier.NVME:
-                store = self.trips.need_store()
+                store = self.transfers.need_store()
                 extent = store.allocate(layout.nbytes, label)
                 undo.callback(store.free, extent)
             buffer = self._acquire(layout.nbytes, tier, label)
             undo.callback(self.pool.release, buffer)
             with self._lock:
                 self.check_open()
-                transfer = self.trips.begin(src, layout, label, tier, buffer)
+                transfer = self.transfers.begin(src, layout, label, tier, buffer)
                 transfer.extent = extent
                 if extent is not None:
-                    self.trips.start_write(transfer, buffer, extent)
+                    self.transfers.start_write(transfer, buffer, extent)
                 undo.pop_all()
                 handle = self._table.add(transfer)
         self.stats.add(offloads=1, d2h_bytes=layout.nbytes)
@@ -188,7 +188,7 @@ class Engine:
             with named_range("prefetch", transfer.label):
                 dst = transfer.layout.empty()
                 allocated = self.streams.record_compute()
-                self.trips.start_copy_in(transfer, dst, allocated)
+                self.transfers.start_copy_in(transfer, dst, allocated)
                 transfer.stage = Stage.PREFETCHING
                 ticket = self._table.ticket(transfer)
         self.stats.add(prefetches=1, h2d_bytes=transfer.layout.nbytes)
@@ -202,10 +202,10 @@ class Engine:
         self.enter()
         with self._lock:
             transfer = self._table.find(ticket, "wait for")
-            ready = self.trips.arrived(transfer)
+            ready = self.transfers.arrived(transfer)
         with named_range("wait", transfer.label):
             reading = self.streams.watch() if transfer.read is not None and not ready else None
-            self.trips.finish_read(transfer)
+            self.transfers.finish_read(transfer)
             with self._lock:
                 if transfer.stage is not Stage.PREFETCHING:
                     raise UsageError(transfer.refusal())
@@ -240,12 +240,12 @@ class Engine:
             if self.store is not None:
                 steps.callback(self.store.close)
             steps.callback(self.pool.close)
-            steps.callback(self.trips.forget)
+            steps.callback(self.transfers.forget)
             steps.callback(self.object_buffers.forget)
             if self.attachment is not None:
                 steps.callback(self.attachment.forget)
             steps.callback(self.streams.close)
-            steps.callback(self.trips.stop)
+            steps.callback(self.transfers.stop)
             steps.callback(self.pool.stop)
             if self.attachment is not None:
                 steps.callback(self.attachment.stop, at_exit=at_exit)
@@ -253,14 +253,14 @@ class Engine:
     def enter(self) -> None:
         """Begin a call: release what dead objects owned. Raises `TencacheError` for a closed engine."""
         self.check_open()
-        self.trips.drain()
+        self.transfers.drain()
         self.object_buffers.drain()
 
     def _acquire(self, nbytes: int, tier: Tier, label: str) -> Buffer:
         if tier is Tier.HOST:
-            return self.trips.acquire(nbytes, Use.TRIP, label)
+            return self.transfers.acquire(nbytes, Use.SWAP, label)
         watch = self.streams.watch()
-        buffer = self.trips.acquire(nbytes, Use.STAGING, label)
+        buffer = self.transfers.acquire(nbytes, Use.STAGING, label)
         watch.stop()
         self.stats.add_stall(watch, "stall_out_ns")
         return buffer
@@ -277,17 +277,17 @@ class Engine:
 
     def _gauges(self) -> dict[str, int]:
         if not self._closed and not self.inherited:
-            self.trips.drain()
+            self.transfers.drain()
             self.object_buffers.drain()
         pool, store = self.pool, self.store
         return {
-            "host_lent_bytes": pool.lent_bytes,
+            "host_acquired_bytes": pool.acquired_bytes,
             "host_high_water_bytes": pool.high_water_bytes,
             "host_pool_bytes": pool.allocated_bytes,
             "host_waste_bytes": max(0, pool.allocated_bytes - pool.high_water_requested_bytes),
             "disk_bytes": 0 if store is None else store.file_bytes,
-            "disk_lent_bytes": 0 if store is None else store.lent_bytes,
-            "trips": len(self._table),
+            "disk_acquired_bytes": 0 if store is None else store.acquired_bytes,
+            "transfers": len(self._table),
         }
 
 

@@ -124,11 +124,11 @@ class Usage:
     """
 
     host_bytes: int = 0
-    host_lent_bytes: int = 0
-    gradient_lent_bytes: int = 0
-    state_lent_bytes: int = 0
+    host_acquired_bytes: int = 0
+    gradient_acquired_bytes: int = 0
+    state_acquired_bytes: int = 0
     disk_bytes: int = 0
-    disk_lent_bytes: int = 0
+    disk_acquired_bytes: int = 0
 
 
 def usage(device: torch.device) -> Usage:
@@ -139,11 +139,11 @@ def usage(device: torch.device) -> Usage:
     pool, store = engine.pool, engine.store
     return Usage(
         host_bytes=pool.allocated_bytes,
-        host_lent_bytes=pool.lent_bytes,
-        gradient_lent_bytes=pool.lent_for(Use.GRADIENT),
-        state_lent_bytes=pool.lent_for(Use.STATE),
+        host_acquired_bytes=pool.acquired_bytes,
+        gradient_acquired_bytes=pool.acquired_for(Use.GRADIENT),
+        state_acquired_bytes=pool.acquired_for(Use.STATE),
         disk_bytes=0 if store is None else store.file_bytes,
-        disk_lent_bytes=0 if store is None else store.lent_bytes,
+        disk_acquired_bytes=0 if store is None else store.acquired_bytes,
     )
 
 

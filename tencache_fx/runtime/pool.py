@@ -4,7 +4,7 @@
 plan, which knows the largest number that is ever acquired at once. Two *uses* never share a buffer, so that transfers
 to disk, which can fall behind, cannot starve those to host memory, whose number the plan fixed:
 
-    Use.TRIP       holds a value while it is offloaded to host memory
+    Use.SWAP       holds a value while it is offloaded to host memory
     Use.STAGING    holds a value only while it is copied to or from disk; `acquire` may have to wait for one
     Use.ROUND      holds a piece of the tensors that an optimizer updates on the host, during its step
     Use.PARAMETER  holds an offloaded parameter
@@ -60,7 +60,7 @@ class Pool:
         self._warned = False
         self._closed = False
         self.allocated_bytes = 0
-        self.lent_bytes = 0
+        self.acquired_bytes = 0
         self.requested_bytes = 0
         self.high_water_bytes = 0
         self.high_water_requested_bytes = 0
@@ -70,7 +70,7 @@ class Pool:
         """Return the most bytes that buffers may take together."""
         return self._budget_bytes
 
-    def lent_for(self, use: Use) -> int:
+    def acquired_for(self, use: Use) -> int:
         """Return the bytes of the buffers acquired for `use`."""
         with self._cond:
             every = itertools.chain(self._buffers, self._suballocator.parts())
@@ -161,7 +161,7 @@ class Pool:
                     raise BudgetError(
                         f"no pinned buffer of {nbytes} bytes is free for {use}, and the host budget of "
                         f"{self._budget_bytes} bytes has {self._budget_bytes - self.allocated_bytes} left "
-                        f"({self.lent_bytes} in use); raise host_budget."
+                        f"({self.acquired_bytes} in use); raise host_budget."
                     )
                 self._cond.wait(_POLL_S)
         raise TencacheError("the engine was closed while a copy waited for a pinned buffer.")
@@ -186,7 +186,7 @@ class Pool:
             buffer.after += after
             if buffer.holders:
                 return
-            self.lent_bytes -= buffer.nbytes
+            self.acquired_bytes -= buffer.nbytes
             self.requested_bytes -= buffer.requested_bytes
             buffer.stuck = False
             self._returns += 1
@@ -204,7 +204,7 @@ class Pool:
                 return
             assert buffer.block is None, "a part is released to its block"
             buffer.holders = 0
-            self.lent_bytes -= buffer.nbytes
+            self.acquired_bytes -= buffer.nbytes
             self.requested_bytes -= buffer.requested_bytes
             self._returns += 1
             self._unmap(buffer)
@@ -270,7 +270,7 @@ class Pool:
         a new one. Without `grow`, only buffers that are reserved are new.
         """
         size = round_up(max(1, nbytes), PAGE_BYTES)
-        roomy = size * _ROOMY if use in (Use.TRIP, Use.GRADIENT) else self._budget_bytes
+        roomy = size * _ROOMY if use in (Use.SWAP, Use.GRADIENT) else self._budget_bytes
         short = self._short_class(size, use)
         if buffer := self._free.take(nbytes, use, short or roomy):
             return buffer
@@ -308,7 +308,7 @@ class Pool:
         """Return a part of a transfer buffer: of an open one, else of an idle one, else of one that will be idle."""
         if part := self._suballocator.place(size):
             return part
-        free = [self._free.of(Use.TRIP, each) for each in reversed(self._free.sizes(Use.TRIP, size))]
+        free = [self._free.of(Use.SWAP, each) for each in reversed(self._free.sizes(Use.SWAP, size))]
         blocks = itertools.chain((b for each in free for b in each if b.idle), (each[0] for each in free if each))
         if (block := next(filter(self._may_open, blocks), None)) is None:
             return None
@@ -339,10 +339,10 @@ class Pool:
             key = buffer.use, buffer.nbytes
             acquired = self._counts[key] - self._suballocator.opened[key] - len(self._free.of(*key))
             self._most[key] = max(self._most[key], acquired)
-        self.lent_bytes += buffer.nbytes
+        self.acquired_bytes += buffer.nbytes
         self.requested_bytes += nbytes
-        if self.lent_bytes > self.high_water_bytes:
-            self.high_water_bytes = self.lent_bytes
+        if self.acquired_bytes > self.high_water_bytes:
+            self.high_water_bytes = self.acquired_bytes
             self.high_water_requested_bytes = self.requested_bytes
         return buffer
 

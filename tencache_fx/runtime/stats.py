@@ -4,6 +4,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 from tencache_fx.runtime.streams import Watch
 
@@ -25,6 +26,20 @@ _COUNTERS = (
     "update_ns",
     "device_updates",
 )
+
+
+_RENAMED = {
+    "trips": "transfers",
+    "host_lent_bytes": "host_acquired_bytes",
+    "disk_lent_bytes": "disk_acquired_bytes",
+}
+
+
+class Counts(dict[str, int | float]):
+    """Figures by name. One that has a new name is refused with it."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise KeyError(f"{name} has a new name: {_RENAMED[name]}" if name in _RENAMED else name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +73,7 @@ class Stats:
             self._stalls.append(_Stall(watch, counter, wanted_bytes))
             self._resolve()
 
-    def take(self) -> dict[str, int | float]:
+    def take(self) -> Counts:
         """Return the counters since the last call, and the gauges; never waits for the device.
 
         Counters: `offloads`, `prefetches`, `dropped` (released without a backward), `d2h_bytes`, `h2d_bytes`,
@@ -77,7 +92,7 @@ class Stats:
         values: dict[str, int | float] = {name: counts[name] for name in _COUNTERS}
         values["stall_ns"] = counts["stall_out_ns"] + counts["stall_in_ns"]
         values["hit_rate"] = counts["hit_bytes"] / counts["wanted_bytes"] if counts["wanted_bytes"] else 1.0
-        return {**values, **gauges}
+        return Counts({**values, **gauges})
 
     def _resolve(self) -> None:
         while self._stalls:

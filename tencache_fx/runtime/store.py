@@ -114,7 +114,7 @@ class Store:
         self.checksum = checksum
         self.written_bytes = 0
         self.read_bytes = 0
-        self.lent_bytes = 0
+        self.acquired_bytes = 0
         self._block_bytes = block_bytes
         self._io = FileIO() if io is None else io
         self._lock = threading.Lock()
@@ -176,7 +176,7 @@ class Store:
             if budget_bytes < self.file_bytes:
                 raise OptionError(
                     f"spill_budget {budget_bytes} bytes is below the {self.file_bytes} bytes that the spill files have "
-                    f"({self.lent_bytes} in use); give as much, or call tencache_fx.close() first."
+                    f"({self.acquired_bytes} in use); give as much, or call tencache_fx.close() first."
                 )
             self.budget_bytes = budget_bytes
 
@@ -219,14 +219,14 @@ class Store:
                     raise type(error)(f"{label} ({nbytes} bytes) cannot go to disk: {error}") from error
                 left -= self._take(grown, left, pieces)
             assert left == 0
-            self.lent_bytes += total
+            self.acquired_bytes += total
             return Extent(label=label, nbytes=nbytes, pieces=tuple(pieces))
 
     def free(self, extent: Extent) -> None:
         """Give the room back. No read or write of it may be under way."""
         with self._lock:
             self._put(extent.pieces)
-            self.lent_bytes -= sum(piece.nbytes for piece in extent.pieces)
+            self.acquired_bytes -= sum(piece.nbytes for piece in extent.pieces)
         extent.pieces = ()
 
     def write(self, extent: Extent, view: memoryview) -> None:

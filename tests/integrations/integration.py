@@ -20,5 +20,5 @@ def example(name: str) -> ModuleType:
 
 
 def spilled_bytes() -> int:
-    """Return the bytes of the trips that this test's regions have planned, for each step."""
-    return sum(spill.nbytes for record in tencache_fx.regions() for spill in record.plan.spills)
+    """Return the bytes of the transfers that this test's regions have planned, for each step."""
+    return sum(transfer.nbytes for record in tencache_fx.regions() for transfer in record.plan.transfers)

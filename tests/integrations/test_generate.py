@@ -42,5 +42,5 @@ def test_prefill_and_decode_find_the_same_tokens(kind: str, cache: str) -> None:
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert weights > 2 * BUDGET_BYTES[kind]
     records = tencache_fx.regions()[-2:]  # one for the prompt, one for each token
-    assert all(record.plan.spills and record.plan.forecast.peak_bytes <= BUDGET_BYTES[kind] for record in records)
+    assert all(record.plan.transfers and record.plan.forecast.peak_bytes <= BUDGET_BYTES[kind] for record in records)
     assert tencache_fx.stats()["h2d_bytes"] > weights

@@ -67,7 +67,7 @@ def test_training_is_that_with_all_state_in_memory(tmp_path: Path, dtype: torch.
         on_disk = sum(held.nbytes for held in optimizer._states.values() if held.place is Tier.NVME)
         counts = engine.stats.take()
         assert 5 * on_disk <= counts["disk_read_bytes"] <= 6 * on_disk
-        assert on_disk <= counts["disk_lent_bytes"]
+        assert on_disk <= counts["disk_acquired_bytes"]
     assert engine.pool.allocated_bytes <= HOST_BYTES
 
 
@@ -135,13 +135,13 @@ def test_nothing_is_left_of_an_optimizer_that_is_gone(tmp_path: Path) -> None:
     optimizer = AdamW(model.parameters())
     train(model, compiled(model, **options(tmp_path)), optimizer, range(2))
     optimizer.state_dict()
-    assert engine.stats.take()["disk_lent_bytes"] > 0
+    assert engine.stats.take()["disk_acquired_bytes"] > 0
     del optimizer
 
     def is_free() -> bool:
         gc.collect()
         parameters_of(engine).disk_line.drain()
-        return engine.stats.take()["disk_lent_bytes"] == 0
+        return engine.stats.take()["disk_acquired_bytes"] == 0
 
     assert eventually(is_free)
     assert list(tmp_path.iterdir()) == []
@@ -173,8 +173,8 @@ def test_a_kept_piece_is_read_and_updated_again_while_it_is_written(tmp_path: Pa
     assert torch.equal(found["a"], torch.full_like(parameter, 12))
     assert torch.equal(found["b"], torch.full_like(parameter, 2.0**12, dtype=torch.bfloat16))
     assert engine.stats.take()["disk_write_failures"] >= 2
-    lent = engine.pool.lent_for(Use.STATE)
-    assert lent <= (5 + sum(piece.kept is not None for piece in state.pieces)) * BUFFER_BYTES
+    acquired = engine.pool.acquired_for(Use.STATE)
+    assert acquired <= (5 + sum(piece.kept is not None for piece in state.pieces)) * BUFFER_BYTES
 
 
 def test_a_copy_of_an_optimizer_has_what_is_on_disk(tmp_path: Path) -> None:

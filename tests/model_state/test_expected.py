@@ -89,7 +89,7 @@ def test_nothing_is_expected_of_what_is_not_torchs_or_has_other_state(expected: 
     del kept
 
 
-def test_parameters_at_home_have_their_own_account(expected: Callable[[], int]) -> None:
+def test_offloaded_parameters_have_their_own_account(expected: Callable[[], int]) -> None:
     model = tencache_fx.offload(nn.Linear(200, 200, bias=False), "cpu")
     optimizer = torch.optim.AdamW(model.parameters())
     assert expected() == 0

@@ -193,10 +193,10 @@ def test_an_addition_keeps_what_it_needs(engine: Engine, gate: Gate) -> None:
     gradient = send_to_host(engine, numbers(0))
     gradient.add_(send_to_host(engine, numbers(1)))
     others = [send_to_host(engine, numbers(seed)) for seed in range(2, 6)]
-    lent = engine.stats.take()["host_lent_bytes"]
+    acquired = engine.stats.take()["host_acquired_bytes"]
     gate.opened.set()
     torch.testing.assert_close(gradient.clone(), numbers(0) + numbers(1))
-    assert engine.stats.take()["host_lent_bytes"] == lent * 5 // 6
+    assert engine.stats.take()["host_acquired_bytes"] == acquired * 5 // 6
     for seed, other in enumerate(others, start=2):
         assert torch.equal(other.clone(), numbers(seed))
 
@@ -205,7 +205,7 @@ def test_an_addition_outlives_its_gradient(engine: Engine, gate: Gate) -> None:
     gradient = send_to_host(engine, numbers(0))
     gradient.add_(send_to_host(engine, numbers(1)))
     del gradient
-    assert engine.stats.take()["host_lent_bytes"] > 0
+    assert engine.stats.take()["host_acquired_bytes"] > 0
     gate.opened.set()
 
 

@@ -80,7 +80,7 @@ def test_inductor_trains_it_the_same() -> None:
         found.append(train(model, run, AdamW(model.parameters()), range(4)))
         if home:
             record = regions()[-1]
-            assert {spill.kind for spill in record.plan.spills} >= {TransferKind.LOAD, TransferKind.STORE}
+            assert {transfer.kind for transfer in record.plan.transfers} >= {TransferKind.LOAD, TransferKind.STORE}
     torch.testing.assert_close(found[1], found[0])
 
 
@@ -163,8 +163,8 @@ def test_inference_streams_parameters() -> None:
         record = regions()[-1]
         for step in range(3):
             assert torch.equal(run(batch(step)), plain(batch(step)))
-    assert any(spill.kind is TransferKind.LOAD for spill in record.plan.spills)
-    assert not any(spill.kind is TransferKind.STORE for spill in record.plan.spills)
+    assert any(transfer.kind is TransferKind.LOAD for transfer in record.plan.transfers)
+    assert not any(transfer.kind is TransferKind.STORE for transfer in record.plan.transfers)
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_a_graph_that_serves_several_modules_fetches_each_ones_own() -> None:
     torch.testing.assert_close(train(model, model, AdamW(model.parameters()), range(3)), expected)
 
 
-def test_a_model_that_gets_homes_after_it_has_run_is_planned_anew() -> None:
+def test_a_model_that_gets_offloaded_parameters_after_it_has_run_is_planned_anew() -> None:
     losses, _ = trained(home=False, dtype=torch.float32, steps=4)
     model = network()
     run, optimizer = compiled(model, ROOMY), AdamW(model.parameters(), weight_decay=0.1)
@@ -186,7 +186,7 @@ def test_a_model_that_gets_homes_after_it_has_run_is_planned_anew() -> None:
 
 
 @pytest.mark.slow
-def test_homes_that_leave_no_plan_are_refused_at_each_call() -> None:
+def test_offloaded_parameters_that_leave_no_plan_are_refused_at_each_call() -> None:
     model = network()
     run = compiled(model, "2MB", host_budget="1MiB")  # the homes fit, and gradients beside them do not
     run(batch(0)).sum().backward()
@@ -232,8 +232,8 @@ def test_a_device_below_the_floor_is_refused() -> None:
         compiled(model, "150kB")(batch(0))
 
 
-def home_gradient() -> tuple[nn.Parameter, Tensor]:
-    """A gradient at home, and the same one on the device."""
+def host_gradient() -> tuple[nn.Parameter, Tensor]:
+    """A gradient in host memory, and the same one on the device."""
     torch.manual_seed(1)
     model = nn.Linear(HIDDEN, HIDDEN)
     plain = nn.Linear(HIDDEN, HIDDEN)
@@ -245,8 +245,8 @@ def home_gradient() -> tuple[nn.Parameter, Tensor]:
     return model.weight, plain.weight.grad
 
 
-def test_a_gradient_at_home_is_like_any_other() -> None:
-    parameter, expected = home_gradient()
+def test_a_gradient_in_host_memory_is_like_any_other() -> None:
+    parameter, expected = host_gradient()
     gradient = parameter.grad
     assert isinstance(gradient, HostGradient)
     assert "in host memory" in repr(gradient)
@@ -262,10 +262,10 @@ def test_a_gradient_at_home_is_like_any_other() -> None:
     gradient.zero_()
     assert gradient.norm() == 0
     (engine,) = engines()
-    lent = engine.stats.take()["host_lent_bytes"]
+    acquired = engine.stats.take()["host_acquired_bytes"]
     del gradient
     parameter.grad = None
-    assert engine.stats.take()["host_lent_bytes"] == lent - parameter.numel() * 4
+    assert engine.stats.take()["host_acquired_bytes"] == acquired - parameter.numel() * 4
 
 
 def test_a_scaler_skips_a_step_whose_gradients_are_no_numbers() -> None:
@@ -361,8 +361,8 @@ def test_what_reads_a_parameter_that_stays_waits_for_its_late_copy(new_engine: C
     torch.testing.assert_close(weights(model), weights(plain))
 
 
-def test_an_optimizer_that_knows_no_homes_is_refused_unless_parameters_are_summoned() -> None:
-    parameter, gradient = home_gradient()
+def test_an_optimizer_that_does_not_know_offloading_is_refused_unless_parameters_are_summoned() -> None:
+    parameter, gradient = host_gradient()
     optimizer = torch.optim.SGD([parameter], lr=0.5)
     with pytest.raises(UsageError, match="SGD would update weight, which is offloaded to host memory"):
         optimizer.step()
@@ -375,7 +375,7 @@ def test_an_optimizer_that_knows_no_homes_is_refused_unless_parameters_are_summo
 
 
 def test_writes_through_views_of_a_gradient_count() -> None:
-    parameter, expected = home_gradient()
+    parameter, expected = host_gradient()
     parameter.grad[:100] = 0
     parameter.grad.view(-1)[-1] = 7
     expected[:100] = 0

@@ -100,9 +100,9 @@ def test_late_copies_change_nothing() -> None:
 def test_the_peak_is_within_the_budget(budget_mib: int, crowded: bool) -> None:  # noqa: FBT001
     """Weights alone are 256 MiB. In the first step the region does not know of the loss."""
     train(f"{budget_mib}MiB", steps=7, known_after=3, crowded_bytes=budget_mib * MIB if crowded else 0)
-    assert regions()[-1].plan.spills
+    assert regions()[-1].plan.transfers
     assert torch.cuda.max_memory_allocated() <= budget_mib * MIB
-    assert regions()[-1].problem.between_bytes or not crowded
+    assert regions()[-1].problem.boundary_bytes or not crowded
 
 
 class Remembering(nn.Module):

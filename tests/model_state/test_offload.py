@@ -184,7 +184,7 @@ def test_what_a_frozen_model_trains_stays_with_all_that_belongs_to_it(
     torch.compiler.reset()
 
 
-def test_what_is_trained_has_a_home_if_it_is_more_than_a_few() -> None:
+def test_what_is_trained_is_offloaded_if_it_is_more_than_a_few() -> None:
     model = tencache_fx.offload(adapted(HIDDEN + 8), "cpu")
     assert len(parameters_of(engines()[0])) == 32
     assert not find_offloaded(model[1].weight).on_device

@@ -1,4 +1,4 @@
-"""What training loops do to parameters, gradients and state besides training: at home as with torch's own."""
+"""What training loops do to parameters, gradients and state besides training: offloaded as with torch's own."""
 
 import contextlib
 import gc
@@ -19,7 +19,11 @@ from tencache_fx.optim import AdamW
 from tencache_fx.runtime.engine_registry import engines
 
 WIDTH = 256
-WAYS = ("modules", "1MB", "64MB")  # run by themselves, compiled with weights that travel, and with some that stay
+WAYS = (
+    "modules",
+    "1MB",
+    "64MB",
+)  # run by themselves, compiled with weights that are offloaded, and with some that stay
 Change = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 each_way = pytest.mark.parametrize("way", WAYS)
@@ -219,10 +223,10 @@ def test_what_a_parameter_is_given_stays_its_givers() -> None:
     assert torch.equal(model.state_dict()["0.weight"], expected["0.weight"])
 
 
-def test_a_parameter_of_another_size_gets_another_home() -> None:
+def test_a_parameter_of_another_size_gets_another_host_copy() -> None:
     model = tencache_fx.offload(network())
     (engine,) = engines()
-    before = engine.stats.take()["host_lent_bytes"]
+    before = engine.stats.take()["host_acquired_bytes"]
     with tencache_fx.summon(model):
         model[2].weight.data = torch.ones(2 * WIDTH, WIDTH)
         model[0].weight.data = model[0].weight.data.t()[:, :WIDTH]  # a view of what it has
@@ -232,12 +236,12 @@ def test_a_parameter_of_another_size_gets_another_home() -> None:
     assert home.host.shape == (2 * WIDTH, WIDTH)
     assert torch.equal(model.state_dict()["2.weight"], torch.ones(2 * WIDTH, WIDTH))
     assert torch.equal(model.state_dict()["0.weight"], transposed)
-    assert engine.stats.take()["host_lent_bytes"] == before + WIDTH * WIDTH * 4
+    assert engine.stats.take()["host_acquired_bytes"] == before + WIDTH * WIDTH * 4
     with tencache_fx.summon(model):
         model[2].weight.data = torch.ones(4, WIDTH)  # too small for a home
     assert find_offloaded(model[2].weight) is None
     assert model[2].weight.sum() == 4 * WIDTH
-    assert engine.stats.take()["host_lent_bytes"] == before - WIDTH * WIDTH * 4
+    assert engine.stats.take()["host_acquired_bytes"] == before - WIDTH * WIDTH * 4
 
 
 def test_who_summoned_first_decides() -> None:
@@ -391,7 +395,7 @@ def test_parameters_made_in_inference_mode() -> None:
         assert torch.equal(tencache_fx.offload(model)(torch.ones(8, WIDTH)), expected)
 
 
-def test_what_stays_may_read_what_is_at_home() -> None:
+def test_what_stays_may_read_what_is_offloaded() -> None:
     """The attention's own weight is trained, and stays; that of its child is frozen."""
     model = nn.ModuleList([nn.MultiheadAttention(WIDTH, 4), *(linear() for _ in range(120))]).requires_grad_(False)
     model[0].in_proj_weight.requires_grad_(True)

@@ -308,7 +308,7 @@ READS: dict[str, Callable[[Tensor], object]] = {
 
 @tells
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_whoever_reads_a_parameter_at_home_is_told(read: Callable[[Tensor], object]) -> None:
+def test_whoever_reads_an_offloaded_parameter_is_told(read: Callable[[Tensor], object]) -> None:
     model = tencache_fx.offload(network())
     weight, value = model[1].into.weight, weights(model)["1.into.weight"]
     view = weight.detach()[3:]
@@ -335,13 +335,13 @@ def test_who_reads_is_told_after_steps_too() -> None:
 
 @tells
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_a_model_at_home_that_another_backend_compiles_is_told(backend: str) -> None:
+def test_an_offloaded_model_that_another_backend_compiles_is_told(backend: str) -> None:
     model = tencache_fx.offload(nn.Linear(HIDDEN, HIDDEN))
     with pytest.raises(RuntimeError, match=r"weight " + HINT + r".*backend='tencache'"):
         torch.compile(model, backend=backend)(torch.ones(1, HIDDEN))
 
 
-def test_a_forked_child_has_no_homes_and_is_told() -> None:
+def test_a_forked_child_has_no_offloaded_parameters_and_is_told() -> None:
     model = tencache_fx.offload(network())
     for use in (lambda: model(batch(0)), lambda: tencache_fx.summon(model).__enter__()):
         reads, writes = os.pipe()

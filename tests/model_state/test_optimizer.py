@@ -1,4 +1,4 @@
-"""State at home: the same steps as torch's own AdamW with fp32 master weights, whatever copies do in between."""
+"""State in host memory: the same steps as torch's own AdamW with fp32 master weights, whatever copies do in between."""
 
 import copy
 import io
@@ -376,7 +376,7 @@ def test_a_failing_copy_says_what_was_updated_and_the_next_step_runs(new_engine:
     assert f"Of 5 parameters {sum(counts)} have been updated" in "\n".join(failure.value.__notes__)
     assert counts == sorted(counts, reverse=True)
     assert sum(counts) == 2
-    assert engine.pool.lent_bytes == 0
+    assert engine.pool.acquired_bytes == 0
     optimizer.step()
     assert all(torch.isfinite(p).all() and not torch.equal(p, torch.ones(8)) for p in parameters)
 
@@ -397,7 +397,7 @@ def test_it_trains_a_region_with_a_plan() -> None:
 
     options = {"device_budget": "1.6MB", "compiler": "eager", "calibrate": False}
     planned = run(lambda model: torch.compile(model, backend="tencache", options=options))
-    assert tencache_fx.regions()[-1].plan.spills
+    assert tencache_fx.regions()[-1].plan.transfers
     assert planned == pytest.approx(run(lambda model: model), rel=1e-5)
     assert len(engines()) == 1
 

@@ -1,4 +1,4 @@
-"""Any class that updates each element by itself can be at home; state in bfloat16."""
+"""Any class that updates each element by itself can be in host memory; state in bfloat16."""
 
 import copy
 import io
@@ -55,7 +55,7 @@ class Lion(torch.optim.Optimizer):
 
 @pytest.fixture(autouse=True)
 def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """State in host memory however small a parameter is: on the device the kernel is that of updates at home."""
+    """State in host memory however small a parameter is: on the device the kernel is that of updates in host memory."""
     monkeypatch.setattr(placement, "LEAST_BYTES", 0)
 
 
@@ -146,7 +146,7 @@ def test_steps_are_those_of_the_class(optimizer_class: type[torch.optim.Optimize
         (torch.optim.Adam, {"state_dtype": torch.float16}, "state_dtype is torch.float16; choose"),
     ],
 )
-def test_what_cannot_be_at_home_is_refused(
+def test_what_cannot_be_offloaded_is_refused(
     optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any], message: str
 ) -> None:
     parameter = nn.Parameter(torch.ones(4))
@@ -171,7 +171,7 @@ def test_a_class_that_counts_in_its_group_is_refused() -> None:
     ("make", "now"),
     [(torch.optim.SGD, True), pytest.param(torch.optim.RMSprop, False, marks=pytest.mark.slow)],
 )
-def test_training_with_homes_is_that_without(make: type[torch.optim.Optimizer], now: bool) -> None:  # noqa: FBT001
+def test_training_with_offloading_is_that_without(make: type[torch.optim.Optimizer], now: bool) -> None:  # noqa: FBT001
     options = {"lr": 0.05, "momentum": 0.9}
     plain = network()
     expected = train(plain, compiled(plain, ROOMY), OffloadedOptimizer(plain.parameters(), make, **options), range(4))

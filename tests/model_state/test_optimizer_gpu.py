@@ -1,4 +1,4 @@
-"""State at home for parameters on a CUDA device: the same weights as on the CPU, however late copies are."""
+"""State in host memory for parameters on a CUDA device: the same weights as on the CPU, however late copies are."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Moving or converting a model whose parameters are at home: nothing where it is right, else a clear error."""
+"""Moving or converting a model whose parameters are offloaded: nothing where it is right, else a clear error."""
 
 import copy
 
@@ -24,7 +24,7 @@ def network() -> nn.Module:
         lambda model: model.requires_grad_(requires_grad=False),
     ],
 )
-def test_what_is_there_already_stays_at_home(move) -> None:
+def test_what_is_there_already_stays_offloaded(move) -> None:
     model = tencache_fx.offload(network())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert move(model) is model

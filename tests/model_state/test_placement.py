@@ -8,7 +8,7 @@ import pytest
 import torch
 from faulty_streams import FaultyCpuStreams
 from harness import Block
-from problems import trained_at_home
+from problems import trained_offloaded
 from tied_model import ROOMY, TIGHT, TIGHT_BF16, batch, compiled, network, small_plan, train, trained, weights
 from torch import Tensor, nn
 
@@ -51,7 +51,7 @@ def test_updates_that_stream_through_the_device_are_those_of_the_host(
 
 
 @pytest.mark.parametrize("now", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_with_room_for_it_state_is_on_the_device_and_nothing_travels(now: bool) -> None:  # noqa: FBT001
+def test_with_room_for_it_state_is_on_the_device_and_nothing_is_offloaded(now: bool) -> None:  # noqa: FBT001
     losses, after = trained(home=False, dtype=torch.bfloat16, steps=6)
     model = tencache_fx.offload(network(torch.bfloat16))
     optimizer = AdamW(model.parameters(), weight_decay=0.1, step_in_backward=now)
@@ -59,16 +59,16 @@ def test_with_room_for_it_state_is_on_the_device_and_nothing_travels(now: bool) 
     (engine,) = engines()
     updated = [home for home in parameters_of(engine) if home.parameter.requires_grad]
     assert all(home.updated_on_device for home in updated)
-    assert not engine.pool.lent_for(Use.STATE)
+    assert not engine.pool.acquired_for(Use.STATE)
     record = regions()[-1]
     state_bytes = sum(6 * home.nbytes for home in updated)
     assert record.problem.external_bytes - record.captured.external_bytes == state_bytes
     assert sum(home.device_state_bytes for home in updated) == state_bytes
     saved = {name: value.clone() for name, value in model.state_dict().items()}
-    tight = compiled(model, TIGHT_BF16)  # another region that has no room for it: it goes home, and the run goes on
+    tight = compiled(model, TIGHT_BF16)  # another region that has no room for it: it is evicted, and the run goes on
     assert train(model, tight, optimizer, range(3, 6)) == losses[3:]
     assert not any(home.updated_on_device for home in updated if home.name not in regions()[-1].plan.updated_here)
-    assert engine.pool.lent_for(Use.STATE)
+    assert engine.pool.acquired_for(Use.STATE)
     assert not torch.equal(saved["1.into.weight"], weights(model)["1.into.weight"])
     assert all(torch.equal(value, after[name]) for name, value in weights(model).items())
 
@@ -91,11 +91,11 @@ def test_nothing_of_it_is_on_the_device_between_steps() -> None:
     optimizer.state_dict()
     home_bytes = sum(home.buffer.nbytes for home in homes)
     updated = [home for home in homes if home.parameter.requires_grad]
-    assert engine.pool.lent_for(Use.STATE) == sum(3 * home.nbytes for home in updated)
-    assert engine.stats.take()["host_lent_bytes"] == home_bytes + engine.pool.lent_for(Use.STATE)
+    assert engine.pool.acquired_for(Use.STATE) == sum(3 * home.nbytes for home in updated)
+    assert engine.stats.take()["host_acquired_bytes"] == home_bytes + engine.pool.acquired_for(Use.STATE)
     del optimizer
     gc.collect()
-    assert engine.stats.take()["host_lent_bytes"] == home_bytes
+    assert engine.stats.take()["host_acquired_bytes"] == home_bytes
 
 
 def test_with_room_parameters_stay_and_are_not_copied_in() -> None:
@@ -125,14 +125,16 @@ def test_with_room_parameters_stay_and_are_not_copied_in() -> None:
         (TransferKind.STORE, None, "every-parameter"),
     ],
 )
-def test_each_rule_of_one_way_trips_is_checked(way: TransferKind, change: dict[str, object] | None, rule: str) -> None:
+def test_each_rule_of_one_way_transfers_is_checked(
+    way: TransferKind, change: dict[str, object] | None, rule: str
+) -> None:
     problem, plan = small_plan()
     verify_plan(problem, plan)
-    victim = [spill for spill in plan.spills if spill.kind is way][-1]
-    others = [spill for spill in plan.spills if spill is not victim]
+    victim = [transfer for transfer in plan.transfers if transfer.kind is way][-1]
+    others = [transfer for transfer in plan.transfers if transfer is not victim]
     broken = others if change is None else [*others, replace(victim, **change)]
     with pytest.raises(InvariantError, match=rule):
-        verify_plan(problem, replace(plan, spills=tuple(broken)))
+        verify_plan(problem, replace(plan, transfers=tuple(broken)))
 
 
 def test_a_step_takes_as_long_as_the_host_memory_does() -> None:
@@ -193,7 +195,7 @@ def test_updates_that_run_by_themselves_are_begun_first(monkeypatch: pytest.Monk
     assert 0 < sum(begun) < 6
 
 
-def test_weights_loaded_into_an_ordinary_model_are_taken_over_when_it_gets_homes_again() -> None:
+def test_weights_loaded_into_an_ordinary_model_are_taken_over_when_it_gets_offloaded_parameters_again() -> None:
     model = tencache_fx.offload(nn.Sequential(nn.Linear(192, 192)))
     optimizer = AdamW(model.parameters(), lr=1e-3)
     for loaded in (False, True):
@@ -215,7 +217,7 @@ def test_weights_loaded_into_an_ordinary_model_are_taken_over_when_it_gets_homes
 def test_room_goes_to_state_before_it_goes_to_weights_alone(share: float) -> None:
     """A weight alone saves two copies; with its gradient and state it takes eight times the room, and saves more."""
     count, nbytes = 64, 16
-    problem = trained_at_home(count, nbytes)
+    problem = trained_offloaded(count, nbytes)
     room_bytes = int(share * count * nbytes * 8)
     plan = make_plan(problem.within(device_bytes=floor_bytes(problem) + room_bytes), "joint")
     staying = keep_resident(problem, plan.resident, plan.updated_here)
@@ -227,7 +229,7 @@ def test_room_goes_to_state_before_it_goes_to_weights_alone(share: float) -> Non
 def test_weights_come_with_time_to_spare_where_it_costs_nothing(room: int) -> None:
     """Updates keep the host busy longer than the device, however late weights come: that is no reason to come late."""
     nbytes = 60  # a copy takes six tenths of an operation
-    problem = trained_at_home(24, nbytes)
+    problem = trained_offloaded(24, nbytes)
     problem = problem.within(device_bytes=floor_bytes(problem) + room * nbytes)
     plan, late = make_plan(problem, "joint"), make_plan(problem, "joint", tuning=replace(TUNING, leads=(0.0,)))
     verify_plan(keep_resident(problem, plan.resident, plan.updated_here), plan)
@@ -237,7 +239,9 @@ def test_weights_come_with_time_to_spare_where_it_costs_nothing(room: int) -> No
 
 
 def time_to_spare(plan: Plan) -> int:
-    return sum(spill.needed_at - spill.prefetch_at for spill in plan.spills if spill.kind is TransferKind.LOAD)
+    return sum(
+        transfer.needed_at - transfer.prefetch_at for transfer in plan.transfers if transfer.kind is TransferKind.LOAD
+    )
 
 
 def test_what_is_recomputed_is_chosen_in_turns_with_what_stays() -> None:

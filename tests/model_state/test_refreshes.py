@@ -15,7 +15,7 @@ from tencache_fx.errors import InvariantError
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.ops import OFFLOAD_GRAD, REFRESH_PARAM, SYNC_PARAM, key_tensor
 from tencache_fx.optim import AdamW
-from tencache_fx.passes.verify_parameters import check_homes
+from tencache_fx.passes.verify_parameters import check_parameters
 from tencache_fx.runtime.engine_registry import install_engine
 from tencache_fx.runtime.streams import Event
 
@@ -99,7 +99,7 @@ def graph_of(*ops: str) -> fx.Graph:
 
 def check(*ops: str) -> None:
     storage = SimpleNamespace(name="change", parameter="weight")
-    check_homes(SimpleNamespace(storages=[storage]), (graph_of(*ops),))
+    check_parameters(SimpleNamespace(storages=[storage]), (graph_of(*ops),))
 
 
 def test_what_reads_a_parameter_behind_its_renewal_is_found() -> None:

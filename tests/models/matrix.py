@@ -133,7 +133,7 @@ def tight_budget(regions: Sequence[RegionRecord], *, share: float) -> int:
 
 
 def floor_of(problem: Problem) -> int:
-    """Return the least a plan may hold when everything that is worth an op in a tight budget may travel."""
+    """Return the least a plan may hold when everything that is worth an op in a tight budget may be offloaded."""
     return floor_bytes(replace(problem, min_spill_bytes=max(4096, peak_of(problem) // 4096)))
 
 
@@ -171,8 +171,8 @@ class Row:
         return torch.allclose(theirs, ours, rtol=self.rounding, atol=self.rounding)
 
     @property
-    def spills(self) -> int:
-        return sum(len(record.plan.spills) for record in self.ours.regions)
+    def transfers(self) -> int:
+        return sum(len(record.plan.transfers) for record in self.ours.regions)
 
     @property
     def recomputed(self) -> int:
@@ -220,8 +220,8 @@ def make_row(
     )
 
 
-def train_at_home(family: Family, device_budget: str | None, *, steps: int = 4) -> Tensor:
-    """Return the losses of training with AdamW: with all of it at home in a budget, or as torch does it without."""
+def train_offloaded(family: Family, device_budget: str | None, *, steps: int = 4) -> Tensor:
+    """Return the losses of training with AdamW: with all of it offloaded in a budget, or as torch does it without."""
     torch.compiler.reset()
     gc.collect()
     torch.manual_seed(0)

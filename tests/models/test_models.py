@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import FAMILIES, Family, family
-from matrix import EAGER, INDUCTOR, Row, make_row, peak_of, train_at_home
+from matrix import EAGER, INDUCTOR, Row, make_row, peak_of, train_offloaded
 
 # Constants in the graph, attention over patches, convolutions.
 QUICK = ("falcon", "vit-timm", "convnext")
@@ -23,7 +23,7 @@ def check(row: Row, *, promise: float = 0.75, noise: float = 0.02) -> None:
     assert len(row.ours.regions) == row.theirs.graphs, "each graph has a plan"
     if not row.ours.regions:
         return
-    assert row.spills + row.recomputed > 0 or row.asked
+    assert row.transfers + row.recomputed > 0 or row.asked
     assert max(record.plan.forecast.peak_bytes for record in row.ours.regions) <= row.budget_bytes
     # As much less is held as the plan says: what kernels take for themselves is there with and without it.
     promised = max(peak_of(record.problem) for record in row.free.regions) - row.budget_bytes
@@ -47,11 +47,11 @@ def test_training_on_a_gpu_is_equal_within_rounding(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "t5", "swin"])
 def test_training_with_inductor_is_equal_within_rounding(name: str) -> None:
-    # Not those of whose fused code nothing may travel, or which holds more than the budget leaves for it.
+    # Not those of whose fused code nothing may be offloaded, or which holds more than the budget leaves for it.
     row = make_row(needs(family(name)), INDUCTOR, share=0.5)
     assert not row.differences
     assert row.ours.graph_breaks == row.theirs.graph_breaks
-    assert row.spills + row.recomputed > 0
+    assert row.transfers + row.recomputed > 0
 
 
 @pytest.mark.slow
@@ -68,9 +68,9 @@ def test_training_with_inductor_is_equal_within_rounding(name: str) -> None:
         ("scan", "1.4MB"),
     ],
 )
-def test_parameters_at_home(name: str, budget: str) -> None:
+def test_offloaded_parameters(name: str, budget: str) -> None:
     """The same losses with parameters, gradients and AdamW's state in host memory as with all of it on the device."""
     each = needs(family(name))
-    plain, ours = train_at_home(each, None), train_at_home(each, budget)
+    plain, ours = train_offloaded(each, None), train_offloaded(each, budget)
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
     assert ours[-1] < ours[0]

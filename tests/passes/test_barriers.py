@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from harness import compiled
-from problems import legal_trip
+from problems import legal_swap
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -77,24 +77,24 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def random_trip(problem: Problem, storage: Storage, draw: random.Random) -> Transfer | None:
-    """Draw a trip, with every freedom that a policy has; long ones are likelier."""
+def random_swap(problem: Problem, storage: Storage, draw: random.Random) -> Transfer | None:
+    """Draw a swap, with every freedom that a policy has; long ones are likelier."""
     intervals = inactive_intervals(storage)
     (interval,) = draw.choices(intervals, weights=[v - u for u, v in intervals])
-    return clip_to_barriers(problem, legal_trip(problem, storage, interval, draw.randint))
+    return clip_to_barriers(problem, legal_swap(problem, storage, interval, draw.randint))
 
 
 def random_plan(problem: Problem, draw: random.Random) -> Plan:
-    """Draw a plan in which about half of what may travel does, and something does if that is possible at all."""
+    """Draw a plan in which about half of what may be offloaded is, and something is if that is possible at all."""
     able = [s for s in problem.storages if is_candidate(problem, s) and inactive_intervals(s)]
-    trips: dict[str, Transfer] = {}
+    swaps: dict[str, Transfer] = {}
     for tries in itertools.count(1) if able else ():
         storage = draw.choice(able)
-        if storage.name not in trips and (trip := random_trip(problem, storage, draw)) is not None:
-            trips[storage.name] = trip
-        if 2 * len(trips) > len(able) or tries > (4 if trips else 100) * len(able):
+        if storage.name not in swaps and (swap := random_swap(problem, storage, draw)) is not None:
+            swaps[storage.name] = swap
+        if 2 * len(swaps) > len(able) or tries > (4 if swaps else 100) * len(able):
             break
-    return build_plan(problem, "teraio", tuple(trips.values()))
+    return build_plan(problem, "teraio", tuple(swaps.values()))
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
@@ -113,7 +113,7 @@ def test_the_code_does_what_any_plan_says(
     torch.manual_seed(seed)
     with mock.patch.object(candidate, "make_plan", make_plan):
         compiled(build(), OPTIONS)(torch.randn(shape)).backward()
-    assert plans[0].spills
+    assert plans[0].transfers
     assert ("keeps its convolutions' memory format" in caplog.text) == (program == "convolutions")
 
 
@@ -127,7 +127,7 @@ def late_values(x: Tensor, w: Tensor) -> Tensor:
 
 
 def dead_copy(x: Tensor, w: Tensor) -> Tensor:
-    """`gate` is read after the trip of `product` only, so it is computed again there, and nobody reads the first one.
+    """`gate` is read after the swap of `product` only, so it is computed again there, and nobody reads the first one.
 
     Inductor would compute `late` early, in one kernel with `early`, and the product that `late` reads before that.
     """
@@ -164,7 +164,7 @@ def late_reader(small: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 )
 def test_the_code_does_what_this_plan_says(function: Callable[..., Tensor], gone: str, hollow_kernels: None) -> None:
     """The first product leaves as soon as it is there, and is gone when the op `gone` runs."""
-    trips: list[Transfer] = []
+    swaps: list[Transfer] = []
 
     def make_plan(problem: Problem, policy: str) -> Plan:
         names = [op.name for op in problem.ops]
@@ -176,16 +176,16 @@ def test_the_code_does_what_this_plan_says(function: Callable[..., Tensor], gone
             "prefetch_at": Step(back - 1),
             "needed_at": back,
         }
-        trip = clip_to_barriers(
+        swap = clip_to_barriers(
             problem, Transfer.swap(name=product.name, nbytes=product.nbytes, tier=Tier.HOST, **times)
         )
-        assert trip is not None
-        trips.append(trip)
-        return build_plan(problem, "teraio", (trip,))
+        assert swap is not None
+        swaps.append(swap)
+        return build_plan(problem, "teraio", (swap,))
 
     with mock.patch.object(candidate, "make_plan", make_plan), torch.no_grad():
         compiled(function, OPTIONS)(torch.randn(64, 64), torch.randn(64, 64))
-    assert trips
+    assert swaps
 
 
 def test_a_release_follows_no_reader_of_what_is_in_memory_already() -> None:

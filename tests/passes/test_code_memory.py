@@ -154,7 +154,7 @@ def test_what_an_operation_takes_for_itself_is_gone_when_it_is_done() -> None:
     assert weigh(written, given) == 1900
 
 
-def test_trips() -> None:
+def test_transfers() -> None:
     """What leaves is held until its release, what comes back from its prefetch on."""
     out = "buf0 = empty_strided_cpu((64, 64), (64, 1), torch.float32)\n"
     out += "buf1 = torch.ops.tencache.offload.default(buf0, 0, 'host', 'mm')\nbuf2 = buf1\ndel buf0\n"
@@ -223,7 +223,7 @@ def test_code_that_holds_too_much_is_planned_and_generated_again(
     with caplog.at_level("INFO", "tencache_fx"):
         compiled(model, {**INDUCTOR, "device_budget": peak_bytes * 21 // 20})(x)
     record = tencache_fx.regions()[-1]
-    assert record.plan.spills or record.plan.recomputed
+    assert record.plan.transfers or record.plan.recomputed
     assert record.code_peak_bytes is not None
     assert record.code_peak_bytes <= peak_bytes * 21 // 20
     assert "bytes too many; planning again" in caplog.text

@@ -22,7 +22,7 @@ from tencache_fx.passes.fake_aliasing import repair_view_fakes
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.lifetimes import StorageNodes, measure_lifetimes
 from tencache_fx.passes.parameter_transfers import write_renewals
-from tencache_fx.passes.verify_parameters import check_homes
+from tencache_fx.passes.verify_parameters import check_parameters
 from tencache_fx.planning.liveness import inactive_intervals
 from tencache_fx.planning.problem import Kind, Step
 
@@ -166,9 +166,9 @@ def test_what_is_written_by_name_is_written() -> None:
 
 @pytest.fixture
 def written() -> Written:
-    """A plan in which what a collective writes travels, and what it reads, which the backward reads too."""
+    """A plan in which what a collective writes is offloaded, and what it reads, which the backward reads too."""
     found = carry_out(captured(LateInForward))
-    assert {"all_reduce", "mul"} <= {spill.name for spill in found.plan.spills}
+    assert {"all_reduce", "mul"} <= {transfer.name for transfer in found.plan.transfers}
     return found
 
 
@@ -230,9 +230,9 @@ def with_gather(*, wait_last: bool) -> fx.Graph:
 
 def test_a_parameter_is_renewed_behind_the_gather_that_reads_it() -> None:
     problem = SimpleNamespace(storages=[SimpleNamespace(name="change", parameter="weight")])
-    check_homes(problem, (with_gather(wait_last=False),))
+    check_parameters(problem, (with_gather(wait_last=False),))
     with breaks("renewals"):
-        check_homes(problem, (graph := with_gather(wait_last=True),))
+        check_parameters(problem, (graph := with_gather(wait_last=True),))
     (refresh,) = graph.find_nodes(op="call_function", target=REFRESH_PARAM)
     refresh.replace_all_uses_with(refresh.args[0])
     graph.erase_node(refresh)
@@ -259,7 +259,7 @@ def test_two_ranks_wait_late_in_a_tight_budget(tmp_path: Path) -> None:
             rank.kill()
             rank.wait()
     for each in found:
-        assert not each["free"]["trips"]
-        assert any(name.startswith("all_reduce") for name in each["tight"]["trips"])
+        assert not each["free"]["transfers"]
+        assert any(name.startswith("all_reduce") for name in each["tight"]["transfers"])
         assert each["free"]["error"] < 1e-4
         assert each["tight"]["error"] < 1e-4

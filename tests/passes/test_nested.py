@@ -42,7 +42,7 @@ def test_they_train_within_a_budget(options: Options) -> None:
     found = list(train(lambda model: compiled(model, {**options, "device_budget": budget})))
     torch.testing.assert_close(found, expected)
     record = tencache_fx.regions()[-1]
-    assert record.plan.spills
+    assert record.plan.transfers
     assert 270 * 256 * 4 in {storage.nbytes for storage in record.problem.storages}, "it was planned for the longest"
 
 

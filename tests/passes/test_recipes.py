@@ -325,7 +325,7 @@ def test_numbers_stay_as_they_are(each: Case, slow_links: None) -> None:
 
 
 def assert_same_within_budget(each: Case, *, steps: int = 2) -> None:
-    """Train with and without a budget that is too small for trips alone to be quick."""
+    """Train with and without a budget that is too small for transfers alone to be quick."""
     budget = budget_for(problems_of(each, EAGER), 40)
     plain = train(each, lambda model: compiled(model, EAGER), steps)
     torch.compiler.reset()

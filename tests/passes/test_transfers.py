@@ -8,7 +8,7 @@ import torch
 from harness import capture_of, faulty_engine
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from problems import legal_trip
+from problems import legal_swap
 from torch import Tensor, fx
 
 import tencache_fx.model_state.parameter_ops
@@ -68,15 +68,15 @@ def run(capture: RegionGraphs, inputs: list[Tensor], num_outputs: int) -> list[T
 
 
 def random_spills(data: st.DataObject, problem: Problem) -> tuple[Transfer, ...]:
-    """Draw legal trips, with every freedom that a policy has."""
-    spills = []
+    """Draw legal transfers, with every freedom that a policy has."""
+    transfers = []
     for storage in problem.storages:
         intervals = inactive_intervals(storage)
         if not (is_candidate(problem, storage) and intervals and data.draw(st.booleans())):
             continue
         interval = data.draw(st.sampled_from(intervals))
-        spills.append(legal_trip(problem, storage, interval, lambda low, high: data.draw(st.integers(low, high))))
-    return tuple(spills)
+        transfers.append(legal_swap(problem, storage, interval, lambda low, high: data.draw(st.integers(low, high))))
+    return tuple(transfers)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -111,6 +111,6 @@ def test_any_legal_plan_keeps_the_values(name: str, data: st.DataObject) -> None
         copied = insert_transfers(capture, storages, plan, frozenset(registers), engine=engine.id)
         verify_graphs(problem, plan, capture, copied)
         ops = sum(node.target in RUNTIME_OPS for graph in capture.graphs for node in graph.nodes)
-        assert ops == 4 * len(plan.spills)
+        assert ops == 4 * len(plan.transfers)
         ours = run(capture, values, capture.num_outputs)
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))

@@ -34,8 +34,8 @@ class Written:
         verify_graphs(self.problem, self.plan, self.capture)
 
     def op(self, target: object, index: int = 0) -> fx.Node:
-        """Return the runtime op of the `index`th trip that crosses from the forward to the backward."""
-        crossing = [s.name for s in self.plan.spills if s.freed_at <= self.problem.boundary <= s.prefetch_at]
+        """Return the runtime op of the `index`th transfer that crosses from the forward to the backward."""
+        crossing = [s.name for s in self.plan.transfers if s.freed_at <= self.problem.boundary <= s.prefetch_at]
         role = {OFFLOAD: "offload", RELEASE: "release", PREFETCH: "prefetch", WAIT: "wait"}[target]
         (node,) = (
             n
@@ -58,10 +58,10 @@ def written() -> Written:
 
 
 @pytest.fixture
-def given_up() -> Written:
+def donated() -> Written:
     """A region whose caller drops the first input."""
     capture = capture_of(network, torch.randn(512, 64, requires_grad=True) * 1, *weights())
-    return carry_out(replace(capture, given_up=frozenset((0,))))
+    return carry_out(replace(capture, donated=frozenset((0,))))
 
 
 def weights() -> list[Tensor]:
@@ -91,8 +91,8 @@ def breaks(rule: str) -> Any:
     return pytest.raises(InvariantError, match=rf"^{rule}: ")
 
 
-def test_enough_trips_to_break(written: Written) -> None:
-    assert len([s for s in written.plan.spills if s.freed_at <= written.problem.boundary <= s.prefetch_at]) >= 3
+def test_enough_transfers_to_break(written: Written) -> None:
+    assert len([s for s in written.plan.transfers if s.freed_at <= written.problem.boundary <= s.prefetch_at]) >= 3
 
 
 def test_a_release_is_dropped(written: Written) -> None:
@@ -118,9 +118,9 @@ def test_a_wait_on_nothing_of_ours(written: Written) -> None:
         written.check()
 
 
-def test_a_whole_trip_is_missing(written: Written) -> None:
-    written.plan = replace(written.plan, spills=written.plan.spills[1:])
-    with breaks("trips"):
+def test_a_whole_swap_is_missing(written: Written) -> None:
+    written.plan = replace(written.plan, transfers=written.plan.transfers[1:])
+    with breaks("transfers"):
         written.check()
 
 
@@ -138,12 +138,12 @@ def test_what_the_region_has_made_is_not_lent(written: Written) -> None:
         written.check()
 
 
-def test_what_the_caller_has_given_is_lent(given_up: Written) -> None:
-    given_up.check()
-    (release,) = (node for node in given_up.capture.forward.nodes if node.target is RELEASE and node.args[3:])
+def test_donated_inputs_are_marked(donated: Written) -> None:
+    donated.check()
+    (release,) = (node for node in donated.capture.forward.nodes if node.target is RELEASE and node.args[3:])
     release.args = release.args[:3]
     with breaks("owner"):
-        given_up.check()
+        donated.check()
 
 
 def test_a_reader_after_the_release(written: Written) -> None:

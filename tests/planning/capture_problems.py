@@ -268,7 +268,7 @@ class Model:
     recompute: str = "auto"
     host_bytes: int = 512 * GIB
     disk_bytes: int = 0
-    between_bytes: int = 0
+    boundary_bytes: int = 0
     shares: tuple[float, float] = (0.1, 0.5)
 
 
@@ -308,7 +308,7 @@ MODELS = (
         build=_vit,
         inputs=lambda: (floats(256, 3, 224, 224, dtype=torch.bfloat16), ids(256)),
         host_bytes=GIB,
-        between_bytes=GIB,
+        boundary_bytes=GIB,
     ),
     Model(name="resnet", build=_resnet, inputs=lambda: (floats(128, 3, 224, 224), ids(128)), shares=(0.05, 0.4)),
     Model(name="unet", build=Unet, inputs=lambda: (floats(32, 4, 256, 256), floats(32, 4, 256, 256))),
@@ -346,7 +346,7 @@ def capture(model: Model) -> Problem:
     budgets = Budgets(device_bytes=None, host_bytes=model.host_bytes, disk_bytes=model.disk_bytes)
     links = LINKS if model.disk_bytes else replace(LINKS, disk_write_bytes_per_s=0, disk_read_bytes_per_s=0)
     least = max(4096, int(live_bytes(problem).max()) // 4096)
-    return replace(problem, budgets=budgets, links=links, between_bytes=model.between_bytes, min_spill_bytes=least)
+    return replace(problem, budgets=budgets, links=links, boundary_bytes=model.boundary_bytes, min_spill_bytes=least)
 
 
 def budgets_of(problem: Problem, shares: tuple[float, float]) -> dict[str, int]:

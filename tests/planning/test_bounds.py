@@ -91,7 +91,7 @@ def test_joint_never_beats_the_bound(problem: Problem) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(problem=problems())
-def test_without_recipes_the_bound_is_one_for_trips_alone(problem: Problem) -> None:
+def test_without_recipes_the_bound_is_one_for_transfers_alone(problem: Problem) -> None:
     """And as good as the plain one, but for the steps it skips and the cells it rounds down to."""
     plan = plan_or_none(problem, "teraio")
     assume(plan is not None)
@@ -101,7 +101,7 @@ def test_without_recipes_the_bound_is_one_for_trips_alone(problem: Problem) -> N
 
 
 def test_memory_held_between_the_graphs_counts_where_the_backward_begins_after_recomputing() -> None:
-    """What others hold between the graphs is not held at a step that recomputing puts behind the first one."""
+    """External memory held between the graphs is not held at a step that recomputing puts behind the first one."""
     saved = Storage(
         name="free",
         nbytes=2,
@@ -121,7 +121,7 @@ def test_memory_held_between_the_graphs_counts_where_the_backward_begins_after_r
         storages=(replace(saved, death=Step(4)), costly, gradient),
         links=links(0),
         budgets=Budgets(device_bytes=6, host_bytes=GIB),
-        between_bytes=4,
+        boundary_bytes=4,
         recipes=(Recipe(name="free", steps=(Step(0),)), Recipe(name="costly", steps=(Step(1),))),
     )
     changed = recompute(problem, ["free"])

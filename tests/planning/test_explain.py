@@ -42,7 +42,9 @@ def test_every_decision_of_the_plan_is_there(case: tuple[Problem, Problem, Plan,
     decided = {tensor.name: tensor.decision for tensor in reasons.tensors}
     assert reasons.makespan_ns == plan.forecast.makespan_ns
     assert {name for name, decision in decided.items() if decision == "recompute"} == set(plan.recomputed) != set()
-    assert {name for name, decision in decided.items() if decision == "host"} == {s.name for s in plan.spills} != set()
+    assert (
+        {name for name, decision in decided.items() if decision == "host"} == {s.name for s in plan.transfers} != set()
+    )
     sizes = [tensor.nbytes for tensor in reasons.tensors]
     assert sizes == sorted(sizes, reverse=True)
     for tensor in reasons.tensors:
@@ -50,22 +52,22 @@ def test_every_decision_of_the_plan_is_there(case: tuple[Problem, Problem, Plan,
         assert (tensor.recipe_ns is None) == (tensor.name not in {recipe.name for recipe in captured.recipes})
 
 
-def test_keeping_what_was_moved_is_the_plan_without_that_trip(case: tuple[Problem, Problem, Plan, Reasons]) -> None:
+def test_keeping_what_was_moved_is_the_plan_without_that_swap(case: tuple[Problem, Problem, Plan, Reasons]) -> None:
     _, problem, plan, reasons = case
     limit = problem.budgets.device_bytes
     assert limit is not None
-    for spill in plan.spills:
-        (tensor,) = (tensor for tensor in reasons.tensors if tensor.name == spill.name)
+    for transfer in plan.transfers:
+        (tensor,) = (tensor for tensor in reasons.tensors if tensor.name == transfer.name)
         (keep,) = (choice for choice in tensor.choices if choice.decision == "keep")
-        others = [other for other in plan.spills if other != spill]
+        others = [other for other in plan.transfers if other != transfer]
         assert keep.over_bytes == max(0, int(live_bytes(problem, others).max()) - limit)
         assert keep.change_ns == simulate(problem, others).makespan_ns - plan.forecast.makespan_ns
-    copies = {trip.name: trip for trip in simulate(problem, plan.spills).transfers}
+    copies = {swap.name: swap for swap in simulate(problem, plan.transfers).transfers}
     for tensor in reasons.tensors:
         if tensor.decision == "host":
-            trip = copies[tensor.name]
-            assert tensor.out_ns == trip.out_end_ns - trip.out_start_ns >= tensor.nbytes * 10**9 // (48 * 10**9)
-            assert tensor.stall_ns == trip.stall_out_ns + trip.stall_in_ns
+            swap = copies[tensor.name]
+            assert tensor.out_ns == swap.out_end_ns - swap.out_start_ns >= tensor.nbytes * 10**9 // (48 * 10**9)
+            assert tensor.stall_ns == swap.stall_out_ns + swap.stall_in_ns
 
 
 def test_recomputing_more_or_less_is_planned_anew(case: tuple[Problem, Problem, Plan, Reasons]) -> None:
@@ -77,7 +79,7 @@ def test_recomputing_more_or_less_is_planned_anew(case: tuple[Problem, Problem, 
             other = recompute(captured, again - {tensor.name})
             assert tensor.recipe_ns == problem.recompute_ns - other.recompute_ns
             planned = make_plan(other, "joint")
-            moved = {spill.name for spill in planned.spills}
+            moved = {transfer.name for transfer in planned.transfers}
             choice = choices["host" if tensor.name in moved else "keep"]
         elif "recompute" in choices:
             other = recompute(captured, again | {tensor.name})
@@ -178,7 +180,7 @@ def test_explain_tells_of_live_regions() -> None:
     assert record.captured == record.problem
     text = tencache_fx.explain(most=3)
     assert text.startswith(f"region {record.region} ")
-    assert record.plan.spills[0].name in tencache_fx.explain()
+    assert record.plan.transfers[0].name in tencache_fx.explain()
     assert " smaller ones are not shown." in text
     known = len(tencache_fx.regions())
     with pytest.raises(tencache_fx.OptionError, match=f"no region {known}"):
@@ -186,7 +188,7 @@ def test_explain_tells_of_live_regions() -> None:
 
 
 def test_a_region_that_recomputes_keeps_what_was_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links so slow that nothing travels for free."""
+    """Links so slow that no transfer is free."""
     monkeypatch.setattr("tencache_fx.hardware.rates.links", lambda *args, **kwargs: links(5_000_000))
     torch.compiler.reset()
     blocks = (nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128), nn.GELU()) for _ in range(6))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from harness import EAGER, compiled, entering_bytes, faulty_engine, planned_floor, problems_of, train
 from hypothesis import HealthCheck, event, given, settings
-from problems import PLENTY, links, transformer, weights_at_home
+from problems import PLENTY, links, offloaded_weights, transformer
 from programs import tight_problems, transformer_recipes
 from rates import pretend_slow_links
 from zoo import Case, Gpt2, text
@@ -39,7 +39,7 @@ def slow_links() -> None:
 
 @pytest.fixture(scope="module")
 def decoder() -> tuple[Problem, int]:
-    """The decoder's problem, and a budget a bit above the floor of trips alone."""
+    """The decoder's problem, and a budget a bit above the floor of swaps alone."""
     (problem,) = problems_of(DECODER)
     peak, floor = int(live_bytes(problem).max()), planned_floor(problem)
     return problem, floor + (peak - floor) // 8
@@ -109,7 +109,7 @@ def test_the_measured_peak_is_within_the_budget(decoder: tuple[Problem, int], sl
 def test_what_torch_saves_all_the_same_is_made_up_for(
     decoder: tuple[Problem, int], slow_links: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Next to nothing may travel, and at first torch recomputes but half of what it is told to."""
+    """Next to nothing may be offloaded, and at first torch recomputes but half of what it is told to."""
     asked: list[int] = []
 
     def deaf(*args: object, again: frozenset[str] = frozenset(), **kwargs: object) -> object:
@@ -126,7 +126,7 @@ def test_what_torch_saves_all_the_same_is_made_up_for(
     assert asked[1] > asked[0]
     plan = decided().plan
     assert plan.recomputed
-    assert not plan.spills
+    assert not plan.transfers
     assert plan.forecast.peak_bytes <= budget
 
 
@@ -151,7 +151,7 @@ def test_joint_is_never_slower_and_fits_wherever_another_does(problem: Problem) 
             assert joint is not None, policy
             assert joint[1].forecast.makespan_ns <= other[1].forecast.makespan_ns, policy
     if joint is not None:
-        event(f"recomputed: {min(3, len(joint[1].recomputed))}, trips: {min(3, len(joint[1].spills))}")
+        event(f"recomputed: {min(3, len(joint[1].recomputed))}, swaps: {min(3, len(joint[1].transfers))}")
         assert joint == plan_region(problem, "joint")
         assert joint[1].forecast.ideal_ns == sum(op.duration_ns for op in problem.ops)
 
@@ -177,7 +177,7 @@ def at(problem: Problem, share: float) -> Problem:
 
 @pytest.mark.parametrize(("share", "most"), [(0.0, 1.3), (0.15, 1.2), (0.4, 1.1), (0.7, 1.01)])
 def test_a_transformer_gains_where_the_links_are_full(share: float, most: float) -> None:
-    """Shares of the way from the floor of trips to what is held without a budget; times over the ideal time."""
+    """Shares of the way from the floor of swaps to what is held without a budget; times over the ideal time."""
     problem = at(transformer_recipes(transformer(layers=4)), share)
     (chosen, joint), (_, teraio) = plan_region(problem, "joint"), plan_region(problem, "teraio")
     verify_plan(chosen, joint)
@@ -189,8 +189,8 @@ def test_a_transformer_gains_where_the_links_are_full(share: float, most: float)
 
 @pytest.mark.parametrize(("rate", "share", "most"), [(12, 0.6, 0.8), (24, 0.8, 0.9), (48, 0.8, 0.97)])
 def test_weights_that_would_fill_the_link_stay_for_some_recomputing(rate: int, share: float, most: float) -> None:
-    """Frozen weights at home, rates in GB/s; times over that of what is best recomputed if all of them travel."""
-    problem = weights_at_home(transformer_recipes(transformer(layers=4)))
+    """Frozen weights in host memory, rates in GB/s; times over that of what is best recomputed if all are offloaded."""
+    problem = offloaded_weights(transformer_recipes(transformer(layers=4)))
     problem = at(replace(problem, links=links(rate * 10**9, copy_latency_ns=10_000)), share)
     travelling = make_plan(recompute(problem, choose_recomputed(problem)), "joint").forecast.makespan_ns
     chosen, plan = plan_region(problem, "joint")
@@ -203,7 +203,7 @@ def test_weights_that_would_fill_the_link_stay_for_some_recomputing(rate: int, s
 @pytest.mark.parametrize(("rate", "share"), [(48, 0.2), (48, 0.6), (12, 0.6)])
 def test_time_to_spare_costs_half_a_percent_at_most(rate: int, share: float) -> None:
     """Weights that came as early as there are leads would take what others need: steps would be 3 to 10 % longer."""
-    problem = weights_at_home(transformer_recipes(transformer(layers=4)))
+    problem = offloaded_weights(transformer_recipes(transformer(layers=4)))
     problem = at(replace(problem, links=links(rate * 10**9, copy_latency_ns=10_000)), share)
     early = make_plan(problem, "joint")
     late = make_plan(problem, "joint", tuning=replace(TUNING, tolerance_per_mille=0))
@@ -213,7 +213,7 @@ def test_time_to_spare_costs_half_a_percent_at_most(rate: int, share: float) -> 
 
 
 def test_weights_stay_where_only_recomputing_makes_room_for_them() -> None:
-    problem = weights_at_home(transformer_recipes(transformer(layers=4)))
+    problem = offloaded_weights(transformer_recipes(transformer(layers=4)))
     problem = replace(
         problem,
         storages=tuple(replace(storage, spillable=False) for storage in problem.storages),
@@ -229,7 +229,7 @@ def test_weights_stay_where_only_recomputing_makes_room_for_them() -> None:
     assert set(plan.resident) == set(every)
 
 
-def test_what_may_not_travel_can_be_recomputed() -> None:
+def test_what_may_not_be_offloaded_can_be_recomputed() -> None:
     """Gates, norms and so on of each layer again from its input: all at once would hold as much as before."""
     problem = transformer_recipes(transformer(layers=4))
     problem = replace(problem, storages=tuple(replace(storage, spillable=False) for storage in problem.storages))
@@ -242,7 +242,7 @@ def test_what_may_not_travel_can_be_recomputed() -> None:
     chosen, plan = plan_region(problem, "joint")
     verify_plan(chosen, plan)
     assert plan.recomputed
-    assert not plan.spills
+    assert not plan.transfers
 
 
 @pytest.mark.parametrize(

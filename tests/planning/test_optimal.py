@@ -1,8 +1,8 @@
 """Joint plans of small regions against the best there can be, found by integer programming over our rules.
 
 For every set of recomputed storages the instruction list is written out (`programs.rewrite`), and a mixed-integer
-program places the trips: start times of the steps, one copy out and one copy in at a time, bytes gone only when the
-copy out has ended and taken when the copy in begins, one trip for each storage, offloads and prefetches in the graph
+program places the swaps: start times of the steps, one copy out and one copy in at a time, bytes gone only when the
+copy out has ended and taken when the copy in begins, one swap for each storage, offloads and prefetches in the graph
 where they belong. Three relaxations in its favour make it a lower bound: copies of one direction go in any order, not
 in the order in which the steps issue them; host memory has no size classes; and where the solver stops early its
 bound counts, not what it found.
@@ -17,7 +17,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-from problems import PLENTY, between_bytes, links
+from problems import PLENTY, boundary_bytes, links
 from programs import Instruction, Program, measure, op_of, rewrite
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
@@ -78,7 +78,7 @@ class Model:
 
 
 def least_ns(ops: tuple[Op, ...], storages: Iterable[Storage], problem: Problem, within_ns: int) -> tuple[float, float]:
-    """Return a lower bound of the time of any set of trips, and the best found, among those that take `within_ns`.
+    """Return a lower bound of the time of any set of swaps, and the best found, among those that take `within_ns`.
 
     `ops` and `storages` are what runs, with what is recomputed; `problem` has the links, the budget and the boundary.
     """
@@ -93,25 +93,25 @@ def least_ns(ops: tuple[Op, ...], storages: Iterable[Storage], problem: Problem,
     times = [model.variable(start, start + slack, cost=float(step == len(ops))) for step, start in enumerate(starts)]
     for step, duration in enumerate(durations):
         model.at_least(duration, (1, times[step + 1]), (-1, times[step]))
-    beside = [problem.external_bytes + between_bytes(problem, step) for step in range(len(ops))]
+    beside = [problem.external_bytes + boundary_bytes(problem, step) for step in range(len(ops))]
     held = np.array([op.scratch_bytes for op in ops]) + np.array(beside)
     away: list[list[tuple[float, int]]] = [[] for _ in ops]
-    trips = []
+    swaps = []
     for storage in storages:
         held[storage.birth : storage.death] += storage.nbytes
-        if storage.spillable and (trip := add_trips(model, storage, problem, durations, times, away, within_ns)):
-            trips.append(trip)
+        if storage.spillable and (swap := add_swaps(model, storage, problem, durations, times, away, within_ns)):
+            swaps.append(swap)
     for step, terms in enumerate(away):
         if held[step] > limit:
             model.at_least(float(held[step] - limit), *terms or [(0.0, times[0])])
-    for one, other in itertools.combinations(trips, 2):
+    for one, other in itertools.combinations(swaps, 2):
         add_order(model, (one.out, one.out_ns), (other.out, other.out_ns), [*one.taken, *other.taken], within_ns)
         add_order(model, (one.into, one.into_ns), (other.into, other.into_ns), [*one.taken, *other.taken], within_ns)
     return model.solve()
 
 
 def add_order(model: Model, one: tuple[int, float], other: tuple[int, float], taken: list[int], within_ns: int) -> None:
-    """Let two copies of one link, each with its start and its time, not overlap if both trips are made."""
+    """Let two copies of one link, each with its start and its time, not overlap if both swaps are made."""
     (start, copy_ns), (their_start, their_copy_ns) = one, other
     first = model.flag()  # the one before the other
     both = [(-within_ns, flag) for flag in taken]
@@ -120,8 +120,8 @@ def add_order(model: Model, one: tuple[int, float], other: tuple[int, float], ta
 
 
 @dataclass
-class Trip:
-    """One storage's trip: when its copies start, how long they take, and the flags that say it is made."""
+class Swap:
+    """One storage's swap: when its copies start, how long they take, and the flags that say it is made."""
 
     out: int
     into: int
@@ -130,7 +130,7 @@ class Trip:
     taken: list[int]
 
 
-def add_trips(
+def add_swaps(
     model: Model,
     storage: Storage,
     problem: Problem,
@@ -138,8 +138,8 @@ def add_trips(
     times: list[int],
     away: list[list[tuple[float, int]]],
     within_ns: int,
-) -> Trip | None:
-    """Add the ways in which `storage` can travel to `model`, and its absence to the steps it may be away at."""
+) -> Swap | None:
+    """Add the ways in which `storage` can be offloaded to `model`, and its absence to the steps it may be away at."""
     boundary = problem.boundary
     gaps = [(u, v) for u, v in itertools.pairwise(storage.uses) if v - u > 1 and u >= storage.ready]
     if storage.caller_frees_at:
@@ -148,19 +148,19 @@ def add_trips(
         return None
     out_ns = storage.nbytes / problem.links.d2h_bytes_per_s * 1e9
     into_ns = storage.nbytes / problem.links.h2d_bytes_per_s * 1e9
-    trip = Trip(model.variable(0, within_ns), model.variable(0, within_ns), out_ns, into_ns, [])
+    swap = Swap(model.variable(0, within_ns), model.variable(0, within_ns), out_ns, into_ns, [])
     for last, back in gaps:
         taken = model.flag()
-        trip.taken.append(taken)
+        swap.taken.append(taken)
         offload = max(storage.birth, storage.ready, boundary if last >= boundary else 0)
-        model.at_least(durations[offload] - within_ns, (1, trip.out), (-1, times[offload]), (-within_ns, taken))
-        model.at_least(into_ns - within_ns, (1, times[back]), (-1, trip.into), (-within_ns, taken))
+        model.at_least(durations[offload] - within_ns, (1, swap.out), (-1, times[offload]), (-within_ns, taken))
+        model.at_least(into_ns - within_ns, (1, times[back]), (-1, swap.into), (-within_ns, taken))
         gone = {step: model.flag() for step in range(last + 1, back)}
         turns = []
         for step, flag in gone.items():
             model.at_least(0, (1, taken), (-1, flag))
-            model.at_least(out_ns - within_ns, (1, times[step]), (-1, trip.out), (-within_ns, flag))
-            model.at_least(durations[step] - within_ns, (1, trip.into), (-1, times[step]), (-within_ns, flag))
+            model.at_least(out_ns - within_ns, (1, times[step]), (-1, swap.out), (-within_ns, flag))
+            model.at_least(durations[step] - within_ns, (1, swap.into), (-1, times[step]), (-within_ns, flag))
             away[step].append((storage.nbytes, flag))
             before = gone.get(step - 1)
             if last < boundary <= back and before is not None and step != boundary:
@@ -168,8 +168,8 @@ def add_trips(
             turns.append(model.flag())
             model.at_least(0, (1, turns[-1]), (-1, flag), *([(1.0, before)] if before is not None else []))
         model.at_least(-1, *((-1, turn) for turn in turns))
-    model.at_least(-1, *((-1, taken) for taken in trip.taken))
-    return trip
+    model.at_least(-1, *((-1, taken) for taken in swap.taken))
+    return swap
 
 
 def best_ns(program: Program, problem: Problem, within_ns: int) -> float:
@@ -227,7 +227,7 @@ def small_program(rng: random.Random) -> Program:
 
 
 def small_region(seed: int) -> tuple[Program, Problem] | None:
-    """A program and its problem, with a budget that it needs trips or recomputing for; None if nothing helps it."""
+    """A program and its problem, with a budget that it needs swaps or recomputing for; None if nothing helps it."""
     rng = random.Random(seed)
     program = small_program(rng)
     problem = replace(program.problem(), barriers=(), links=links(rng.choice((2, 4, 10, 25)) * 10**8))
@@ -305,7 +305,7 @@ def test_joint_is_near_the_best_there_can_be() -> None:
 
 
 @pytest.mark.parametrize("policy", ["teraio", "10cache"])
-def test_no_plan_of_trips_beats_the_best_trips(policy: str) -> None:
+def test_no_plan_of_transfers_beats_the_best_transfers(policy: str) -> None:
     for seed in range(SEEDS):
         made = small_region(seed)
         if made is None or floor_bytes(made[1]) > (made[1].budgets.device_bytes or 0):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import GIB, between_bytes, problems, problems_with_trips, transformer
+from problems import GIB, boundary_bytes, problems, problems_with_swaps, transformer
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning.liveness import held_at, inactive_intervals, live_bytes, minimal_swaps
@@ -18,22 +18,22 @@ from tencache_fx.planning.simulator import program
 from tencache_fx.serialization import from_json, from_raw, to_json
 from tencache_fx.units import round_up
 
-Trips = tuple[Problem, tuple[Transfer, ...]]
+Case = tuple[Problem, tuple[Transfer, ...]]
 LENT = st.lists(
     st.tuples(st.integers(0, 9), st.integers(1, 6), st.sampled_from((1, 5000, 130_000, 131_000, 140_000, 10**6))),
     max_size=12,
 ).map(lambda spans: [(Step(start), Step(start + length), nbytes) for start, length, nbytes in spans])
 
 
-@given(case=problems_with_trips())
-def test_live_bytes_counts_what_is_held(case: Trips) -> None:
-    problem, spills = case
-    live = live_bytes(problem, spills)
+@given(case=problems_with_swaps())
+def test_live_bytes_counts_what_is_held(case: Case) -> None:
+    problem, transfers = case
+    live = live_bytes(problem, transfers)
     for step, op in enumerate(problem.ops):
-        held = held_at(problem, spills, Step(step))
-        beside = problem.external_bytes + between_bytes(problem, step)
+        held = held_at(problem, transfers, Step(step))
+        beside = problem.external_bytes + boundary_bytes(problem, step)
         assert live[step] == sum(s.nbytes for s in held) + op.scratch_bytes + beside
-        away = {s.name for s in spills if s.freed_at <= step < s.prefetch_at}
+        away = {s.name for s in transfers if s.freed_at <= step < s.prefetch_at}
         assert {s.name for s in held} == {s.name for s in problem.storages if s.birth <= step < s.death} - away
         assert [s.nbytes for s in held] == sorted((s.nbytes for s in held), reverse=True)
 
@@ -44,7 +44,7 @@ def surely_away(problem: Problem, storage: Storage) -> list[range]:
     for u, v in inactive_intervals(storage):
         sides = {problem.boundary} if u < problem.boundary <= v else set()
         leaves = {*problem.barriers, *sides} if problem.barriers else set(range(len(problem.ops) + 1))
-        comes = {*(fence + 1 for fence in problem.barriers), *sides} if problem.barriers else leaves
+        comes = {*(barrier + 1 for barrier in problem.barriers), *sides} if problem.barriers else leaves
         gone = min((k for k in leaves if k > u), default=v)
         fetch = max((k for k in comes if k <= v), default=u)
         found.append(range(gone, fetch))
@@ -52,19 +52,19 @@ def surely_away(problem: Problem, storage: Storage) -> list[range]:
 
 
 @given(problem=problems())
-def test_bare_spills_are_the_longest_trips(problem: Problem) -> None:
+def test_minimal_swaps_are_the_longest(problem: Problem) -> None:
     def away_ns(away: range) -> int:
         return sum(problem.ops[k].duration_ns for k in away)
 
-    trips = {spill.name: spill for spill in minimal_swaps(problem)}
+    swaps = {transfer.name: transfer for transfer in minimal_swaps(problem)}
     for storage in problem.storages:
         intervals = surely_away(problem, storage)
         if storage.spillable and storage.nbytes >= problem.min_spill_bytes and intervals:
-            trip = trips.pop(storage.name)
-            assert (trip.copy_out_after, trip.needed_at) in inactive_intervals(storage)
-            assert range(trip.freed_at, trip.prefetch_at) in intervals
-            assert away_ns(range(trip.freed_at, trip.prefetch_at)) == max(map(away_ns, intervals))
-    assert not trips
+            swap = swaps.pop(storage.name)
+            assert (swap.copy_out_after, swap.needed_at) in inactive_intervals(storage)
+            assert range(swap.freed_at, swap.prefetch_at) in intervals
+            assert away_ns(range(swap.freed_at, swap.prefetch_at)) == max(map(away_ns, intervals))
+    assert not swaps
 
 
 @settings(max_examples=200)
@@ -84,14 +84,14 @@ def test_floor_is_between_its_bound_and_the_peak(problem: Problem) -> None:
     assert not once or bound == floor_bytes(problem)
 
 
-@given(lent=LENT)
-def test_size_classes_are_enough_and_no_more(lent: list[tuple[Step, Step, int]]) -> None:
-    classes = size_classes(lent)
+@given(acquired=LENT)
+def test_size_classes_are_enough_and_no_more(acquired: list[tuple[Step, Step, int]]) -> None:
+    classes = size_classes(acquired)
     tops = [pool.nbytes for pool in classes]
     assert tops == sorted(set(tops), reverse=True)
     assert all(top % 4096 == 0 for top in tops)
     members: dict[int, list[tuple[Step, Step]]] = {top: [] for top in tops}
-    for start, stop, nbytes in lent:
+    for start, stop, nbytes in acquired:
         top = min(top for top in tops if top >= nbytes)
         assert round_up(nbytes, 4096) >= 0.97 * top
         members[top].append((start, stop))
@@ -100,29 +100,33 @@ def test_size_classes_are_enough_and_no_more(lent: list[tuple[Step, Step, int]])
         assert pool.count == max(at_once)
 
 
-@given(case=problems_with_trips(), room=st.integers(0, 10))
-def test_pools_by_tier(case: Trips, room: int) -> None:
-    _, spills = case
-    on_disk = [spill for spill in spills if spill.tier is Tier.NVME]
-    staging = staging_classes(spills, room * 4096)
+@given(case=problems_with_swaps(), room=st.integers(0, 10))
+def test_pools_by_tier(case: Case, room: int) -> None:
+    _, transfers = case
+    on_disk = [transfer for transfer in transfers if transfer.tier is Tier.NVME]
+    staging = staging_classes(transfers, room * 4096)
     assert total_bytes(staging) == (4096 * max(1, min(4, len(on_disk), room)) if on_disk else 0)
     for tier in (Tier.HOST, Tier.NVME):
-        lent = [(spill.copy_out_after, spill.needed_at, spill.nbytes) for spill in spills if spill.tier is tier]
-        assert pool_classes(spills, tier) == size_classes(lent)
+        acquired = [
+            (transfer.copy_out_after, transfer.needed_at, transfer.nbytes)
+            for transfer in transfers
+            if transfer.tier is tier
+        ]
+        assert pool_classes(transfers, tier) == size_classes(acquired)
 
 
-@given(case=problems_with_trips())
-def test_program_keeps_each_trips_order(case: Trips) -> None:
-    _, spills = case
-    events = program(spills)
+@given(case=problems_with_swaps())
+def test_program_keeps_each_transfers_order(case: Case) -> None:
+    _, transfers = case
+    events = program(transfers)
     assert [event.step for event in events] == sorted(event.step for event in events)
-    for spill in spills:
-        mine = [(event.verb, event.step) for event in events if event.spill == spill]
+    for transfer in transfers:
+        mine = [(event.verb, event.step) for event in events if event.transfer == transfer]
         assert mine == [
-            ("offload", spill.copy_out_after + 1),
-            ("release", spill.freed_at),
-            ("prefetch", spill.prefetch_at),
-            ("wait", spill.needed_at),
+            ("offload", transfer.copy_out_after + 1),
+            ("release", transfer.freed_at),
+            ("prefetch", transfer.prefetch_at),
+            ("wait", transfer.needed_at),
         ]
 
 
@@ -142,7 +146,7 @@ def test_plan_survives_json(problem: Problem) -> None:
 
 def test_a_real_plan_survives_json() -> None:
     plan = make_plan(transformer(layers=3, device_bytes=8 * GIB), "teraio")
-    assert plan.spills
+    assert plan.transfers
     assert hash(from_json(Plan, to_json(plan))) == hash(plan)
 
 
@@ -185,3 +189,13 @@ def test_a_transfer_has_only_the_steps_of_its_copies() -> None:
 def test_a_transfer_that_an_earlier_version_wrote_is_refused_with_its_fields() -> None:
     with pytest.raises(ValueError, match=r"expected the fields \['back', 'name', 'nbytes', 'out', 'tier'\]"):
         from_raw(Transfer, {"name": "x", "nbytes": 8, "tier": "host", "copy_out_after": 1, "kind": "round"})
+
+
+def test_old_names_tell_the_new_ones() -> None:
+    problem = transformer()
+    with pytest.raises(AttributeError, match="has a new name: Problem.boundary_bytes"):
+        _ = problem.between_bytes
+    with pytest.raises(AttributeError, match="has a new name: Plan.transfers"):
+        _ = make_plan(problem, "none").spills
+    with pytest.raises(AttributeError, match="a Problem has no attribute 'spills'"):
+        _ = problem.spills

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 
 import pytest
 from hypothesis import assume, event, given, settings
-from problems import GIB, PLENTY, between_bytes, crowded_region, links, moving_problems, problems, transformer
+from problems import GIB, PLENTY, boundary_bytes, crowded_region, links, moving_problems, problems, transformer
 
 from tencache_fx.errors import BudgetError, OptionError
 from tencache_fx.planning.liveness import live_bytes
@@ -35,11 +35,11 @@ def plan_or_refusal(problem: Problem, policy: str, tuning: Tuning = TUNING) -> t
         return None, str(error)
 
 
-def held(problem: Problem, spills: tuple[Transfer, ...], step: int) -> int:
+def held(problem: Problem, transfers: tuple[Transfer, ...], step: int) -> int:
     """Device bytes at one step, counted one storage at a time."""
-    away = {s.name for s in spills if s.freed_at <= step < s.prefetch_at}
+    away = {s.name for s in transfers if s.freed_at <= step < s.prefetch_at}
     live = [s.nbytes for s in problem.storages if s.birth <= step < s.death and s.name not in away]
-    beside = problem.external_bytes + between_bytes(problem, step)
+    beside = problem.external_bytes + boundary_bytes(problem, step)
     return sum(live) + problem.ops[step].scratch_bytes + beside
 
 
@@ -66,10 +66,10 @@ def check_plan(policy: str, problem: Problem) -> None:
         event("device refused" if "on the device" in refusal else "tier refused")
         assert "on the device" in refusal or problem.budgets.host_bytes < PLENTY
         return
-    event(f"spills: {min(len(plan.spills), 3)}, nvme: {any(s.tier is Tier.NVME for s in plan.spills)}")
+    event(f"spills: {min(len(plan.transfers), 3)}, nvme: {any(s.tier is Tier.NVME for s in plan.transfers)}")
     verify_plan(problem, plan)
-    peak = max(held(problem, plan.spills, step) for step in range(len(problem.ops)))
-    assert plan.forecast.peak_bytes == peak == held(problem, plan.spills, plan.forecast.peak_step)
+    peak = max(held(problem, plan.transfers, step) for step in range(len(problem.ops)))
+    assert plan.forecast.peak_bytes == peak == held(problem, plan.transfers, plan.forecast.peak_step)
     assert limit is None or peak <= limit
     assert plan.forecast.lower_bound_ns <= plan.forecast.makespan_ns
     assert plan == make_plan(problem, policy)
@@ -77,7 +77,7 @@ def check_plan(policy: str, problem: Problem) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(problem=moving_problems())
-def test_parameters_and_gradients_travel_by_every_rule(problem: Problem) -> None:
+def test_parameters_and_gradients_are_transferred_by_every_rule(problem: Problem) -> None:
     for policy in POLICIES:
         check_moves(policy, problem)
 
@@ -85,7 +85,7 @@ def test_parameters_and_gradients_travel_by_every_rule(problem: Problem) -> None
 @pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(problem=moving_problems())
-def test_parameters_and_gradients_of_many_regions_travel_by_every_rule(problem: Problem) -> None:
+def test_parameters_and_gradients_of_many_regions_are_transferred_by_every_rule(problem: Problem) -> None:
     for policy in POLICIES:
         check_moves(policy, problem)
 
@@ -96,7 +96,7 @@ def check_moves(policy: str, problem: Problem) -> None:
         event("device refused" if "on the device" in refusal else "tier refused")
         return
     staying = keep_resident(problem, plan.resident, plan.updated_here)
-    event(f"resident: {bool(plan.resident)}, travelling: {any(s.kind is TransferKind.LOAD for s in plan.spills)}")
+    event(f"resident: {bool(plan.resident)}, travelling: {any(s.kind is TransferKind.LOAD for s in plan.transfers)}")
     verify_plan(staying, plan)
     assert plan.forecast.makespan_ns >= sum(op.duration_ns for op in problem.ops)
     streamed, _ = plan_or_refusal(problem, policy, replace(TUNING, resident_shares=(0.0,), state_shares=()))
@@ -121,8 +121,8 @@ def test_plans_of_crowded_regions_keep_every_rule(seeds: range) -> None:
                 continue
             verify_plan(problem, plan)
             assert plan.forecast.lower_bound_ns <= plan.forecast.makespan_ns, seed
-            outcomes["planned"] += len(plan.spills) > 0
-            outcomes["with disk"] += any(spill.tier is Tier.NVME for spill in plan.spills)
+            outcomes["planned"] += len(plan.transfers) > 0
+            outcomes["with disk"] += any(transfer.tier is Tier.NVME for transfer in plan.transfers)
             if problem.budgets.host_bytes == PLENTY:
                 makespans[policy].append(plan.forecast.makespan_ns)
     assert outcomes["planned"] > 1.6 * len(seeds)
@@ -136,7 +136,7 @@ def test_a_region_that_fits_is_left_alone(problem: Problem) -> None:
     peak = int(live_bytes(problem).max())
     for policy, device_bytes in product(POLICIES, (None, peak)):
         plan = make_plan(with_device(problem, device_bytes), policy)
-        assert (plan.spills, plan.pool, plan.staging) == ((), (), ())
+        assert (plan.transfers, plan.pool, plan.staging) == ((), (), ())
         assert plan.forecast.makespan_ns == plan.forecast.ideal_ns == plan.forecast.lower_bound_ns
 
 
@@ -189,7 +189,7 @@ def test_nvme_takes_what_host_memory_cannot(policy: str) -> None:
     problem = transformer(device_bytes=14 * GIB, host_bytes=4 * GIB, disk_bytes=32 * GIB)
     plan = make_plan(problem, policy)
     verify_plan(problem, plan)
-    assert {spill.tier for spill in plan.spills} == {Tier.HOST, Tier.NVME}
+    assert {transfer.tier for transfer in plan.transfers} == {Tier.HOST, Tier.NVME}
     assert plan.forecast.host_bytes <= 4 * GIB
     assert plan.forecast.disk_write_bytes == plan.forecast.disk_read_bytes > 0
 
@@ -216,10 +216,10 @@ def test_a_slower_link_never_overruns() -> None:
     plan = make_plan(problem, "teraio")
     slow = replace(problem, links=links(24 * 10**9))
     verify_plan(slow, plan)
-    times = [simulate(p, plan.spills, plan.staging).makespan_ns for p in (problem, slow)]
+    times = [simulate(p, plan.transfers, plan.staging).makespan_ns for p in (problem, slow)]
     assert times[0] < times[1] < plan.forecast.ideal_ns + 2 * plan.forecast.d2h_bytes / 24
     near = replace(problem, links=links(46 * 10**9))
-    assert simulate(near, plan.spills, plan.staging).makespan_ns <= 1.01 * plan.forecast.ideal_ns
+    assert simulate(near, plan.transfers, plan.staging).makespan_ns <= 1.01 * plan.forecast.ideal_ns
 
 
 def test_device_refusal_reads_well() -> None:
@@ -264,6 +264,6 @@ def test_planning_time(policy: str, layers: int, split: int, seconds: float) -> 
 def test_steps_are_plain_integers() -> None:
     """Not numpy's: a plan is written as JSON."""
     plan = make_plan(transformer(layers=2, device_bytes=6 * GIB), "teraio")
-    assert plan.spills
-    for spill in plan.spills:
-        assert all(type(v) is int for v in (*spill.steps, spill.nbytes))
+    assert plan.transfers
+    for transfer in plan.transfers:
+        assert all(type(v) is int for v in (*transfer.steps, transfer.nbytes))

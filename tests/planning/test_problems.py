@@ -45,14 +45,14 @@ def test_every_problem_is_planned_by_every_policy():
 
 
 def test_the_problems_are_of_many_kinds():
-    """They have model state and none, recipes and none, scheduling barriers and none, a disk, trips of all kinds."""
+    """They have model state and none, recipes and none, scheduling barriers and none, a disk, swaps of all kinds."""
     problems = [read_problem(name) for name in {run.problem for run in RUNS}]
     for kind in (
         lambda p: any(s.state_bytes for s in p.storages),
         lambda p: bool(p.recipes),
         lambda p: bool(p.barriers),
         lambda p: p.budgets.disk_bytes > 0,
-        lambda p: p.between_bytes > 0,
+        lambda p: p.boundary_bytes > 0,
     ):
         assert 0 < sum(map(kind, problems)) < len(problems)
     figures = {(run.problem, run.budget, run.policy): run.figures for run in RUNS}

@@ -14,7 +14,7 @@ from tencache_fx.planning.recompute import recompute
 
 
 def facts(storage: Storage) -> tuple[object, ...]:
-    """What has to be right of a storage; only what is made here can travel, and so has to be complete first."""
+    """What has to be right of a storage; only what is made here can be offloaded, and so has to be complete first."""
     made = storage.kind not in (Kind.PARAMETER, Kind.INPUT)
     ready = max(storage.ready, storage.birth) if made else 0
     return storage.name, storage.nbytes, storage.kind, storage.birth, storage.death, storage.uses, ready
@@ -46,7 +46,7 @@ def test_recomputing_is_what_the_written_out_list_says(drawn: tuple[Program, tup
     assert sum(op.duration_ns for op in after.ops) - sum(op.duration_ns for op in before.ops) == after.recompute_ns
     assert after.recompute_ns == sum(instruction.duration_ns for instruction in again)
     assert len({instruction.name for instruction in again}) == len(again), "an instruction runs twice again"
-    assert after.barriers == tuple(k for k, (instruction, _) in enumerate(line) if instruction.fence)
+    assert after.barriers == tuple(k for k, (instruction, _) in enumerate(line) if instruction.barrier)
     assert (after.boundary, after.budgets) == (before.boundary, before.budgets)
     assert not (after.recipes and chosen)
 

@@ -26,7 +26,7 @@ LAYERS, FAT, NARROW = 8, 100, 10
 def chain(budget: int) -> Problem:
     """Layers of two fat values and a narrow one, which is nearly free to make again, but only from the fat ones.
 
-    Nothing may travel. Step 3i makes `a`, 3i + 1 `b`, 3i + 2 `x` of layer i; the backward reads all three.
+    Nothing may be offloaded. Step 3i makes `a`, 3i + 1 `b`, 3i + 2 `x` of layer i; the backward reads all three.
     """
     forward = 3 * LAYERS
     early = (Op(name=f"{'abx'[k % 3]}_{k // 3}", duration_ns=1 if k % 3 == 2 else 50) for k in range(forward))

@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import links, problems_with_trips
+from problems import links, problems_with_swaps
 
 from tencache_fx.planning.plan import CopyIn, PoolClass, Transfer
 from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Step, Storage, Tier
 from tencache_fx.planning.simulator import simulate
 
-Trips = tuple[Problem, tuple[Transfer, ...]]
+Case = tuple[Problem, tuple[Transfer, ...]]
 
 
-def ticking_replay(problem: Problem, spills: tuple[Transfer, ...], staging: int) -> tuple[list[int], int, int]:
+def ticking_replay(problem: Problem, transfers: tuple[Transfer, ...], staging: int) -> tuple[list[int], int, int]:
     """Return (step starts, time waited for copies out, time waited for copies in): one loop turn is one ns.
 
     The links move one byte per ns, the disk one in two.
@@ -23,11 +23,15 @@ def ticking_replay(problem: Problem, spills: tuple[Transfer, ...], staging: int)
     todo: list[tuple[str, Transfer | int]] = []  # the whole program, ops and steps in order
     for step in range(len(problem.ops)):
         todo += [
-            ("offload", s) for s in sorted(spills, key=lambda s: (s.freed_at, s.name)) if s.copy_out_after == step - 1
+            ("offload", s)
+            for s in sorted(transfers, key=lambda s: (s.freed_at, s.name))
+            if s.copy_out_after == step - 1
         ]
-        todo += [("release", s) for s in sorted(spills, key=lambda s: s.name) if s.freed_at == step]
-        todo += [("prefetch", s) for s in sorted(spills, key=lambda s: (s.needed_at, s.name)) if s.prefetch_at == step]
-        todo += [("wait", s) for s in sorted(spills, key=lambda s: s.name) if s.needed_at == step]
+        todo += [("release", s) for s in sorted(transfers, key=lambda s: s.name) if s.freed_at == step]
+        todo += [
+            ("prefetch", s) for s in sorted(transfers, key=lambda s: (s.needed_at, s.name)) if s.prefetch_at == step
+        ]
+        todo += [("wait", s) for s in sorted(transfers, key=lambda s: s.name) if s.needed_at == step]
         todo += [("step", step)]
     queues: dict[str, list[Transfer]] = {"out": [], "write": [], "read": [], "in": []}
     serving: dict[str, tuple[Transfer, int]] = {}  # what, until when
@@ -37,13 +41,13 @@ def ticking_replay(problem: Problem, spills: tuple[Transfer, ...], staging: int)
     while todo or now < busy_until:
         for server in ("out", "in", "write", "read"):
             if server in serving and serving[server][1] == now:
-                spill = serving.pop(server)[0]
-                done.add((server, spill.name))
-                if server == "out" and spill.tier is Tier.NVME:
-                    queues["write"].append(spill)
+                transfer = serving.pop(server)[0]
+                done.add((server, transfer.name))
+                if server == "out" and transfer.tier is Tier.NVME:
+                    queues["write"].append(transfer)
                 elif server == "read":
-                    queues["in"].append(spill)
-                elif spill.tier is Tier.NVME:
+                    queues["in"].append(transfer)
+                elif transfer.tier is Tier.NVME:
                     staging += 1
 
         def start_idle(now: int = now) -> None:
@@ -55,10 +59,10 @@ def ticking_replay(problem: Problem, spills: tuple[Transfer, ...], staging: int)
                     if ("write", queue[0].name) not in done or staging == 0:
                         continue
                     staging -= 1
-                spill = queue.pop(0)
+                transfer = queue.pop(0)
                 on_disk = server in ("write", "read")
-                took = 2 * spill.nbytes + disk_latency if on_disk else spill.nbytes + latency
-                serving[server] = spill, now + took
+                took = 2 * transfer.nbytes + disk_latency if on_disk else transfer.nbytes + latency
+                serving[server] = transfer, now + took
 
         start_idle()
         while todo and now >= busy_until:
@@ -88,57 +92,58 @@ def ticking_replay(problem: Problem, spills: tuple[Transfer, ...], staging: int)
 
 
 @settings(max_examples=500, deadline=None)
-@given(case=problems_with_trips(), staging=st.integers(1, 3), latency=st.integers(0, 3))
-def test_agrees_with_the_ticking_replay(case: Trips, staging: int, latency: int) -> None:
-    problem, spills = case
+@given(case=problems_with_swaps(), staging=st.integers(1, 3), latency=st.integers(0, 3))
+def test_agrees_with_the_ticking_replay(case: Case, staging: int, latency: int) -> None:
+    problem, transfers = case
     problem = replace(problem, links=links(copy_latency_ns=latency, disk_latency_ns=2 * latency))
-    starts, waited_out, waited_in = ticking_replay(problem, spills, staging)
-    replay = simulate(problem, spills, (PoolClass(nbytes=4096, count=staging),))
+    starts, waited_out, waited_in = ticking_replay(problem, transfers, staging)
+    replay = simulate(problem, transfers, (PoolClass(nbytes=4096, count=staging),))
     assert [*replay.starts_ns, replay.makespan_ns] == starts
     assert (replay.stall_out_ns, replay.stall_in_ns) == (waited_out, waited_in)
     assert replay.makespan_ns == replay.ideal_ns + replay.stall_out_ns + replay.stall_in_ns
 
 
 @settings(max_examples=100, deadline=None)
-@given(case=problems_with_trips())
-def test_each_trip_is_told_in_order(case: Trips) -> None:
-    problem, spills = case
-    replay = simulate(problem, spills, (PoolClass(nbytes=4096, count=2),))
-    assert [trip.name for trip in replay.transfers] == [spill.name for spill in spills]
-    assert sum(trip.stall_out_ns for trip in replay.transfers) == replay.stall_out_ns
-    assert sum(trip.stall_in_ns for trip in replay.transfers) == replay.stall_in_ns
-    for spill, trip in zip(spills, replay.transfers, strict=True):
-        assert trip.out_start_ns + spill.nbytes == trip.out_end_ns <= trip.written_ns
-        assert trip.written_ns <= trip.read_start_ns <= trip.in_start_ns
-        assert trip.in_start_ns + spill.nbytes == trip.in_end_ns <= replay.starts_ns[spill.needed_at]
-        assert trip.out_end_ns <= replay.starts_ns[spill.freed_at]
+@given(case=problems_with_swaps())
+def test_each_swap_is_told_in_order(case: Case) -> None:
+    problem, transfers = case
+    replay = simulate(problem, transfers, (PoolClass(nbytes=4096, count=2),))
+    assert [swap.name for swap in replay.transfers] == [transfer.name for transfer in transfers]
+    assert sum(swap.stall_out_ns for swap in replay.transfers) == replay.stall_out_ns
+    assert sum(swap.stall_in_ns for swap in replay.transfers) == replay.stall_in_ns
+    for transfer, swap in zip(transfers, replay.transfers, strict=True):
+        assert swap.out_start_ns + transfer.nbytes == swap.out_end_ns <= swap.written_ns
+        assert swap.written_ns <= swap.read_start_ns <= swap.in_start_ns
+        assert swap.in_start_ns + transfer.nbytes == swap.in_end_ns <= replay.starts_ns[transfer.needed_at]
+        assert swap.out_end_ns <= replay.starts_ns[transfer.freed_at]
 
 
 @settings(max_examples=100, deadline=None)
-@given(case=problems_with_trips())
-def test_a_second_training_step_repeats_the_first(case: Trips) -> None:
+@given(case=problems_with_swaps())
+def test_a_second_training_step_repeats_the_first(case: Case) -> None:
     """Two steps in a row take twice as long: why one replay is the steady state."""
-    problem, spills = case
+    problem, transfers = case
     count = len(problem.ops)
 
-    def later(spill: Transfer) -> Transfer:
+    def later(transfer: Transfer) -> Transfer:
         offload, gone, fetch, back = (
-            Step(k + count) for k in (spill.copy_out_after, spill.freed_at, spill.prefetch_at, spill.needed_at)
+            Step(k + count)
+            for k in (transfer.copy_out_after, transfer.freed_at, transfer.prefetch_at, transfer.needed_at)
         )
-        again = spill.leaving(after=offload, freed_at=gone)
-        return replace(again, name=f"again_{spill.name}", back=CopyIn(prefetch_at=fetch, needed_at=back))
+        again = transfer.leaving(after=offload, freed_at=gone)
+        return replace(again, name=f"again_{transfer.name}", back=CopyIn(prefetch_at=fetch, needed_at=back))
 
     twice = replace(problem, ops=problem.ops * 2)
     staging = (PoolClass(nbytes=4096, count=1),)
-    once = simulate(problem, spills, staging)
-    both = simulate(twice, (*spills, *map(later, spills)), staging)
+    once = simulate(problem, transfers, staging)
+    both = simulate(twice, (*transfers, *map(later, transfers)), staging)
     assert both.makespan_ns == 2 * once.makespan_ns
     assert both.starts_ns[count:] == tuple(once.makespan_ns + start for start in once.starts_ns)
 
 
 @dataclass
 class Small:
-    """Ten steps of 100 ns, and trips of x (0..4 -> 8) and y over them."""
+    """Ten steps of 100 ns, and swaps of x (0..4 -> 8) and y over them."""
 
     rates: Links
 
@@ -163,7 +168,7 @@ class Small:
         )
 
 
-def trip(name: str, nbytes: int, offload: int, gone: int, fetch: int, back: int, tier: Tier = Tier.HOST) -> Transfer:
+def swap(name: str, nbytes: int, offload: int, gone: int, fetch: int, back: int, tier: Tier = Tier.HOST) -> Transfer:
     steps = {
         "copy_out_after": Step(offload),
         "freed_at": Step(gone),
@@ -174,7 +179,7 @@ def trip(name: str, nbytes: int, offload: int, gone: int, fetch: int, back: int,
 
 
 def test_hidden_copies_cost_nothing() -> None:
-    replay = simulate(Small(links()).problem(x=100), (trip("x", 100, 0, 2, 7, 9),))
+    replay = simulate(Small(links()).problem(x=100), (swap("x", 100, 0, 2, 7, 9),))
     assert (replay.makespan_ns, replay.stall_out_ns, replay.stall_in_ns) == (1000, 0, 0)
     assert replay.starts_ns == tuple(range(0, 1000, 100))
     assert (replay.d2h_bytes, replay.h2d_bytes, replay.disk_write_bytes) == (100, 100, 0)
@@ -182,7 +187,7 @@ def test_hidden_copies_cost_nothing() -> None:
 
 def test_late_copies_are_stalls_where_compute_waits() -> None:
     """150 bytes issued at 100 are out at 250, not at 200; fetched at 850 they are back at 1000, not at 950."""
-    replay = simulate(Small(links()).problem(x=150), (trip("x", 150, 0, 2, 8, 9),))
+    replay = simulate(Small(links()).problem(x=150), (swap("x", 150, 0, 2, 8, 9),))
     assert (replay.stall_out_ns, replay.stall_in_ns) == (50, 50)
     assert (replay.transfers[0].out_end_ns, replay.transfers[0].in_end_ns) == (250, 1000)
     assert replay.makespan_ns == 1100
@@ -191,8 +196,8 @@ def test_late_copies_are_stalls_where_compute_waits() -> None:
 def test_both_directions_at_once_run_at_duplex_rates() -> None:
     """In: 200 bytes from 200. Out: 200 bytes from 300. Alone for 100 ns, together at half the rate until 500."""
     rates = links(d2h_duplex_bytes_per_s=5 * 10**8, h2d_duplex_bytes_per_s=5 * 10**8)
-    spills = (trip("x", 200, 0, 2, 3, 9), trip("y", 200, 3, 9, 9, 9))
-    replay = simulate(Small(rates).problem(x=200, y=200), spills)
+    transfers = (swap("x", 200, 0, 2, 3, 9), swap("y", 200, 3, 9, 9, 9))
+    replay = simulate(Small(rates).problem(x=200, y=200), transfers)
     x, y = replay.transfers
     assert (x.out_start_ns, x.out_end_ns, x.stall_out_ns) == (100, 300, 100)
     assert (x.in_start_ns, y.out_start_ns) == (400, 500)
@@ -201,19 +206,19 @@ def test_both_directions_at_once_run_at_duplex_rates() -> None:
 
 def test_an_offload_waits_for_a_staging_buffer() -> None:
     """One buffer: x is out at 200 and written at 400; y, offloaded at 200, starts only then."""
-    spills = (trip("x", 100, 0, 4, 8, 9, Tier.NVME), trip("y", 100, 1, 6, 9, 9, Tier.NVME))
+    transfers = (swap("x", 100, 0, 4, 8, 9, Tier.NVME), swap("y", 100, 1, 6, 9, 9, Tier.NVME))
     problem = Small(links()).problem(x=100, y=100)
-    one = simulate(problem, spills, (PoolClass(nbytes=4096, count=1),))
+    one = simulate(problem, transfers, (PoolClass(nbytes=4096, count=1),))
     assert one.transfers[0].written_ns == 400
     assert (one.transfers[1].out_start_ns, one.transfers[1].stall_out_ns) == (400, 200)
-    two = simulate(problem, spills, (PoolClass(nbytes=4096, count=2),))
+    two = simulate(problem, transfers, (PoolClass(nbytes=4096, count=2),))
     assert (two.transfers[1].out_start_ns, two.transfers[1].stall_out_ns) == (200, 0)
 
 
 def test_a_read_waits_for_its_own_write() -> None:
     rates = links(disk_write_bytes_per_s=10**8)
     replay = simulate(
-        Small(rates).problem(x=100), (trip("x", 100, 0, 2, 3, 9, Tier.NVME),), (PoolClass(nbytes=4096, count=4),)
+        Small(rates).problem(x=100), (swap("x", 100, 0, 2, 3, 9, Tier.NVME),), (PoolClass(nbytes=4096, count=4),)
     )
     (x,) = replay.transfers
     assert (x.out_end_ns, x.written_ns, x.read_start_ns, x.in_start_ns, x.in_end_ns) == (200, 1200, 1200, 1400, 1500)
@@ -223,7 +228,7 @@ def test_a_read_waits_for_its_own_write() -> None:
 @pytest.mark.parametrize(
     ("rates", "staging"), [(links(disk_write_bytes_per_s=0), 4096), (links(), 64), (links(), None)]
 )
-def test_what_cannot_travel_is_refused(rates: Links, staging: int | None) -> None:
+def test_what_cannot_be_offloaded_is_refused(rates: Links, staging: int | None) -> None:
     pools = () if staging is None else (PoolClass(nbytes=staging, count=1),)
     with pytest.raises(ValueError, match="storage x"):
-        simulate(Small(rates).problem(x=100), (trip("x", 100, 0, 2, 8, 9, Tier.NVME),), pools)
+        simulate(Small(rates).problem(x=100), (swap("x", 100, 0, 2, 8, 9, Tier.NVME),), pools)

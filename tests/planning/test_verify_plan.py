@@ -29,7 +29,7 @@ def storage(name: str, uses: tuple[int, ...], *, spillable: bool = True, nbytes:
 
 
 def region() -> Problem:
-    """Ten steps, backward from 5; x and y travel between the graphs, z inside backward, the others stay."""
+    """Ten steps, backward from 5; x and y are offloaded between the graphs, z inside backward, the others stay."""
     return Problem(
         ops=tuple(Op(name=f"op_{k}", duration_ns=PAGE) for k in range(10)),
         boundary=Step(5),
@@ -47,7 +47,7 @@ def region() -> Problem:
     )
 
 
-def spill(name: str, offload: int, gone: int, fetch: int, back: int, tier: Tier = Tier.HOST) -> Transfer:
+def transfer(name: str, offload: int, gone: int, fetch: int, back: int, tier: Tier = Tier.HOST) -> Transfer:
     times = {
         "copy_out_after": Step(offload),
         "freed_at": Step(gone),
@@ -70,20 +70,22 @@ def valid() -> Plan:
         disk_write_bytes=PAGE,
         disk_read_bytes=PAGE,
     )
-    spills = (spill("x", 0, 2, 9, 9), spill("y", 1, 3, 7, 8, Tier.NVME), spill("z", 5, 6, 8, 9))
+    transfers = (transfer("x", 0, 2, 9, 9), transfer("y", 1, 3, 7, 8, Tier.NVME), transfer("z", 5, 6, 8, 9))
     buffers = (PoolClass(nbytes=PAGE, count=2),)
-    return replace(plan, spills=spills, pool=buffers, staging=(PoolClass(nbytes=PAGE, count=1),), forecast=forecast)
+    return replace(
+        plan, transfers=transfers, pool=buffers, staging=(PoolClass(nbytes=PAGE, count=1),), forecast=forecast
+    )
 
 
 def at(index: int, **changes: Any) -> Callable[[Plan], Plan]:
     """Change one swap."""
 
     def change(plan: Plan) -> Plan:
-        spills = list(plan.spills)
-        victim = spills[index]
+        transfers = list(plan.transfers)
+        victim = transfers[index]
         names = ("name", "nbytes", "tier", "copy_out_after", "freed_at", "prefetch_at", "needed_at")
-        spills[index] = Transfer.swap(**({name: getattr(victim, name) for name in names} | changes))
-        return replace(plan, spills=tuple(spills))
+        transfers[index] = Transfer.swap(**({name: getattr(victim, name) for name in names} | changes))
+        return replace(plan, transfers=tuple(transfers))
 
     return change
 
@@ -94,17 +96,17 @@ def foretell(**changes: Any) -> Callable[[Plan], Plan]:
 
 BREAKS: list[tuple[str, Callable[[Plan], Plan]]] = [
     ("known-storage", at(0, name="nobody")),
-    ("one-transfer", lambda plan: replace(plan, spills=(*plan.spills, plan.spills[0]))),
+    ("one-transfer", lambda plan: replace(plan, transfers=(*plan.transfers, plan.transfers[0]))),
     ("same-bytes", at(0, nbytes=PAGE - 1)),
-    ("spillable", lambda plan: replace(plan, spills=(spill("w", 0, 2, 9, 9),))),
-    ("worth-an-op", lambda plan: replace(plan, spills=(replace(spill("small", 0, 2, 9, 9), nbytes=8),))),
+    ("spillable", lambda plan: replace(plan, transfers=(transfer("w", 0, 2, 9, 9),))),
+    ("worth-an-op", lambda plan: replace(plan, transfers=(replace(transfer("small", 0, 2, 9, 9), nbytes=8),))),
     ("tier", at(0, tier=Tier.DEVICE)),
     ("offload-after-birth", at(1, copy_out_after=Step(0))),
     ("offload-before-freed", at(0, copy_out_after=Step(2))),
     ("freed-before-prefetch", at(2, freed_at=Step(9))),
     ("prefetch-before-needed", at(1, prefetch_at=Step(9))),
     ("needed-at-a-use", at(1, needed_at=Step(9))),
-    ("used-before", lambda plan: replace(plan, spills=(spill("given", 0, 1, 3, 3),))),
+    ("used-before", lambda plan: replace(plan, transfers=(transfer("given", 0, 1, 3, 3),))),
     ("freed-after-last-use", at(0, freed_at=Step(1))),
     ("boundary", at(0, freed_at=Step(6))),
     ("boundary", at(1, prefetch_at=Step(4))),
@@ -140,10 +142,10 @@ def test_what_the_caller_holds_is_gone_no_sooner_than_that_lets_go() -> None:
     found = make_plan(problem.within(device_bytes=None), "none")
     ops = replace(found.forecast, peak_bytes=PAGE, host_bytes=PAGE, d2h_bytes=PAGE, h2d_bytes=PAGE)
     plan = replace(found, pool=(PoolClass(nbytes=PAGE, count=1),), forecast=ops)
-    verify_plan(problem, replace(plan, spills=(spill("x", 0, 5, 5, 6),)))
-    for early_or_late in (spill("x", 0, 4, 5, 6), spill("x", 6, 7, 8, 9)):
+    verify_plan(problem, replace(plan, transfers=(transfer("x", 0, 5, 5, 6),)))
+    for early_or_late in (transfer("x", 0, 4, 5, 6), transfer("x", 6, 7, 8, 9)):
         with pytest.raises(InvariantError, match="breaks the rule held-by-the-caller "):
-            verify_plan(problem, replace(plan, spills=(early_or_late,)))
+            verify_plan(problem, replace(plan, transfers=(early_or_late,)))
 
 
 def test_a_region_over_its_budget_is_named_with_the_step() -> None:

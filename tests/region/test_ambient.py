@@ -137,7 +137,7 @@ def test_compiling_between_steps_changes_nothing(
         x = torch.randn(128, 64, requires_grad=True)
     result = run(x)
     assert REGIONS.compilations > compiled, "it was not planned anew"
-    assert tencache_fx.regions()[-1].plan.spills
+    assert tencache_fx.regions()[-1].plan.transfers
     after = state()
     assert after.pop("gradients") is (function is not ends_without_gradients)
     before.pop("gradients")

@@ -1,4 +1,4 @@
-"""What others hold between a region's forward and its backward: learned in the first step, and then kept free."""
+"""External memory between a region's forward and its backward: learned in the first step, and then kept free."""
 
 import gc
 import weakref
@@ -33,7 +33,7 @@ def test_a_loss_outside_of_the_region_finds_room(meter: Meter, caplog: pytest.Lo
     record = tencache_fx.regions()[-1]
     assert max(peaks[1:]) >= budget - 2 * VALUE, "no more is away than has to be"
     assert "held between graphs" in tencache_fx.report()
-    assert record.plan.spills
+    assert record.plan.transfers
     assert not over(caplog.text)
     assert same(gradients, expected(layers(12)))
 
@@ -44,8 +44,8 @@ def test_a_loss_that_leaves_room_changes_nothing(meter: Meter) -> None:
     peaks, _ = train(meter, run, model)
     assert max(peaks) <= budget
     record = tencache_fx.regions()[-1]
-    assert record.problem.between_bytes == 0
-    assert not record.plan.spills
+    assert record.problem.boundary_bytes == 0
+    assert not record.plan.transfers
 
 
 def test_a_loss_too_large_is_told_of_once(meter: Meter, caplog: pytest.LogCaptureFixture) -> None:
@@ -145,14 +145,14 @@ def test_a_pause_is_in_the_plan_but_not_in_the_graphs(
     loss = torch.compile(model, backend="tencache", options=options)(torch.ones(ROWS, WIDTH)).square().mean()
     loss.backward()
     record = tencache_fx.regions()[-1]
-    assert record.problem.between_bytes == wanted
+    assert record.problem.boundary_bytes == wanted
     at = record.problem.boundary
     assert record.problem.ops[at].name == "between_graphs"
-    assert live_bytes(record.problem, record.plan.spills)[at] <= budget
-    kept = replace(record.problem, between_bytes=0)
-    assert live_bytes(kept, record.plan.spills)[at] <= budget - wanted + VALUE  # the tangent comes then
+    assert live_bytes(record.problem, record.plan.transfers)[at] <= budget
+    kept = replace(record.problem, boundary_bytes=0)
+    assert live_bytes(kept, record.plan.transfers)[at] <= budget - wanted + VALUE  # the tangent comes then
     with pytest.raises(InvariantError, match="device-budget"):
-        verify_plan(replace(record.problem, between_bytes=wanted + 4 * VALUE), record.plan)
+        verify_plan(replace(record.problem, boundary_bytes=wanted + 4 * VALUE), record.plan)
     assert all("between_graphs" not in str(listing) for listing in record.listings)
     plain = layers(12)
     plain(torch.ones(ROWS, WIDTH)).square().mean().backward()
@@ -218,7 +218,7 @@ def test_a_little_more_from_call_to_call_is_no_reason_to_plan_anew(
         run(inputs).backward()
         record = tencache_fx.regions()[-1]
         budget = record.plan.forecast.peak_bytes - less_bytes
-    assert bool(record.plan.spills) == bool(less_bytes)
+    assert bool(record.plan.transfers) == bool(less_bytes)
     if less_bytes:
         assert record.plan.forecast.peak_bytes <= options["device_budget"] * 255 // 256
         for _ in range(10):
@@ -238,7 +238,7 @@ def test_what_fits_needs_no_policy_and_no_host(alone: dict[str, Any], meter: Met
         options = {**OPTIONS, **alone, "device_budget": budget}
         torch.compile(lambda x: model(x).square().mean(), backend="tencache", options=options)(inputs).backward()
         budget = tencache_fx.regions()[-1].plan.forecast.peak_bytes + 512
-    assert not tencache_fx.regions()[-1].plan.spills
+    assert not tencache_fx.regions()[-1].plan.transfers
 
 
 def test_a_plan_that_needs_the_whole_budget_has_it(meter: Meter) -> None:
@@ -348,7 +348,7 @@ def test_room_is_made_before_a_plan_without_it_is_timed(meter: Meter, monkeypatc
     region.current = replace(region.current, clock=SimpleNamespace(times=lambda: 1, stop=lambda: None))
     run(torch.ones(ROWS, WIDTH))
     assert not learned
-    assert region.record.problem.between_bytes
+    assert region.record.problem.boundary_bytes
 
 
 def test_a_region_that_returns_a_sparse_tensor_runs() -> None:
@@ -377,7 +377,7 @@ def test_learned_durations_hold_with_a_pause_and_without(meter: Meter, monkeypat
 
 
 @pytest.mark.parametrize("wide", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_parameters_at_home_make_room_as_well(wide: int, meter: Meter, caplog: pytest.LogCaptureFixture) -> None:
+def test_offloaded_parameters_make_room_as_well(wide: int, meter: Meter, caplog: pytest.LogCaptureFixture) -> None:
     """What the first plan keeps between the graphs are activations, and parameters that are on their way by then."""
     hidden, budget = 256, 34 * 2 * 256 * 256
     torch.manual_seed(0)
@@ -395,7 +395,7 @@ def test_parameters_at_home_make_room_as_well(wide: int, meter: Meter, caplog: p
         optimizer.zero_grad()
         peaks.append(meter.peak)
     assert "stays as it was" not in caplog.text
-    assert tencache_fx.regions()[-1].problem.between_bytes
+    assert tencache_fx.regions()[-1].problem.boundary_bytes
     assert peaks[0] > budget
     assert (max(peaks[1:]) <= budget) == (wide == 2), "four of them are more by themselves"
     assert over(caplog.text) == (wide == 4)
@@ -430,7 +430,7 @@ def test_state_that_is_to_come_has_room_from_the_first_step_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     losses = trained(meter, optimizer_class, **options)
-    assert tencache_fx.regions()[-1].plan.spills
+    assert tencache_fx.regions()[-1].plan.transfers
     often = caplog.text.count("planning again")
     monkeypatch.setattr(environment, "expected_state_bytes", lambda device: 0)
     torch.compiler.reset()

@@ -45,7 +45,7 @@ SHALLOW = Case(name="gpt2-shallow", build=lambda: Gpt2(layers=1), batch=text)
 
 
 def floor_at(problem: Problem, budget_bytes: int) -> int:
-    """Return the floor that holds for a budget: what is too small to travel depends on it."""
+    """Return the floor that holds for a budget: what is too small to be offloaded depends on it."""
     return floor_bytes(replace(problem, min_spill_bytes=max(4096, budget_bytes // 4096)))
 
 
@@ -119,7 +119,7 @@ def test_what_generated_code_holds_is_known_and_within_the_budget(name: str, per
     share = share_of(problem, percent)
     budget = max(share, floor_at(problem, share))
     record, peak = measure(each, {**INDUCTOR, "device_budget": budget})
-    assert bool(record.plan.spills) == (percent < 100)
+    assert bool(record.plan.transfers) == (percent < 100)
     assert record.code_peak_bytes is not None
     static, odd = entering_bytes(problem), ODD_BYTES + KERNEL_BYTES.get(name, 0)
     assert abs(peak - (record.code_peak_bytes - static)) <= odd
@@ -130,7 +130,7 @@ def test_what_generated_code_holds_is_known_and_within_the_budget(name: str, per
 @pytest.mark.usefixtures("hollow_kernels")
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=SLOW)])
 def test_the_forecast_of_generated_inference(name: str) -> None:
-    """Trips that begin and end in one graph, under Inductor."""
+    """Swaps that begin and end in one graph, under Inductor."""
     each = case(name)
     model, batch = each.build(), each.batch(0)
     with torch.no_grad():
@@ -143,7 +143,7 @@ def test_the_forecast_of_generated_inference(name: str) -> None:
         run = compiled(model, {**INDUCTOR, "device_budget": budget})
         peak = tencache_fx.peak_bytes(lambda: run(*batch), torch.device("cpu"), warm_up=lambda: run(*batch))
     plan = tencache_fx.regions()[-1].plan
-    assert plan.spills
+    assert plan.transfers
     assert budget < live_bytes(problem).max()
     assert peak <= plan.forecast.peak_bytes - entering_bytes(problem) + ODD_BYTES + ATTENTION_BYTES
 
@@ -177,7 +177,7 @@ def test_every_tier_keeps_to_its_budget(tmp_path: Path) -> None:
         "spill_budget": MIB,
     }
     record, peak = measure(each, options)
-    tiers = {spill.tier for spill in record.plan.spills}
+    tiers = {transfer.tier for transfer in record.plan.transfers}
     assert tiers == {Tier.HOST, Tier.NVME}
     stats = tencache_fx.stats()
     assert stats["host_pool_bytes"] <= wanted * 3 // 4
@@ -195,7 +195,7 @@ def test_too_little_host_memory_is_refused() -> None:
 
 
 def test_the_pool_wastes_little() -> None:
-    """A fifth of a pool for a dozen trips of a few pages each: that is rounding, next to nothing at real sizes."""
+    """A fifth of a pool for a dozen transfers of a few pages each: that is rounding, next to nothing at real sizes."""
     each = case("gpt2")
     problem = problem_of(each)
     share = share_of(problem, 50)

@@ -52,7 +52,7 @@ def compiled(model: nn.Module, budget: object = "4.2MB", **options: object) -> C
 def inputs_away() -> list[str]:
     record = tencache_fx.regions()[-1]
     kinds = {storage.name: storage.kind for storage in record.problem.storages}
-    return [spill.name for spill in record.plan.spills if kinds[spill.name] is Kind.INPUT]
+    return [transfer.name for transfer in record.plan.transfers if kinds[transfer.name] is Kind.INPUT]
 
 
 def one_by_one(model: nn.Sequential, budget: int) -> nn.Sequential:
@@ -202,7 +202,7 @@ def test_where_no_plan_lets_them_stay_they_leave_all_the_same(caplog: pytest.Log
 
 
 def lives(function: Callable[..., Any], *inputs: Tensor) -> dict[str, Storage]:
-    capture = replace(capture_of(function, *inputs), given_up=frozenset(range(len(inputs))))
+    capture = replace(capture_of(function, *inputs), donated=frozenset(range(len(inputs))))
     return {item.storage.name: item.storage for item in measure_lifetimes(capture, {})}
 
 

@@ -203,7 +203,7 @@ def test_buffers_for_a_batch_beyond_the_plan_are_there_before_it_runs() -> None:
         run = compiled(model, {**EAGER, "device_budget": 1_090_000})
         check_gradients(model, run, marked(256, 64))
         plan = tencache_fx.regions()[-1].plan
-        assert plan.spills
+        assert plan.transfers
         batch = 258
         check_gradients(model, run, marked(batch, 64))
         assert tencache_fx.regions()[-1].plan is plan, "not planned again"
@@ -329,7 +329,7 @@ def test_inductor_with_dynamic_shapes() -> None:
             truth = gradients(model, model, x)
             for mine, true in zip(gradients(model, run, x), truth, strict=True):
                 torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-4)
-        assert tencache_fx.regions()[-1].plan.spills
+        assert tencache_fx.regions()[-1].plan.transfers
         del run
 
 
@@ -381,7 +381,7 @@ def test_dumps_are_read_by_the_command_line(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert f"{len(record.problem.ops)}, backward from {record.problem.boundary}" in done.stdout
-    assert int(live_bytes(record.problem, record.plan.spills).max()) <= 1_000_000
+    assert int(live_bytes(record.problem, record.plan.transfers).max()) <= 1_000_000
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["nonzero", "checked"])
@@ -426,7 +426,7 @@ def test_a_region_that_reads_a_float_is_planned_again() -> None:
         found = run(inputs)
         found.square().mean().backward()
         torch.testing.assert_close(found, model(inputs))
-    assert tencache_fx.regions()[-1].plan.spills
+    assert tencache_fx.regions()[-1].plan.transfers
 
 
 def test_a_size_that_turns_out_to_equal_another_keeps_its_formula() -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong in the middle of a step: a clear error or a slower run, nothing lent, and the next step is right."""
+"""What goes wrong in the middle of a step: a clear error or a slower run, no buffer kept, and the next is right."""
 
 import errno
 import os
@@ -105,7 +105,7 @@ class Bench:
         out.square().sum().backward()
 
     def step_is_right(self) -> None:
-        """Run a whole step; nothing may be lent after it."""
+        """Run a whole step; no buffer may be in use after it."""
         self.backward(self.run(self.x))
         for parameter, true in zip(self.model.parameters(), self.truth, strict=True):
             torch.testing.assert_close(parameter.grad, true, rtol=1e-4, atol=1e-5)
@@ -134,7 +134,7 @@ def on_disk(spill_dir: Path) -> dict[str, object]:
 def test_it_spills_at_all(bench: Callable[..., Bench]) -> None:
     made = bench()
     made.step_is_right()
-    assert tencache_fx.regions()[-1].plan.spills
+    assert tencache_fx.regions()[-1].plan.transfers
 
 
 def test_user_code_fails_between_forward_and_backward(bench: Callable[..., Bench]) -> None:
@@ -152,7 +152,7 @@ def test_the_graph_is_dropped_without_backward(bench: Callable[..., Bench]) -> N
     for _ in range(3):
         made.run(made.x)
     made.step_is_right()
-    assert made.engine.pool.lent_bytes == 0
+    assert made.engine.pool.acquired_bytes == 0
 
 
 def test_the_backward_of_user_code_fails(bench: Callable[..., Bench]) -> None:
@@ -184,10 +184,10 @@ def test_a_gradient_hook_fails(bench: Callable[..., Bench]) -> None:
 
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_custom_op_fails_inside_the_region(bench: Callable[..., Bench], compiler: str) -> None:
-    """Trips are under way in either direction when it does: some tensors are away, some on their way back."""
+    """Transfers are under way in either direction when it does: some tensors are away, some on their way back."""
     made = bench(compiler=compiler)
     made.step_is_right()
-    assert tencache_fx.regions()[-1].plan.spills
+    assert tencache_fx.regions()[-1].plan.transfers
     for n in (0, 2, 3):
         STUMBLING.forward_in = n
         with pytest.raises(RuntimeError, match="the forward of the custom op failed"):
@@ -277,7 +277,7 @@ def test_a_slow_disk(bench: Callable[..., Bench], spill_dir: Path) -> None:
     made.step_is_right()
     io.delay_s = 0.01
     made.step_is_right()
-    assert made.engine.stats.take()["disk_lent_bytes"] == 0
+    assert made.engine.stats.take()["disk_acquired_bytes"] == 0
 
 
 def test_a_write_that_fails_loses_nothing(bench: Callable[..., Bench], spill_dir: Path) -> None:
@@ -315,7 +315,7 @@ def test_a_read_that_fails_is_told(bench: Callable[..., Bench], spill_dir: Path)
     made = bench(io, **on_disk(spill_dir))
     made.step_is_right()
     out = made.run(made.x)
-    assert eventually(lambda: not any(transfer.writing for transfer in made.engine.trips.table._transfers.values()))
+    assert eventually(lambda: not any(transfer.writing for transfer in made.engine.transfers.table._transfers.values()))
     io.read_errors = [errno.EIO] * 8
     with pytest.raises(StoreError, match=r"could not read .* it is lost"):
         made.backward(out)
@@ -376,7 +376,7 @@ class Numbers(torch.utils.data.Dataset):
     __getitem__ = lambda self, i: torch.full((2,), float(i))
 
 call()
-out = run(x)  # trips are under way while others fork
+out = run(x)  # transfers are under way while others fork
 for work, code in ((call_and_tell, 3), (compile_anew, 4)):
     child = multiprocessing.get_context("fork").Process(target=work)
     child.start()
@@ -392,7 +392,7 @@ assert not list(pathlib.Path(sys.argv[2]).rglob("measured*")), "written by a chi
 out.sum().backward()
 call()
 stats = tencache_fx.stats()
-assert (stats["host_lent_bytes"], stats["disk_lent_bytes"], stats["disk_write_failures"]) == (0, 0, 0), stats
+assert (stats["host_acquired_bytes"], stats["disk_acquired_bytes"], stats["disk_write_failures"]) == (0, 0, 0), stats
 print("ended", flush=True)
 """
 

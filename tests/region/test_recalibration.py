@@ -30,19 +30,19 @@ def test_scales_are_found_again(forward: float, backward: float, device_gib: int
     problem = transformer(layers=3, device_bytes=device_gib * GIB)
     plan = make_plan(problem, "teraio")
     real = Scales(forward=forward, backward=backward).apply(problem)
-    measured = forecast_phases(real, plan.spills, plan.staging)
-    found = fit_scales(problem, plan.spills, plan.staging, measured)
-    again = forecast_phases(found.apply(problem), plan.spills, plan.staging)
+    measured = forecast_phases(real, plan.transfers, plan.staging)
+    found = fit_scales(problem, plan.transfers, plan.staging, measured)
+    again = forecast_phases(found.apply(problem), plan.transfers, plan.staging)
     assert again.forward_ns == pytest.approx(measured.forward_ns, rel=0.01)
     assert again.backward_ns == pytest.approx(measured.backward_ns, rel=0.01)
-    if not plan.spills:  # nothing is waited for: there is one answer
+    if not plan.transfers:  # nothing is waited for: there is one answer
         assert (found.forward, found.backward) == (pytest.approx(forward, rel=0.01), pytest.approx(backward, rel=0.01))
 
 
 def test_phases_add_up_to_the_makespan() -> None:
     problem = transformer(layers=2, device_bytes=6 * GIB)
     plan = make_plan(problem, "teraio")
-    phases = forecast_phases(problem, plan.spills, plan.staging)
+    phases = forecast_phases(problem, plan.transfers, plan.staging)
     assert phases.forward_ns + phases.backward_ns == plan.forecast.makespan_ns
     assert 0 < phases.forward_ns < plan.forecast.makespan_ns
 
@@ -62,7 +62,7 @@ def test_without_a_backward_nothing_is_learned_of_it() -> None:
     problem = replace(problem, boundary=Step(len(problem.ops)))
     plan = make_plan(problem, "none")
     measured = PhaseTimes(forward_ns=2 * plan.forecast.makespan_ns, backward_ns=0)
-    found = fit_scales(problem, plan.spills, plan.staging, measured)
+    found = fit_scales(problem, plan.transfers, plan.staging, measured)
     assert found.forward == pytest.approx(2.0, rel=0.01)
     assert found.backward == 1.0
 
@@ -71,7 +71,7 @@ def test_a_measurement_of_something_else_is_bounded() -> None:
     problem = transformer(layers=1)
     plan = make_plan(problem, "none")
     huge = PhaseTimes(forward_ns=10**15, backward_ns=0)
-    found = fit_scales(problem, plan.spills, plan.staging, huge)
+    found = fit_scales(problem, plan.transfers, plan.staging, huge)
     assert 4.5 < found.forward <= 5.0
     assert 0.2 <= found.backward < 0.22
 
@@ -81,19 +81,19 @@ def test_a_forecast_is_corrected_where_no_other_plan_is_faster() -> None:
     plan = make_plan(problem, "teraio")
     for factor in (1.05, 1.5):
         real = Scales(forward=factor, backward=factor).apply(problem)
-        measured = forecast_phases(real, plan.spills, plan.staging)
+        measured = forecast_phases(real, plan.transfers, plan.staging)
         lesson = reconsider(problem, problem, plan, measured)
         assert lesson is not None
         assert not lesson.pays
         _, corrected, again = correct(problem, problem, plan, lesson.scales).values()
         verify_plan(corrected, again)
         assert again.forecast.makespan_ns == pytest.approx(measured.forward_ns + measured.backward_ns, rel=0.01)
-        assert (again.spills, again.pool, again.forecast.peak_bytes) == (
-            plan.spills,
+        assert (again.transfers, again.pool, again.forecast.peak_bytes) == (
+            plan.transfers,
             plan.pool,
             plan.forecast.peak_bytes,
         )
-    assert reconsider(problem, problem, plan, forecast_phases(problem, plan.spills, plan.staging)) is None
+    assert reconsider(problem, problem, plan, forecast_phases(problem, plan.transfers, plan.staging)) is None
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_of_two_plans_the_one_that_was_faster_stays(monkeypatch: pytest.MonkeyPa
     assert again[0].recomputed == recomputed[-1]
     if slower:
         assert len({plan.recomputed for plan in again}) == 1
-        assert plans[-1].spills == plans[0].spills
+        assert plans[-1].transfers == plans[0].transfers
         assert again[0].forecast.makespan_ns == plans[-1].forecast.makespan_ns < plans[0].forecast.makespan_ns
 
 
@@ -235,7 +235,7 @@ def test_what_is_learned_at_large_sizes_is_planned_for_them() -> None:
         peak = tencache_fx.peak_bytes(lambda x=x: run(x).backward(), torch.device("cpu"))
         peaks.append(own + x.nbytes + peak)
         plans.append(tencache_fx.regions()[-1].plan)
-    assert plans[1].spills
+    assert plans[1].transfers
     assert plans[-1].recomputed != plans[1].recomputed
     assert max(peaks) <= budget + 1024
 
@@ -250,7 +250,7 @@ def test_times_of_other_sizes_teach_nothing() -> None:
         torch._dynamo.mark_dynamic(x, 0)
         run(x).backward()
         plans.append(tencache_fx.regions()[-1].plan)
-    assert plans[0].spills
+    assert plans[0].transfers
     assert len(set(plans)) == 1
 
 
@@ -284,7 +284,7 @@ def test_the_only_plan_stays_and_its_forecast_is_corrected() -> None:
     for _ in range(13):
         run(x).backward()
         plans.append(tencache_fx.regions()[-1].plan)
-    assert plans[0].spills == plans[-1].spills != ()
+    assert plans[0].transfers == plans[-1].transfers != ()
     assert plans[-1].forecast.makespan_ns < plans[0].forecast.makespan_ns * 3 // 4  # copies stay as slow as pretended
     assert plans[-1].forecast.peak_bytes == plans[0].forecast.peak_bytes
 
@@ -296,7 +296,7 @@ def test_inference_is_timed_too() -> None:
         truth = model(x)
         run = torch.compile(model, backend="tencache", options={"compiler": "eager", "device_budget": "1.7MB"})
         assert all(torch.equal(run(x), truth) for _ in range(13))
-    assert tencache_fx.regions()[-1].plan.spills
+    assert tencache_fx.regions()[-1].plan.transfers
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_whatever_stops_planning_anew_all_stays_as_it_was(
             run(x).backward()
     told = [(record.levelname, record.getMessage()) for record in caplog.records if "stays" in record.getMessage()]
     assert [(each, str(error) in text) for each, text in told] == [(level, True)]
-    assert tencache_fx.regions()[-1].plan.spills == before.spills
+    assert tencache_fx.regions()[-1].plan.transfers == before.transfers
     monkeypatch.undo()
     torch.compiler.reset()
     options = {"compiler": "eager", "device_budget": "9MB"}

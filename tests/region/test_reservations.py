@@ -49,7 +49,7 @@ def test_all_is_reserved_where_there_is_room() -> None:
     reserved, problem, plan = stated(2000).plan(WANTED, lambda problem: make_plan(problem, policy="joint"))
     assert reserved == WANTED
     assert list(reserved) == list(Reservation)
-    assert (problem.external_bytes, problem.between_bytes) == (350, 300)
+    assert (problem.external_bytes, problem.boundary_bytes) == (350, 300)
     assert problem.budgets.device_bytes == 2000, "nothing is transferred, so others may hold more without a new plan"
     assert isinstance(plan, Plan)
 
@@ -57,11 +57,11 @@ def test_all_is_reserved_where_there_is_room() -> None:
 def test_the_important_ones_come_first_and_the_boundary_has_what_is_left() -> None:
     reserved, problem, _ = stated(1000).plan(WANTED, lambda problem: make_plan(problem, policy="joint"))
     assert reserved[Reservation.STATE] == 200
-    assert reserved[Reservation.BOUNDARY] == problem.between_bytes == 1000 - 600 - 350
+    assert reserved[Reservation.BOUNDARY] == problem.boundary_bytes == 1000 - 600 - 350
     reserved, problem, _ = stated(800).plan(WANTED, lambda problem: make_plan(problem, policy="joint"))
     assert Reservation.STATE not in reserved
     assert problem.external_bytes == 150
-    assert problem.between_bytes == 50
+    assert problem.boundary_bytes == 50
     reserved, problem, _ = stated(700).plan(WANTED, lambda problem: make_plan(problem, policy="joint"))
     assert Reservation.WAITING not in reserved
     assert problem.external_bytes == 50, "waiting forwards will not hold so much the next time"
@@ -71,7 +71,7 @@ def test_without_a_plan_they_are_dropped_from_the_end() -> None:
     tried = []
 
     def refuse(problem: Problem) -> Plan:
-        tried.append((problem.external_bytes, problem.between_bytes))
+        tried.append((problem.external_bytes, problem.boundary_bytes))
         raise BudgetError("no plan")
 
     reserved, problem, refusal = stated(1200).plan(WANTED, refuse)

@@ -57,9 +57,9 @@ def values_of(model: nn.Module) -> list[Tensor]:
     return [each.detach().clone() for each in (*model.parameters(), *model.buffers())]
 
 
-def lent_bytes() -> int:
+def acquired_bytes() -> int:
     gc.collect()
-    return sum(engine.stats.take()["host_lent_bytes"] for engine in engines())
+    return sum(engine.stats.take()["host_acquired_bytes"] for engine in engines())
 
 
 def test_a_refused_offload_changes_nothing_and_with_more_room_it_works() -> None:
@@ -72,7 +72,7 @@ def test_a_refused_offload_changes_nothing_and_with_more_room_it_works() -> None
     assert state_of(model) == before
     assert all(map(torch.equal, values_of(model), values))
     assert [each.untyped_storage().data_ptr() for each in model.parameters()] == storages
-    assert lent_bytes() == 0
+    assert acquired_bytes() == 0
     assert "need 294912 bytes of pinned memory; the host budget of 200000 bytes has 200000 left" in str(refusal.value)
     expected = model.eval()(torch.ones(4, HIDDEN))
     tencache_fx.configure(host_budget="64MB")
@@ -95,7 +95,7 @@ def test_an_offload_that_fails_half_way_brings_all_back(trained: bool) -> None: 
     assert all(map(torch.equal, values_of(model[:3]), values))
     assert not parameters_of(engines()[0])
     assert not parameters_of(engines()[0]).kept
-    assert lent_bytes() == 0
+    assert acquired_bytes() == 0
     assert engines()[0].pool.allocated_bytes == 0
     fragile.reset_parameters = lambda: torch.arange(8, out=fragile.angles)
     tencache_fx.offload(model, "cpu")
@@ -120,7 +120,7 @@ def test_what_cannot_move_is_refused_before_anything_moves(last: str) -> None:
     assert [each.untyped_storage()._cdata for each in model.parameters()] == storages
 
 
-def test_a_refused_step_of_homes_counts_nothing() -> None:
+def test_a_refused_step_of_offloaded_parameters_counts_nothing() -> None:
     """Not even for those for whose state there was room."""
     losses, after = trained(home=False, dtype=torch.float32, steps=4)
     tencache_fx.configure(host_budget="64MB")
@@ -130,10 +130,10 @@ def test_a_refused_step_of_homes_counts_nothing() -> None:
     tokens = batch(0)
     loss = nn.functional.cross_entropy(model(tokens), (tokens * 7 + 3) % 128)
     loss.backward()
-    tencache_fx.configure(host_budget=engines()[0].pool.lent_bytes + 1_100_000)  # for some of it
+    tencache_fx.configure(host_budget=engines()[0].pool.acquired_bytes + 1_100_000)  # for some of it
     with pytest.raises(BudgetError, match="raise host_budget"):
         optimizer.step()
-    assert engines()[0].pool.lent_for(Use.STATE), "some was made"
+    assert engines()[0].pool.acquired_for(Use.STATE), "some was made"
     assert not any(kept.get("step") for kept in optimizer.state.values())
     tencache_fx.configure(host_budget="64MB")
     optimizer.step()
@@ -147,7 +147,7 @@ def test_a_refused_step_of_homes_counts_nothing() -> None:
 
 
 @pytest.mark.parametrize("room_bytes", [500_000, 2_200_000])  # for some of the state; for that, and not for a round
-def test_a_refused_step_without_homes_counts_nothing(room_bytes: int) -> None:
+def test_a_refused_step_without_offloading_counts_nothing(room_bytes: int) -> None:
     def stepped(*, refused: bool) -> tuple[list[Tensor], dict[str, Any]]:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(2)))
@@ -173,7 +173,7 @@ def test_a_refused_step_without_homes_counts_nothing(room_bytes: int) -> None:
     assert all(torch.equal(state[k][name], value) for k, each in plain.items() for name, value in each.items())
 
 
-def test_a_budget_below_what_is_lent_is_refused_and_nothing_changes() -> None:
+def test_a_budget_below_what_is_in_use_is_refused_and_nothing_changes() -> None:
     tencache_fx.configure(host_budget="64MB")
     tencache_fx.offload(layers_kept := layers())
     pool = engines()[0].pool
@@ -206,10 +206,10 @@ def test_a_regions_small_budget_limits_its_plan_only() -> None:
     optimizer = AdamW(model.parameters())
     train(model, model, optimizer, range(1))
     optimizer.state_dict()
-    assert engine.pool.lent_for(Use.STATE) > 1_100_000
+    assert engine.pool.acquired_for(Use.STATE) > 1_100_000
 
 
-def test_an_optimizer_without_homes_has_the_room_of_the_process() -> None:
+def test_an_optimizer_without_offloading_has_the_room_of_the_process() -> None:
     open_engine(CPU, host_budget_bytes=4096)  # by a region
     weight = nn.Parameter(torch.ones(256, 256))
     weight.grad = torch.ones(256, 256)
@@ -245,7 +245,7 @@ def check(run: nn.Module) -> None:
     run(x).square().mean().backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
-    assert tencache_fx.regions()[-1].plan.spills
+    assert tencache_fx.regions()[-1].plan.transfers
 
 
 def folders(tmp_path: Path, *names: str) -> list[str]:
@@ -302,4 +302,4 @@ def test_state_goes_to_the_directories_configured_even_if_no_region_has_named_th
     optimizer = AdamW(model.parameters(), weight_decay=0.1)
     torch.testing.assert_close(train(model, model, optimizer, range(2)), losses)
     optimizer.state_dict()
-    assert engines()[0].stats.take()["disk_lent_bytes"]
+    assert engines()[0].stats.take()["disk_acquired_bytes"]

@@ -1,4 +1,4 @@
-"""Trips through the engine, with late copies, poisoned memory and a bad disk: values stay right, nothing leaks."""
+"""Transfers through the engine, with late copies, poisoned memory and a bad disk: values stay right, nothing leaks."""
 
 import errno
 import os
@@ -54,7 +54,7 @@ def fetch(engine: Engine, handle: torch.Tensor) -> torch.Tensor:
 def empty(engine: Engine) -> bool:
     """As `settled`, without its garbage collection, which would take most of the time of many short runs."""
     gauges = engine.stats.take()
-    return not (gauges["host_lent_bytes"] or gauges["disk_lent_bytes"] or gauges["trips"])
+    return not (gauges["host_acquired_bytes"] or gauges["disk_acquired_bytes"] or gauges["transfers"])
 
 
 def idle(engine: Engine) -> bool:
@@ -68,12 +68,12 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 @quick
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_any_tensor_comes_back_in_any_order(new_engine: EngineMaker, data: st.DataObject, seed: int) -> None:
-    """Offloads, releases, prefetches, waits and deaths interleaved at random, each trip in its own order."""
+    """Offloads, releases, prefetches, waits and deaths interleaved at random, each transfer in its own order."""
     io = FaultyIO(seed=seed)
     io.short, io.delay_s = True, 0.0003
     engine = new_engine(streams=FaultyCpuStreams(delay_s=0.0006, seed=seed), io=io, block_bytes=4096)
     engine.reserve(pool=[], staging=[PoolClass(nbytes=1 << 15, count=2)], disk_bytes=0)
-    trips: list[list[torch.Tensor]] = []
+    transfers: list[list[torch.Tensor]] = []
     keys: list[torch.Tensor] = []
     stages: list[int] = []
     for _ in range(data.draw(st.integers(1, 40))):
@@ -81,11 +81,11 @@ def test_any_tensor_comes_back_in_any_order(new_engine: EngineMaker, data: st.Da
         i = data.draw(st.sampled_from(choices))
         if i is None:
             src = data.draw(tensors())
-            trips.append([src, src.clone()])
+            transfers.append([src, src.clone()])
             keys.append(engine.offload(src, data.draw(st.sampled_from(TIERS)), f"t{len(keys)}"))
             stages.append(1)
         elif stages[i] == 1 and data.draw(st.integers(0, 3)):
-            engine.release(keys[i], trips[i][0])
+            engine.release(keys[i], transfers[i][0])
             stages[i] = 2
         elif data.draw(st.integers(0, 9)) == 0:
             keys[i] = torch.empty(0)  # the handle or ticket dies
@@ -94,7 +94,7 @@ def test_any_tensor_comes_back_in_any_order(new_engine: EngineMaker, data: st.Da
             keys[i] = engine.prefetch(keys[i])
             stages[i] = 3
         else:
-            assert same(engine.wait(keys[i]), trips[i][1])
+            assert same(engine.wait(keys[i]), transfers[i][1])
             stages[i] = 4
     keys.clear()
     assert eventually(lambda: empty(engine))
@@ -138,14 +138,14 @@ def test_counts(new_engine: EngineMaker) -> None:
     src = torch.zeros(5000, dtype=torch.uint8)
     handle = depart(engine, src, Tier.HOST)
     during = engine.stats.take()
-    assert during["host_lent_bytes"] == during["host_pool_bytes"] == during["host_high_water_bytes"] == 8192
+    assert during["host_acquired_bytes"] == during["host_pool_bytes"] == during["host_high_water_bytes"] == 8192
     assert during["host_waste_bytes"] == 8192 - 5000
-    assert during["trips"] == 1
+    assert during["transfers"] == 1
     engine.wait(engine.prefetch(handle))
     after = engine.stats.take()
     assert after["hit_rate"] in (0.0, 1.0)
     assert after["stall_ns"] == after["stall_in_ns"] + after["stall_out_ns"]
-    assert after["host_lent_bytes"] == 0
+    assert after["host_acquired_bytes"] == 0
     assert (after["offloads"], after["prefetches"]) == (0, 1), "counters start again at each take"
 
 
@@ -161,9 +161,9 @@ def test_an_early_copy_is_a_hit(new_engine: EngineMaker) -> None:
     engine = new_engine(streams=streams)
     for tier in TIERS:
         handle = depart(engine, torch.zeros(10), tier)
-        assert tier is Tier.HOST or eventually(lambda: engine.pool.lent_bytes == 0)
+        assert tier is Tier.HOST or eventually(lambda: engine.pool.acquired_bytes == 0)
         ticket = engine.prefetch(handle)
-        assert eventually(lambda: engine.pool.lent_bytes == 0 and idle(engine))
+        assert eventually(lambda: engine.pool.acquired_bytes == 0 and idle(engine))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(streams, "wait_compute", slow_host)
             engine.wait(ticket)
@@ -200,14 +200,14 @@ def test_a_dropped_ticket_frees_room_only_after_its_read(new_engine: EngineMaker
     io = FaultyIO()
     engine = new_engine(io=io)
     handle = depart(engine, torch.zeros(10), Tier.NVME)
-    assert eventually(lambda: engine.pool.lent_bytes == 0), "written"
+    assert eventually(lambda: engine.pool.acquired_bytes == 0), "written"
     io.read_gate = threading.Event()
     ticket = engine.prefetch(handle)
     assert io.reading.wait(10)
     del handle, ticket
     gauges = engine.stats.take()
     assert gauges["dropped"] == 1
-    assert gauges["disk_lent_bytes"] == gauges["host_lent_bytes"] == 4096
+    assert gauges["disk_acquired_bytes"] == gauges["host_acquired_bytes"] == 4096
     io.read_gate.set()
     assert eventually(lambda: settled(engine))
 
@@ -251,7 +251,7 @@ def test_room_that_is_still_written_is_not_given_away(new_engine: EngineMaker) -
         end(handle)
         del handle
         gauges = engine.stats.take()
-        assert gauges["disk_lent_bytes"] == gauges["host_lent_bytes"] == 4096
+        assert gauges["disk_acquired_bytes"] == gauges["host_acquired_bytes"] == 4096
         io.write_gate.set()
         assert eventually(lambda: settled(engine))
 
@@ -263,7 +263,7 @@ def test_a_failed_write_loses_nothing_and_warns_once(new_engine: EngineMaker) ->
 
     def step() -> list[torch.Tensor]:
         handles = [depart(engine, torch.full((1000,), float(i)), Tier.NVME, f"mm_{i}") for i in range(3)]
-        assert eventually(lambda: engine.store is not None and engine.store.lent_bytes == 0)
+        assert eventually(lambda: engine.store is not None and engine.store.acquired_bytes == 0)
         return [fetch(engine, handle) for handle in handles]
 
     with pytest.warns(UserWarning, match=r"could not write .* mm_\d .*nothing is lost.*goes on, slower") as caught:
@@ -280,7 +280,7 @@ def test_a_disk_that_fails_is_blamed_for_the_buffers_it_holds(new_engine: Engine
     engine = new_engine(io=io, host_budget_bytes=4096)
     engine.reserve(pool=[], staging=[PoolClass(nbytes=4096, count=1)], disk_bytes=0)
     early = depart(engine, torch.zeros(10), Tier.NVME, "mm_1")
-    assert eventually(lambda: engine.pool.lent_bytes == 0), "written"
+    assert eventually(lambda: engine.pool.acquired_bytes == 0), "written"
     io.write_errors = [errno.ENOSPC]
     held = depart(engine, torch.ones(10), Tier.NVME, "mm_2")
     with pytest.raises(StoreError, match=r"could not write .* mm_2 .*\n.*mm_3 found no free staging buffer"):
@@ -297,7 +297,7 @@ def test_a_failed_read_raises_at_wait_and_the_next_step_runs(new_engine: EngineM
     io = FaultyIO()
     engine = new_engine(io=io)
     handle = depart(engine, torch.zeros(10), Tier.NVME, "softmax_3")
-    assert eventually(lambda: engine.pool.lent_bytes == 0)
+    assert eventually(lambda: engine.pool.acquired_bytes == 0)
     io.read_errors = [errno.EIO]
     ticket = engine.prefetch(handle)
     with pytest.raises(StoreError, match=r"could not read .* softmax_3 .* it is lost"):
@@ -344,7 +344,7 @@ def test_budgets_are_ceilings(new_engine: EngineMaker) -> None:
     away = [depart(engine, torch.zeros(1000), Tier.NVME) for _ in range(2)]
     with pytest.raises(BudgetError, match="spill budget is 8192 bytes"):
         engine.offload(torch.zeros(1000), Tier.NVME, "x")
-    assert eventually(lambda: engine.pool.lent_bytes == 0)
+    assert eventually(lambda: engine.pool.acquired_bytes == 0)
     home = [depart(engine, torch.zeros(1000), Tier.HOST) for _ in range(3)]
     with pytest.raises(BudgetError, match="host budget of 12288 bytes"):
         engine.offload(torch.zeros(1000), Tier.HOST, "x")
@@ -410,7 +410,7 @@ def test_views_of_a_handle_are_the_handle(new_engine: EngineMaker) -> None:
     assert torch.equal(engine.wait(engine.prefetch(handle).view(-1)), torch.ones(10))
 
 
-def test_what_cannot_travel_is_refused(new_engine: EngineMaker) -> None:
+def test_what_cannot_be_offloaded_is_refused(new_engine: EngineMaker) -> None:
     engine = new_engine()
     with pytest.raises(InvariantError, match=r"mm_1: size \(3, 4\) with stride \(0, 1\) overlaps or has gaps"):
         engine.offload(torch.zeros(4).expand(3, 4), Tier.HOST, "mm_1")
@@ -470,10 +470,14 @@ def test_autograd_saves_handles_and_frees_them(new_engine: EngineMaker) -> None:
     Square.apply(x).sum().backward()
     assert torch.equal(x.grad, 2 * x)
     y = Square.apply(x)
-    assert engine.stats.take()["trips"] == 1
+    assert engine.stats.take()["transfers"] == 1
     del y
     stats = engine.stats.take()
-    assert (stats["dropped"], stats["trips"], stats["host_lent_bytes"]) == (1, 0, 0)
+    assert (stats["dropped"], stats["transfers"], stats["host_acquired_bytes"]) == (1, 0, 0)
+    with pytest.raises(KeyError, match="trips has a new name: transfers"):
+        _ = stats["trips"]
+    with pytest.raises(KeyError, match="'trip'"):
+        _ = stats["trip"]
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -503,7 +507,7 @@ def test_close_frees_a_caller_that_waits(new_engine: EngineMaker) -> None:
     io = FaultyIO()
     engine = new_engine(io=io, host_budget_bytes=4096)
     handle = depart(engine, torch.zeros(10), Tier.NVME)
-    assert eventually(lambda: engine.pool.lent_bytes == 0)
+    assert eventually(lambda: engine.pool.acquired_bytes == 0)
     blocker = engine.offload(torch.zeros(10), Tier.HOST)  # the only buffer: the read below can get none
     ticket = engine.prefetch(handle)
     caught: list[TencacheError] = []

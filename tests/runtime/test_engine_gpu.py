@@ -1,4 +1,4 @@
-"""The same trips on CUDA: late copies and poisoned memory, on the device and in pinned buffers."""
+"""The same transfers on CUDA: late copies and poisoned memory, on the device and in pinned buffers."""
 
 import gc
 import threading
@@ -103,7 +103,7 @@ def test_layouts_come_back_exactly(new_cuda_engine: EngineMaker) -> None:
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_dropped_trips_never_touch_memory_of_others(new_cuda_engine: EngineMaker, tier: Tier) -> None:
+def test_dropped_transfers_never_touch_memory_of_others(new_cuda_engine: EngineMaker, tier: Tier) -> None:
     """A ticket dies while its copy in is still to come: its device memory must not be handed out before."""
     engine = new_cuda_engine(poison=False)
     for _ in range(5):
@@ -201,7 +201,7 @@ def test_forwarding_and_a_bad_disk(new_cuda_engine: EngineMaker) -> None:
     src = make_value(6.0)
     handle = engine.offload(src, Tier.NVME)
     engine.release(handle, src)
-    assert eventually(lambda: engine.pool.lent_bytes == 0)
+    assert eventually(lambda: engine.pool.acquired_bytes == 0)
     io.read_errors = [5]
     ticket = engine.prefetch(handle)
     with pytest.raises(StoreError, match="it is lost"):
@@ -236,7 +236,7 @@ def test_backward_in_another_thread(new_cuda_engine: EngineMaker) -> None:
 
 
 def test_close_in_the_middle(new_cuda_engine: EngineMaker) -> None:
-    """Copies are late and some trips have not begun to come back: all is given back, and what came back stays right."""
+    """Copies are late, some prefetches have yet to begin: all is released, and what came back stays right."""
     engine = new_cuda_engine(delay_cycles=20 * LATE)
     held_bytes = torch.cuda.memory_allocated()
     handles = [engine.offload(make_value(float(i)), tier) for i, tier in enumerate(TIERS * 2)]

@@ -61,17 +61,17 @@ def test_values_go_to_the_directories_named_last(spill_dir: Path, tmp_path: Path
     engine = open_engine(CPU, spill_dirs=(spill_dir,), **disk)
     values = [torch.randn(4096) for _ in range(3)]
     handles = [engine.offload(values[0], Tier.NVME)]
-    assert eventually(lambda: engine.stats.take()["host_lent_bytes"] == 0)
+    assert eventually(lambda: engine.stats.take()["host_acquired_bytes"] == 0)
     open_engine(CPU, spill_dirs=others, **disk)
     assert engine.store is not None
     assert engine.store.directories == others
     handles += [engine.offload(value, Tier.NVME) for value in values[1:]]
-    assert eventually(lambda: engine.stats.take()["host_lent_bytes"] == 0)
+    assert eventually(lambda: engine.stats.take()["host_acquired_bytes"] == 0)
     assert sum(str(spill_dir) in each for each in open_files()) == 1
     assert engine.store.file_bytes == 3 * 16384
     for handle, value in zip(handles, values, strict=True):
         assert torch.equal(engine.wait(engine.prefetch(handle)), value)
-    assert eventually(lambda: engine.store.lent_bytes == 0)
+    assert eventually(lambda: engine.store.acquired_bytes == 0)
     assert not any(str(spill_dir) in each for each in open_files())
     assert engine.store.file_bytes == 2 * 16384
     with pytest.raises(OptionError, match="cannot hold the spill file"):
@@ -119,7 +119,7 @@ def test_a_forked_child_never_unmaps_its_parents_buffers() -> None:
     engine = Engine(CPU, host_budget_bytes=1 << 20)
     registry.install(engine)
     engine.reserve(pool=[PoolClass(nbytes=1 << 20, count=1)], staging=[], disk_bytes=0)
-    address = engine.pool.acquire(1 << 20, Use.TRIP).memory.data_ptr()
+    address = engine.pool.acquire(1 << 20, Use.SWAP).memory.data_ptr()
     child = os.fork()
     if child == 0:
         empty = not is_mapped(address)

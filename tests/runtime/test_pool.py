@@ -1,4 +1,4 @@
-"""The pool against a model of what is lent: no overlap, no lost byte, never above the budget."""
+"""The pool against a model of what is acquired: no overlap, no lost byte, never above the budget."""
 
 import random
 import threading
@@ -67,7 +67,7 @@ class PinCounter(CpuStreams):
 class PoolMachine(RuleBasedStateMachine):
     """Lends, holds and returns at random; buffers are known to the model by address."""
 
-    lent = Bundle("lent")
+    acquired = Bundle("acquired")
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.serial = 0
 
     def pending(self, buffer: Buffer) -> set[Flag]:
-        """Return the copies that may still touch a buffer's memory, whoever it was lent to."""
+        """Return the copies that may still touch a buffer's memory, whoever it was acquired to."""
         start, stop = span(buffer)
         return {flag for a, b, flag in self.left if not flag.happened and a < stop and start < b}
 
@@ -95,12 +95,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     @property
     def busy(self) -> list[Buffer]:
-        """All mapped memory that cannot make way: lent, or still being copied."""
+        """All mapped memory that cannot make way: acquired, or still being copied."""
         free = set(self.free)
         return [b for b in self.pool._buffers if b not in free or self.pending(b)]
 
     def fits(self, nbytes: int) -> bool:
-        """Say whether a new buffer fits beside all that cannot make way; idle ones do."""
+        """Return whether a new buffer fits beside all that cannot make way; idle ones do."""
         return sum(b.nbytes for b in self.busy) + round_up(nbytes, PAGE_BYTES) <= BUDGET_BYTES
 
     def planned(self, use: Use, nbytes: int) -> int:
@@ -114,7 +114,7 @@ class PoolMachine(RuleBasedStateMachine):
         have = sum(b.use is use and b.nbytes == own and b not in self.blocks for b in self.pool._buffers)
         return own if own is not None and have < self.planned(use, own) else None
 
-    def can_lend(self, nbytes: int, use: Use) -> bool:
+    def can_acquire(self, nbytes: int, use: Use) -> bool:
         if any(b.use is use and b.nbytes >= nbytes for b in self.free):
             return True
         short = self.short_class(nbytes, use)
@@ -138,14 +138,14 @@ class PoolMachine(RuleBasedStateMachine):
             assert not allowed or self.blocks
             assert list(self.pool._buffers) == before
             return
-        assert allowed or self.blocks, "gradients that are tenants count"
+        assert allowed or self.blocks, "gradients that are suballocations count"
         have = Counter(b.nbytes for b in self.pool._buffers if b.use is use)
         assert use is Use.GRADIENT or have >= wanted
         self.reserved.append((use, wanted))
 
-    @rule(target=lent, nbytes=sizes, use=uses)
+    @rule(target=acquired, nbytes=sizes, use=uses)
     def acquire(self, nbytes: int, use: Use) -> Buffer | None:
-        allowed = self.can_lend(nbytes, use)
+        allowed = self.can_acquire(nbytes, use)
         before = self.pool.allocated_bytes
         most_bytes = self.short_class(nbytes, use) or nbytes * 2
         free_fit = any(b.use is use and nbytes <= b.nbytes <= most_bytes for b in self.free)
@@ -176,13 +176,13 @@ class PoolMachine(RuleBasedStateMachine):
         parts += [(max(a, stop), b, flag) for a, b, flag in self.left]
         self.left = [(a, b, flag) for a, b, flag in parts if a < b]
 
-    @rule(buffer=lent)
+    @rule(buffer=acquired)
     def retain(self, buffer: Buffer | None) -> None:
         if buffer is not None and buffer in self.holders:
             self.pool.retain(buffer)
             self.holders[buffer] += 1
 
-    @rule(buffer=consumes(lent), copies=st.integers(0, 2), done=st.booleans())
+    @rule(buffer=consumes(acquired), copies=st.integers(0, 2), done=st.booleans())
     def release(self, buffer: Buffer | None, copies: int, done: bool) -> None:  # noqa: FBT001
         if buffer is None or buffer not in self.holders:
             return
@@ -196,7 +196,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.release(buffer, *(flags if i == 0 else ()))
         self.stuck.discard(buffer)
 
-    @rule(buffer=lent)
+    @rule(buffer=acquired)
     def mark_stuck(self, buffer: Buffer | None) -> None:
         if buffer is not None and buffer in self.holders and buffer.use is Use.STAGING:
             self.pool.mark_stuck(buffer)
@@ -210,11 +210,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def accounts_agree(self) -> None:
-        assert self.pool.lent_bytes == sum(b.nbytes for b in self.holders)
+        assert self.pool.acquired_bytes == sum(b.nbytes for b in self.holders)
         assert self.pool.requested_bytes == sum(self.asked[b] for b in self.holders)
-        assert self.pool.lent_bytes <= self.pool.allocated_bytes <= BUDGET_BYTES
+        assert self.pool.acquired_bytes <= self.pool.allocated_bytes <= BUDGET_BYTES
         assert self.pool.allocated_bytes == sum(self.streams.pinned.values())
-        assert self.pool.high_water_bytes >= self.pool.lent_bytes
+        assert self.pool.high_water_bytes >= self.pool.acquired_bytes
 
     @invariant()
     def lent_buffers_do_not_overlap(self) -> None:
@@ -232,7 +232,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.stuck.clear()
 
     def teardown(self) -> None:
-        """Whatever came before: what was reserved together can be lent together, in any order."""
+        """Whatever came before: what was reserved together can be acquired together, in any order."""
         self.return_everything()
         for k, (use, classes) in enumerate(self.reserved):
             wanted = list(classes.elements())
@@ -258,7 +258,7 @@ def test_pool_is_a_dict_of_buffers(no_leaks: None) -> None:
     )
 
 
-def pool_of(*classes: PoolClass, budget_bytes: int = BUDGET_BYTES, use: Use = Use.TRIP) -> Pool:
+def pool_of(*classes: PoolClass, budget_bytes: int = BUDGET_BYTES, use: Use = Use.SWAP) -> Pool:
     pool = Pool(PinCounter(), budget_bytes)
     pool.reserve(classes, use)
     return pool
@@ -267,12 +267,12 @@ def pool_of(*classes: PoolClass, budget_bytes: int = BUDGET_BYTES, use: Use = Us
 def test_reserve_takes_the_maximum_and_not_the_sum() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=3), PoolClass(nbytes=5000, count=1))
     assert pool.allocated_bytes == 3 * 4096 + 8192
-    lent = [pool.acquire(4000, Use.TRIP) for _ in range(2)]
-    pool.reserve([PoolClass(nbytes=4096, count=2), PoolClass(nbytes=8192, count=2)], Use.TRIP)
+    acquired = [pool.acquire(4000, Use.SWAP) for _ in range(2)]
+    pool.reserve([PoolClass(nbytes=4096, count=2), PoolClass(nbytes=8192, count=2)], Use.SWAP)
     assert pool.allocated_bytes == 3 * 4096 + 2 * 8192
     pool.reserve([PoolClass(nbytes=4096, count=1)], Use.STAGING)
     assert pool.allocated_bytes == 3 * 4096 + 2 * 8192 + 4096
-    assert len({buffer.memory.data_ptr() for buffer in lent}) == 2
+    assert len({buffer.memory.data_ptr() for buffer in acquired}) == 2
     pool.close()
 
 
@@ -285,8 +285,8 @@ def test_a_reserved_pool_never_grows() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=2), PoolClass(nbytes=16384, count=1), budget_bytes=1 << 20)
     before = pool.allocated_bytes
     for _ in range(5):
-        lent = [pool.acquire(n, Use.TRIP) for n in (4096, 16000, 3000)]
-        for buffer in lent:
+        acquired = [pool.acquire(n, Use.SWAP) for n in (4096, 16000, 3000)]
+        for buffer in acquired:
             pool.release(buffer)
     assert pool.allocated_bytes == before
     pool.close()
@@ -294,10 +294,10 @@ def test_a_reserved_pool_never_grows() -> None:
 
 def test_idle_memory_makes_way_for_what_is_needed() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=4), budget_bytes=16384)
-    buffer = pool.acquire(16384, Use.TRIP)
+    buffer = pool.acquire(16384, Use.SWAP)
     assert pool.allocated_bytes == 16384 == buffer.nbytes
     with pytest.raises(BudgetError, match=r"16384 bytes has 0 left \(16384 in use\)"):
-        pool.acquire(1, Use.TRIP)
+        pool.acquire(1, Use.SWAP)
     pool.release(buffer)
     pool.reserve([PoolClass(nbytes=4096, count=4)], Use.STAGING)
     assert pool.allocated_bytes == 16384
@@ -305,12 +305,12 @@ def test_idle_memory_makes_way_for_what_is_needed() -> None:
 
 
 def test_what_was_reserved_comes_back_after_larger_sizes() -> None:
-    """Two trips of a batch of 512 are planned; others run in between, each within the budget on its own."""
+    """Two transfers of a batch of 512 are planned; others run in between, each within the budget on its own."""
     pool = pool_of(PoolClass(nbytes=16384, count=2), budget_bytes=4 * 16384)
     for batch in (512, 2048, 512, 1024, 2048, 512):
-        lent = [pool.acquire(16384 * batch // 512, Use.TRIP) for _ in range(2 if batch < 2048 else 1)]
+        acquired = [pool.acquire(16384 * batch // 512, Use.SWAP) for _ in range(2 if batch < 2048 else 1)]
         assert pool.allocated_bytes <= 4 * 16384
-        for buffer in lent:
+        for buffer in acquired:
             pool.release(buffer)
     assert sum(b.nbytes == 16384 for b in pool._buffers) == 2
     pool.close()
@@ -318,17 +318,17 @@ def test_what_was_reserved_comes_back_after_larger_sizes() -> None:
 
 def test_what_nobody_reserved_makes_way_first() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=2), budget_bytes=4 * 4096)
-    pool.release(pool.acquire(8192, Use.TRIP))
+    pool.release(pool.acquire(8192, Use.SWAP))
     kept = [b for b in pool._buffers if b.nbytes == 4096]
     pool.acquire(5000, Use.STAGING)
-    assert [b for b in pool._buffers if b.use is Use.TRIP] == kept
+    assert [b for b in pool._buffers if b.use is Use.SWAP] == kept
     pool.close()
 
 
 def test_reserve_waits_for_copies_that_give_room() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=1), budget_bytes=8192)
     flag = Flag()
-    pool.release(pool.acquire(1, Use.TRIP), flag)
+    pool.release(pool.acquire(1, Use.SWAP), flag)
     thread, results = in_thread(lambda: pool.reserve([PoolClass(nbytes=8192, count=1)], Use.STAGING))
     time.sleep(0.1)
     assert not results
@@ -387,11 +387,11 @@ def test_nobody_waits_for_parked_buffers() -> None:
     full.close()
 
 
-def test_a_trip_waits_for_copies_that_give_room() -> None:
+def test_a_swap_waits_for_copies_that_give_room() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=1), budget_bytes=8192)
     flag = Flag()
-    pool.release(pool.acquire(1, Use.TRIP), flag)
-    thread, results = in_thread(lambda: pool.acquire(8192, Use.TRIP))
+    pool.release(pool.acquire(1, Use.SWAP), flag)
+    thread, results = in_thread(lambda: pool.acquire(8192, Use.SWAP))
     time.sleep(0.1)
     assert not results
     flag.happened = True
@@ -403,12 +403,12 @@ def test_a_trip_waits_for_copies_that_give_room() -> None:
 
 def test_finished_buffers_come_before_returning_ones() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=2))
-    a, b = pool.acquire(1, Use.TRIP), pool.acquire(1, Use.TRIP)
+    a, b = pool.acquire(1, Use.SWAP), pool.acquire(1, Use.SWAP)
     flag = Flag()
     pool.release(a, flag)
     pool.release(b)
-    assert pool.acquire(1, Use.TRIP) is b
-    again = pool.acquire(1, Use.TRIP)
+    assert pool.acquire(1, Use.SWAP) is b
+    again = pool.acquire(1, Use.SWAP)
     assert again is a
     assert again.after == (flag,)
     pool.close()
@@ -422,24 +422,24 @@ def test_after_return_decides_what_guards_a_buffer() -> None:
             return (*after, flag)
 
     pool = Pool(Guarding(), 4096)
-    pool.release(pool.acquire(1, Use.TRIP))
-    assert pool.acquire(1, Use.TRIP).after == (flag,)
+    pool.release(pool.acquire(1, Use.SWAP))
+    assert pool.acquire(1, Use.SWAP).after == (flag,)
     pool.close()
 
 
 def test_refused_pinning_warns_once_and_goes_on() -> None:
     pool = Pool(PinCounter(refuse=True), BUDGET_BYTES)
     with pytest.warns(UserWarning, match=r"refused to pin 4096 bytes .* 5x slower.*ulimit -l"):
-        pool.acquire(1, Use.TRIP)
+        pool.acquire(1, Use.SWAP)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pool.acquire(1, Use.TRIP)
+        pool.acquire(1, Use.SWAP)
     pool.close()
 
 
 def test_budget_can_shrink_to_what_is_in_use() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=1), PoolClass(nbytes=8192, count=2), budget_bytes=1 << 20)
-    pool.acquire(1, Use.TRIP)
+    pool.acquire(1, Use.SWAP)
     pool.resize_budget(4096)
     assert pool.allocated_bytes == 4096
     with pytest.raises(OptionError, match="host_budget 4095 bytes is below the 4096 bytes"):
@@ -449,19 +449,19 @@ def test_budget_can_shrink_to_what_is_in_use() -> None:
 
 def test_a_budget_that_does_not_fit_changes_nothing() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=3), budget_bytes=1 << 20)
-    lent = [pool.acquire(1, Use.TRIP) for _ in range(2)]
+    acquired = [pool.acquire(1, Use.SWAP) for _ in range(2)]
     with pytest.raises(OptionError, match="host_budget 8191 bytes is below the 8192 bytes of host memory in use"):
         pool.resize_budget(8191)
     assert pool.budget_bytes == 1 << 20
     assert pool.allocated_bytes == 3 * 4096
-    for each in lent:
+    for each in acquired:
         pool.release(each)
     pool.close()
 
 
 def test_a_smaller_budget_waits_for_copies_under_way() -> None:
     pool, flag = pool_of(PoolClass(nbytes=4096, count=2), budget_bytes=1 << 20), Flag()
-    pool.release(pool.acquire(1, Use.TRIP), flag)
+    pool.release(pool.acquire(1, Use.SWAP), flag)
     done = threading.Event()
     thread = threading.Thread(target=lambda: (pool.resize_budget(1), done.set()))
     thread.start()
@@ -494,7 +494,7 @@ def test_who_waits_for_a_buffer_gets_it_when_the_budget_is_raised(
 
 def test_room_is_made_for_all_or_nothing_changes() -> None:
     pool = pool_of(PoolClass(nbytes=4096, count=4), budget_bytes=6 * 4096)
-    pool.acquire(1, Use.TRIP)
+    pool.acquire(1, Use.SWAP)
     with pytest.raises(BudgetError, match=r"offloaded parameters need 24576 bytes .* of 24576 bytes has 20480 left"):
         pool.make_room([4097, 8192, 8192], Use.PARAMETER)
     assert pool.allocated_bytes == 4 * 4096

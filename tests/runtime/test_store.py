@@ -145,8 +145,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def accounts_agree(self) -> None:
-        assert self.store.lent_bytes == self.used_pages * PAGE_BYTES
-        assert self.store.lent_bytes <= self.store.file_bytes <= BUDGET_PAGES * PAGE_BYTES
+        assert self.store.acquired_bytes == self.used_pages * PAGE_BYTES
+        assert self.store.acquired_bytes <= self.store.file_bytes <= BUDGET_PAGES * PAGE_BYTES
         places = [(p.file, p.offset + i) for e in self.values for p in e.pieces for i in range(0, p.nbytes, PAGE_BYTES)]
         assert len(places) == len(set(places)) == self.used_pages
         assert all(not list(Path(self.parent.name, name).iterdir()) for name in os.listdir(self.parent.name))
@@ -287,7 +287,7 @@ def test_reserve_names_both_numbers(store: Store, io: FaultyIO, spill_dir: Path)
     with pytest.raises(StoreError, match=r"refused 8192 more bytes"):
         store.allocate(5000, "x")
     io.full = False
-    assert store.file_bytes == store.lent_bytes == 0
+    assert store.file_bytes == store.acquired_bytes == 0
     store.reserve(2 * PAGE_BYTES)
     store.reserve(PAGE_BYTES)
     assert store.file_bytes == 2 * PAGE_BYTES

@@ -1,4 +1,4 @@
-"""Gradients in buffers for trips: shared while there is budget to spare, and what was reserved always comes."""
+"""Gradients in buffers for transfers: shared while there is budget to spare, and what was reserved always comes."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from tencache_fx.runtime.engine_registry import engines, install_engine
 from tencache_fx.runtime.pool import Pool
 from tencache_fx.units import PAGE_BYTES
 
-trip_classes = st.dictionaries(st.integers(4, 12), st.integers(1, 3), min_size=1, max_size=2)
+transfer_classes = st.dictionaries(st.integers(4, 12), st.integers(1, 3), min_size=1, max_size=2)
 gradient_classes = st.dictionaries(st.integers(1, 12), st.integers(1, 3), min_size=1, max_size=2)
 some_pages = st.one_of(st.just(0), st.integers(1, 12), st.integers(13, 60))
 
@@ -32,18 +32,18 @@ some_pages = st.one_of(st.just(0), st.integers(1, 12), st.integers(13, 60))
 class SharingMachine(RuleBasedStateMachine):
     """Lends only what was reserved, promised or announced: none of it may ever be missing, whoever holds what."""
 
-    @initialize(trips=trip_classes, gradients=gradient_classes, state_pages=some_pages, spare_pages=some_pages)
-    def reserve(self, trips: dict[int, int], gradients: dict[int, int], state_pages: int, spare_pages: int) -> None:
-        self.limits = Counter({(Use.TRIP, size): count for size, count in trips.items()})
+    @initialize(transfers=transfer_classes, gradients=gradient_classes, state_pages=some_pages, spare_pages=some_pages)
+    def reserve(self, transfers: dict[int, int], gradients: dict[int, int], state_pages: int, spare_pages: int) -> None:
+        self.limits = Counter({(Use.SWAP, size): count for size, count in transfers.items()})
         self.limits |= Counter({(Use.GRADIENT, size): count for size, count in gradients.items()})
         self.state_pages = state_pages
         pages = sum(size * count for (_, size), count in self.limits.items()) + state_pages + spare_pages
         self.streams = PinCounter()
         self.pool = Pool(self.streams, pages * PAGE_BYTES, patience_s=0)
         self.pool.keep_free(lambda: self.state_pages * PAGE_BYTES)
-        for use, deed in ((Use.TRIP, self.pool.reserve), (Use.GRADIENT, self.pool.promise)):
+        for use, deed in ((Use.SWAP, self.pool.reserve), (Use.GRADIENT, self.pool.promise)):
             deed([PoolClass(nbytes=p * PAGE_BYTES, count=n) for (u, p), n in self.limits.items() if u is use], use)
-        self.lent: dict[Buffer, tuple[Use, int]] = {}
+        self.acquired: dict[Buffer, tuple[Use, int]] = {}
         self.left: list[tuple[int, int, Flag]] = []
         self.serial = 0
 
@@ -54,22 +54,22 @@ class SharingMachine(RuleBasedStateMachine):
         assert set(buffer.after) >= {f for a, b, f in self.left if not f.happened and a < stop and start < b}
         self.serial += 1
         buffer.memory.fill_(self.serial % 251)
-        self.lent[buffer] = use, pages
+        self.acquired[buffer] = use, pages
 
     def release(self, buffer: Buffer, *flags: Flag) -> None:
         assert bool((buffer.memory == buffer.memory[0]).all()), "somebody else wrote to it"
-        del self.lent[buffer]
+        del self.acquired[buffer]
         self.left += [(*span(buffer), flag) for flag in flags]
         self.pool.release(buffer, *flags)
 
     @rule(data=st.data())
-    def lend_one(self, data: st.DataObject) -> None:
-        if rest := self.limits - Counter(self.lent.values()):
+    def acquire_one(self, data: st.DataObject) -> None:
+        if rest := self.limits - Counter(self.acquired.values()):
             self.acquire(*data.draw(st.sampled_from(sorted(rest))))
 
-    @rule(use=st.sampled_from([Use.TRIP, Use.GRADIENT]), backwards=st.booleans())
-    def lend_all(self, use: Use, backwards: bool) -> None:  # noqa: FBT001
-        rest = sorted((self.limits - Counter(self.lent.values())).elements(), reverse=backwards)
+    @rule(use=st.sampled_from([Use.SWAP, Use.GRADIENT]), backwards=st.booleans())
+    def acquire_all(self, use: Use, backwards: bool) -> None:  # noqa: FBT001
+        rest = sorted((self.limits - Counter(self.acquired.values())).elements(), reverse=backwards)
         for each, pages in rest:
             if each is use:
                 self.acquire(each, pages)
@@ -82,14 +82,14 @@ class SharingMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), done=st.booleans())
     def return_one(self, data: st.DataObject, done: bool) -> None:  # noqa: FBT001
-        if held := [b for b, (use, _) in self.lent.items() if use is not Use.STATE]:
+        if held := [b for b, (use, _) in self.acquired.items() if use is not Use.STATE]:
             flag = Flag()
             flag.happened = done
             self.release(data.draw(st.sampled_from(held)), flag)
 
-    @rule(use=st.sampled_from([Use.TRIP, Use.GRADIENT]))
+    @rule(use=st.sampled_from([Use.SWAP, Use.GRADIENT]))
     def return_all(self, use: Use) -> None:
-        for buffer in [b for b, (each, _) in self.lent.items() if each is use]:
+        for buffer in [b for b, (each, _) in self.acquired.items() if each is use]:
             self.release(buffer)
 
     @rule()
@@ -102,29 +102,31 @@ class SharingMachine(RuleBasedStateMachine):
     def accounts_agree(self) -> None:
         if hasattr(self, "pool"):
             assert self.pool.allocated_bytes == sum(self.streams.pinned.values()) <= self.pool.budget_bytes
-            assert self.pool.lent_bytes == sum(buffer.nbytes for buffer in self.lent)
+            assert self.pool.acquired_bytes == sum(buffer.nbytes for buffer in self.acquired)
             for use in Use:
-                assert self.pool.lent_for(use) == sum(b.nbytes for b, (each, _) in self.lent.items() if each is use)
-            assert all(a[1] <= b[0] for a, b in pairwise(sorted(map(span, self.lent))))
+                assert self.pool.acquired_for(use) == sum(
+                    b.nbytes for b, (each, _) in self.acquired.items() if each is use
+                )
+            assert all(a[1] <= b[0] for a, b in pairwise(sorted(map(span, self.acquired))))
 
     def teardown(self) -> None:
-        """Whatever is held: the rest can be lent. And steps that repeat map nothing any more."""
+        """Whatever is held: the rest can be acquired. And steps that repeat map nothing any more."""
         if not hasattr(self, "pool"):
             return
-        self.lend_all(Use.TRIP, backwards=False)
-        self.lend_all(Use.GRADIENT, backwards=True)
+        self.acquire_all(Use.SWAP, backwards=False)
+        self.acquire_all(Use.GRADIENT, backwards=True)
         self.accounts_agree()
         self.finish_copies()
         sizes = []
         for _ in range(3):
-            for use in (Use.GRADIENT, Use.TRIP):
+            for use in (Use.GRADIENT, Use.SWAP):
                 self.return_all(use)
-                self.lend_all(Use.GRADIENT if use is Use.TRIP else use, backwards=False)
+                self.acquire_all(Use.GRADIENT if use is Use.SWAP else use, backwards=False)
             self.return_all(Use.GRADIENT)
-            self.lend_all(Use.TRIP, backwards=False)
+            self.acquire_all(Use.SWAP, backwards=False)
             sizes.append(self.pool.allocated_bytes)
         assert sizes[1] == sizes[2]
-        self.return_all(Use.TRIP)
+        self.return_all(Use.SWAP)
         assert not +self.pool._suballocator.opened
         self.pool.close()
         assert not self.streams.pinned
@@ -141,28 +143,28 @@ def test_what_was_reserved_comes_whoever_holds_what(no_leaks: None) -> None:
 
 
 def shared(budget_pages: int) -> Pool:
-    """Return a pool of two trips of four pages each, and three gradients of two that are promised."""
+    """Return a pool of two transfers of four pages each, and three gradients of two that are promised."""
     pool = pool_of(PoolClass(nbytes=4 * PAGE_BYTES, count=2), budget_bytes=budget_pages * PAGE_BYTES)
     pool.promise([PoolClass(nbytes=2 * PAGE_BYTES, count=3)], Use.GRADIENT)
     assert pool.allocated_bytes == 8 * PAGE_BYTES
     return pool
 
 
-def test_gradients_are_in_idle_buffers_of_trips() -> None:
+def test_gradients_are_in_idle_buffers_of_transfers() -> None:
     pool = shared(budget_pages=22)
     gradients = [pool.acquire(5000, Use.GRADIENT) for _ in range(3)]
     assert pool.allocated_bytes == 8 * PAGE_BYTES
-    assert pool.lent_bytes == pool.lent_for(Use.GRADIENT) == 6 * PAGE_BYTES
+    assert pool.acquired_bytes == pool.acquired_for(Use.GRADIENT) == 6 * PAGE_BYTES
     assert len({gradient.block for gradient in gradients}) == 2
-    trips = [pool.acquire(4 * PAGE_BYTES, Use.TRIP) for _ in range(2)]
+    transfers = [pool.acquire(4 * PAGE_BYTES, Use.SWAP) for _ in range(2)]
     assert pool.allocated_bytes == 16 * PAGE_BYTES
-    for buffer in (*gradients, *trips):
+    for buffer in (*gradients, *transfers):
         pool.release(buffer)
     for _ in range(3):
-        trips = [pool.acquire(4 * PAGE_BYTES, Use.TRIP) for _ in range(2)]
+        transfers = [pool.acquire(4 * PAGE_BYTES, Use.SWAP) for _ in range(2)]
         gradients = [pool.acquire(5000, Use.GRADIENT) for _ in range(3)]
         assert pool.allocated_bytes == 16 * PAGE_BYTES == pool.high_water_bytes + 2 * PAGE_BYTES
-        for buffer in (*trips, *gradients):
+        for buffer in (*transfers, *gradients):
             pool.release(buffer)
     pool.close()
 
@@ -188,7 +190,7 @@ def test_promises_are_held_but_not_taken() -> None:
     pool.close()
 
 
-def test_a_buffer_is_for_trips_again_behind_the_copies_of_its_tenants() -> None:
+def test_a_buffer_is_for_transfers_again_behind_the_copies_of_its_suballocations() -> None:
     pool = shared(budget_pages=22)
     first, second = Flag(), Flag()
     a, b = (pool.acquire(2 * PAGE_BYTES, Use.GRADIENT) for _ in range(2))
@@ -199,7 +201,7 @@ def test_a_buffer_is_for_trips_again_behind_the_copies_of_its_tenants() -> None:
     assert again.after == (first,)
     pool.release(again, first)
     pool.release(b, second)
-    held = [pool.acquire(4 * PAGE_BYTES, Use.TRIP) for _ in range(2)]
+    held = [pool.acquire(4 * PAGE_BYTES, Use.SWAP) for _ in range(2)]
     assert [buffer.after for buffer in held] == [(), (first, second)]
     pool.close()
 
@@ -207,7 +209,7 @@ def test_a_buffer_is_for_trips_again_behind_the_copies_of_its_tenants() -> None:
 def test_a_buffer_that_copies_still_touch_is_opened_behind_them_where_no_other_is_left() -> None:
     pool = shared(budget_pages=40)
     first, second = Flag(), Flag()
-    early, late = (pool.acquire(4 * PAGE_BYTES, Use.TRIP) for _ in range(2))
+    early, late = (pool.acquire(4 * PAGE_BYTES, Use.SWAP) for _ in range(2))
     pool.release(early, first)
     pool.release(late, second)
     second.happened = True
@@ -219,7 +221,7 @@ def test_a_buffer_that_copies_still_touch_is_opened_behind_them_where_no_other_i
 
 
 def trained_within(host_budget: str, parts: int) -> tuple[list[float], dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """Return losses, weights and every step's counts of a training whose trips are larger than its gradients."""
+    """Return losses, weights and every step's counts of a training whose transfers are larger than its gradients."""
     tencache_fx.configure(host_budget=host_budget)
     model = tencache_fx.offload(network())
     run = compiled(model, "3MB")
@@ -242,7 +244,7 @@ def trained_within(host_budget: str, parts: int) -> tuple[list[float], dict[str,
 
 @pytest.mark.parametrize(("parts", "apart_bytes"), [(1, 6_979_584), (2, 7_667_712)])
 def test_training_takes_little_more_memory_than_it_ever_uses(parts: int, apart_bytes: int) -> None:
-    """`apart_bytes` are parameters, state, trips and gradients (those of one part added to the others'), each apart."""
+    """`apart_bytes` are parameters, state, transfers and gradients (of one part added to the others'), each apart."""
     losses, after, counts = trained_within("64MiB", parts)
     assert losses[-1] < losses[0]
     assert counts[-1]["host_pool_bytes"] < 1.05 * counts[-1]["host_high_water_bytes"]

@@ -41,7 +41,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def faulty_engine(*, delay_s: float = 0.0002, host_budget_bytes: int = 64 * MIB) -> Iterator[Engine]:
-    """Serve the CPU, inside, with an engine that poisons what is freed and copies late; nothing may stay lent."""
+    """Serve the CPU, inside, with an engine that poisons what is freed and copies late; nothing may stay acquired."""
     engine = Engine(torch.device("cpu"), host_budget_bytes=host_budget_bytes, streams=FaultyCpuStreams(delay_s=delay_s))
     install_engine(engine)
     try:
@@ -135,7 +135,7 @@ def entering_bytes(problem: Problem) -> int:
 
 
 def planned_floor(problem: Problem) -> int:
-    """Return the floor of `problem` when everything that is worth an op may travel."""
+    """Return the floor of `problem` when everything that is worth an op may be offloaded."""
     return floor_bytes(replace(problem, min_spill_bytes=4096))
 
 

@@ -1,6 +1,6 @@
 """One rank of two: collectives that are begun early and waited for late, in a budget in which something has to leave.
 
-`python late_waits.py RANK FILE` prints the largest error of three calls and the trips, with room and without.
+`python late_waits.py RANK FILE` prints the largest error of three calls and the transfers, with room and without.
 
 They are all_reduces: torch's own bookkeeping of several all_gathers at once over gloo corrupts the heap (torch 2.11 to
 2.14: `ProcessGroupGloo.cpp: runLoop` writes `lastCompletedWorkName` from both of its threads, without a lock; a name of
@@ -64,7 +64,7 @@ def main(rank: int, file: str) -> None:
                 if rank:
                     time.sleep(0.2)  # whatever the other one has begun is under way until then
                 error = max(error, float((compiled(x, *shares) - wanted).abs().nan_to_num(nan=9.0).max()))
-        return {"error": error, "trips": [spill.name for spill in tencache_fx.regions()[-1].plan.spills]}
+        return {"error": error, "transfers": [transfer.name for transfer in tencache_fx.regions()[-1].plan.transfers]}
 
     free = run(1 << 30)
     least = floor_bytes(tencache_fx.regions()[-1].problem)

@@ -29,12 +29,12 @@ def links(rate: int = 10**9, **changes: int) -> Links:
     return Links(**{**rates, **changes})
 
 
-def between_bytes(problem: Problem, step: int) -> int:
-    """Return what others hold at a step because it stands for the time between the graphs, too."""
+def boundary_bytes(problem: Problem, step: int) -> int:
+    """Return the external memory that counts at a step because it stands for the time between the graphs, too."""
     if step != problem.boundary:
         return 0
     born = sum(s.nbytes for s in problem.storages if s.birth == step and s.kind is not Kind.FETCHED)
-    return max(0, problem.between_bytes - problem.ops[step].scratch_bytes - born)
+    return max(0, problem.boundary_bytes - problem.ops[step].scratch_bytes - born)
 
 
 @st.composite
@@ -60,7 +60,7 @@ def problems(draw: st.DrawFn, *, most_steps: int = 24, most_storages: int = 14) 
         links=links(),
         budgets=Budgets(device_bytes=None, host_bytes=PLENTY),
         external_bytes=draw(st.integers(0, 3)),
-        between_bytes=draw(st.sampled_from((0, 0, 4, 9))),
+        boundary_bytes=draw(st.sampled_from((0, 0, 4, 9))),
         min_spill_bytes=draw(st.sampled_from((0, 0, 0, 3))),
         barriers=tuple(map(Step, sorted(draw(st.one_of(st.just(set()), st.sets(st.integers(0, steps - 1))))))),
     )
@@ -157,7 +157,7 @@ def crowded_region(seed: int) -> Problem:
         links=links(rng.choice((10**9, 10**12)), copy_latency_ns=rng.choice((0, 3))),
         budgets=Budgets(device_bytes=None, host_bytes=PLENTY),
     )
-    most, least = (int(live_bytes(problem, spills).max()) for spills in ((), minimal_swaps(problem)))
+    most, least = (int(live_bytes(problem, transfers).max()) for transfers in ((), minimal_swaps(problem)))
     budgets = Budgets(
         device_bytes=rng.randint(least, max(least, most - 1)),
         host_bytes=rng.choice((PLENTY, PLENTY, rng.randint(0, 200) * 4096)),
@@ -167,10 +167,10 @@ def crowded_region(seed: int) -> Problem:
 
 
 @st.composite
-def problems_with_trips(draw: st.DrawFn) -> tuple[Problem, tuple[Transfer, ...]]:
-    """A region and trips that keep every rule of a trip, with any slack; the budgets are not looked at."""
+def problems_with_swaps(draw: st.DrawFn) -> tuple[Problem, tuple[Transfer, ...]]:
+    """A region and swaps that keep every rule of a swap, with any slack; the budgets are not looked at."""
     problem = draw(problems())
-    spills = []
+    transfers = []
     for storage in problem.storages:
         intervals = inactive_intervals(storage)
         if not (is_candidate(problem, storage) and intervals and draw(st.booleans())):
@@ -182,8 +182,8 @@ def problems_with_trips(draw: st.DrawFn) -> tuple[Problem, tuple[Transfer, ...]]
         fetch = draw(st.integers(max(gone, problem.boundary) if crossing else gone, v))
         tier = draw(st.sampled_from((Tier.HOST, Tier.NVME)))
         times = {"copy_out_after": Step(offload), "freed_at": Step(gone), "prefetch_at": Step(fetch), "needed_at": v}
-        spills.append(Transfer.swap(name=storage.name, nbytes=storage.nbytes, tier=tier, **times))
-    return problem, tuple(spills)
+        transfers.append(Transfer.swap(name=storage.name, nbytes=storage.nbytes, tier=tier, **times))
+    return problem, tuple(transfers)
 
 
 @dataclass
@@ -344,7 +344,7 @@ def transformer(
     )
 
 
-def weights_at_home(problem: Problem) -> Problem:
+def offloaded_weights(problem: Problem) -> Problem:
     """Return `problem` with its parameters, frozen, fetched anew by each graph that reads them."""
     storages: list[Storage] = []
     for storage in problem.storages:
@@ -361,7 +361,7 @@ def weights_at_home(problem: Problem) -> Problem:
     return replace(problem, storages=tuple(storages))
 
 
-def trained_at_home(count: int, nbytes: int = 16) -> Problem:
+def trained_offloaded(count: int, nbytes: int = 16) -> Problem:
     """Return a region with `count` equal offloaded parameters, read in order and back again, and their state.
 
     The host's memory takes longer for its updates than the device does for all else.
@@ -384,10 +384,10 @@ def trained_at_home(count: int, nbytes: int = 16) -> Problem:
     )
 
 
-def legal_trip(
+def legal_swap(
     problem: Problem, storage: Storage, interval: tuple[Step, Step], between: Callable[[int, int], int]
 ) -> Transfer:
-    """Return a trip in an inactive interval of `storage`; `between` draws each step, as freely as a policy may."""
+    """Return a swap in an inactive interval of `storage`; `between` draws each step, as freely as a policy may."""
     u, v = interval
     crossing = u < problem.boundary <= v
     offload = between(earliest_offload(problem, storage, u), u)

@@ -27,7 +27,7 @@ class Instruction:
     duration_ns: int = 0
     scratch_bytes: int = 0
     taken: str = ""
-    fence: bool = False
+    barrier: bool = False
 
 
 @dataclass(kw_only=True)
@@ -84,7 +84,7 @@ class Program:
             storages=tuple(sorted(lives, key=lambda storage: (storage.birth, storage.name))),
             links=links(),
             budgets=Budgets(device_bytes=None, host_bytes=PLENTY),
-            barriers=tuple(Step(k) for k, (instruction, _) in enumerate(line) if instruction.fence),
+            barriers=tuple(Step(k) for k, (instruction, _) in enumerate(line) if instruction.barrier),
             recipes=tuple(
                 Recipe(name=name, steps=tuple(map(Step, sorted(steps))))
                 for name, steps in sorted(self.closures().items())
@@ -263,7 +263,7 @@ class _Maker:
         costs = {
             "duration_ns": self.draw(st.integers(0, 9)),
             "scratch_bytes": self.draw(st.sampled_from((0, 0, 2))),
-            "fence": self.draw(st.booleans()),
+            "barrier": self.draw(st.booleans()),
         }
         homes = self.program.homes
         if sort == "view":

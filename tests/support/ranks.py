@@ -79,7 +79,7 @@ def refused(act: Callable[[], object]) -> str:
 
 @contextlib.contextmanager
 def wrapped(order: str) -> Iterator[tuple[nn.Module, AdamW]]:
-    """Yield a wrapped model at home and an optimizer with `step_in_backward`, made in this order."""
+    """Yield a wrapped offloaded model and an optimizer with `step_in_backward`, made in this order."""
     model: nn.Module = net()
     optimizer = None
     for act in order.split():
@@ -146,7 +146,7 @@ class Around(nn.Module):
         return self.head(self.inner["a"](x))
 
 
-def wrap_what_is_at_home() -> dict[str, object]:
+def wrap_what_is_offloaded() -> dict[str, object]:
     model, found = net(), {}
     around = Around(model)
     tencache_fx.offload(model, "cpu")
@@ -165,7 +165,7 @@ def wrap_what_is_at_home() -> dict[str, object]:
     return {**found, "then trained by": off_by(weights(model), before)}
 
 
-def shard_what_is_at_home() -> dict[str, object]:
+def shard_what_is_offloaded() -> dict[str, object]:
     from torch.distributed.fsdp import fully_shard
 
     model, found = net(), {}
@@ -182,7 +182,7 @@ def shard_what_is_at_home() -> dict[str, object]:
     return {**found, "then trained by": off_by(weights(model), before)}
 
 
-def bring_home_what_is_sharded() -> dict[str, object]:
+def offload_what_is_sharded() -> dict[str, object]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -286,9 +286,9 @@ GROUPS: dict[str, dict[str, Callable[[], dict[str, object]]]] = {
         "early": early_updates,
         "ignored": early_update_of_what_is_ignored,
         "late": update_after_backward,
-        "wrap": wrap_what_is_at_home,
+        "wrap": wrap_what_is_offloaded,
     },
-    "dtensors": {"at home": shard_what_is_at_home, "sharded": bring_home_what_is_sharded},
+    "dtensors": {"offloaded": shard_what_is_offloaded, "sharded": offload_what_is_sharded},
     "shards": {
         "budget": lambda: clip_shards({}),
         "no budget": lambda: clip_shards({"device_budget": None}),

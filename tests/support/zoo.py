@@ -1,6 +1,6 @@
 """Small models of the kinds that people train, each with its data: what every compiler test is run on.
 
-A model takes its batch and returns the loss. Activations are larger than the 4 KiB below which nothing travels.
+A model takes its batch and returns the loss. Activations are larger than the 4 KiB below which nothing is offloaded.
 """
 
 from collections.abc import Callable

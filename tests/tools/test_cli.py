@@ -97,7 +97,7 @@ def test_plan_answers_in_text_and_json(capsys, tmp_path):
         capsys, "plan", tmp_path / "problem.json", "--policy", "teraio", "--device-budget", "1GiB", "--json"
     )
     plan = from_json(Plan, out)
-    assert plan.spills == ()
+    assert plan.transfers == ()
     assert plan.forecast.peak_bytes == 7_500_500 + PROBLEM.external_bytes
 
 

@@ -207,8 +207,8 @@ def test_a_plan_for_another_problem_is_refused(run: Run, tmp_path: Path) -> None
     late = CopyIn(prefetch_at=Step(9), needed_at=Step(99))
     for plan in (
         replace(RECORD.plan, recomputed=("nothing",)),
-        replace(RECORD.plan, spills=(replace(RECORD.plan.spills[0], name="nothing"),)),
-        replace(RECORD.plan, spills=(replace(RECORD.plan.spills[0], back=late),)),
+        replace(RECORD.plan, transfers=(replace(RECORD.plan.transfers[0], name="nothing"),)),
+        replace(RECORD.plan, transfers=(replace(RECORD.plan.transfers[0], back=late),)),
     ):
         write_region(tmp_path, replace(RECORD, plan=plan))
         code, _, err = run("dump", tmp_path, "--what", "all")
@@ -222,7 +222,7 @@ def test_a_disk_that_the_run_did_not_have_cannot_be_planned_for(run: Run, tmp_pa
     assert (code, "has no rates of one; run it with spill_dir" in err) == (2, True)
 
 
-def test_reasons_are_found_for_what_has_a_home_and_for_the_smallest_budgets() -> None:
+def test_reasons_are_found_for_offloaded_parameters_and_for_the_smallest_budgets() -> None:
     problem = moving_region()
     _, plan = plan_region(problem, "teraio")
     reasons = find_reasons(problem, plan)
@@ -238,7 +238,7 @@ def test_a_slow_link_stays_a_link() -> None:
     problem = replace(moving_region(), links=links(1, disk_write_bytes_per_s=1, disk_read_bytes_per_s=1))
     for policy in ("10cache", "teraio", "joint"):
         _, plan = plan_region(problem, policy)
-        assert plan.spills
+        assert plan.transfers
 
 
 KEPT: list[tuple[Any, Any]] = [

@@ -69,7 +69,7 @@ def test_programs_run(program, tmp_path, monkeypatch):
     names: dict[str, object] = {"__name__": "__main__"}  # kept here: regions live as long as their code
     exec(compile(program.text, program.name, "exec"), names)
     plans = [record.plan for record in tencache_fx.regions() if record.region not in before]
-    assert any(plan.spills for plan in plans) == (program.name in TRANSFERS)
+    assert any(plan.transfers for plan in plans) == (program.name in TRANSFERS)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)

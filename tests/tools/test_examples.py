@@ -167,7 +167,7 @@ def test_bench_runs_a_case_side_by_side(bench, compiler, tmp_path):
     assert plain["state_bytes"] < ours["peak_bytes"] <= ours["budget_bytes"]
     assert checkpoint["peak_bytes"] < plain["peak_bytes"]
     assert ours["ratio"] == pytest.approx(ours["step_ns"] / plain["step_ns"], abs=1e-4)
-    assert ours["forecast"]["trips"] > 0
+    assert ours["forecast"]["transfers"] > 0
     assert ours["per_step"]["d2h_bytes"] == ours["forecast"]["d2h_bytes"]
     for line in lines:
         for what in ("loss_first", "loss_last", "gradient_norm_first", "gradient_norm_last"):
@@ -311,7 +311,7 @@ def test_bench_says_what_is_not_as_it_must_be(bench):
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 20)
-def test_whole_steps_with_the_state_at_home_and_on_the_device_lose_the_same():
+def test_whole_steps_with_the_state_offloaded_and_on_the_device_lose_the_same():
     output = run_example(
         "bench/whole_step.py", "--layers", "1", "--hidden", "128", "--batch", "2", "--seq", "64", "--warm-up", "1",
         "--steps", "5", "--device", "cpu", "--ways", "device", "home@none", "offload-now@45MB", "home@1MB",

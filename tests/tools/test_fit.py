@@ -70,7 +70,7 @@ def test_figures_are_those_of_a_real_run(budget: str | None, more: dict[str, obj
 
 @pytest.mark.parametrize(("budget", "here"), [(None, False), ("20MB", True)])
 def test_bytes_are_those_counted_by_hand(budget: str | None, here: bool) -> None:  # noqa: FBT001
-    """With a budget that has room for all of it, gradients and state of what has a home are on the device."""
+    """With a budget that has room for all of it, gradients and state of offloaded parameters are on the device."""
     model = mlp(512, 3).bfloat16()
     model[3].requires_grad_(requires_grad=False)  # the second matrix and its bias are frozen
     found = fitted(model, torch.randn(ROWS, 512, dtype=torch.bfloat16), device_budget=budget)
@@ -85,13 +85,13 @@ def test_bytes_are_those_counted_by_hand(budget: str | None, here: bool) -> None
     assert found.host_bytes == found.offloaded_bytes + found.gradient_bytes + found.state_bytes  # no buffers
 
 
-def test_a_model_that_needs_no_homes_is_told_so() -> None:
+def test_a_model_that_needs_no_offloading_is_told_so() -> None:
     tight, roomy = fitted(device_budget="3MB"), fitted(device_budget="300MB")
     assert tight.fits
     assert tight.needs_offloading
-    assert "needs no homes" not in show_fit(tight)
+    assert "needs no offloading" not in show_fit(tight)
     assert not roomy.needs_offloading
-    assert "needs no homes" in show_fit(roomy)
+    assert "needs no offloading" in show_fit(roomy)
     # Weights and two moments in fp32; then gradients, or what the layers save: by and by there is less of these.
     saved_bytes = LAYERS * 2 * ROWS * WIDTH * 4
     always_bytes = 3 * roomy.parameter_bytes
@@ -122,7 +122,7 @@ def test_host_memory_too_small_is_refused_with_what_it_takes() -> None:
 
 
 @pytest.mark.slow
-def test_trips_that_host_memory_has_no_room_for_go_to_disk_or_need_a_larger_device() -> None:
+def test_transfers_that_host_memory_has_no_room_for_go_to_disk_or_need_a_larger_device() -> None:
     at_home = fitted(device_budget="1200kB").resting_host_bytes
     short = {"device_budget": "1200kB", "host_budget": at_home + 200_000}
     refused, spilled = fitted(**short), fitted(**short, spill_budget="1GB")
@@ -237,7 +237,7 @@ def command(factories: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...
 def test_the_command_calls_a_factory(command: Callable[..., tuple[int, str, str]], name: str) -> None:
     code, out, err = command(name, "--device-budget", "1GiB", "--host-budget", "1GiB")
     assert (code, err) == (0, "")
-    assert out.startswith("It fits, and needs no homes: ")
+    assert out.startswith("It fits, and needs no offloading: ")
     assert "parameters          65,792, " in out
 
 

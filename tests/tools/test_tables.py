@@ -63,7 +63,7 @@ PROBLEM = Problem(
 )
 PLAN = Plan(
     policy="teraio",
-    spills=(
+    transfers=(
         Transfer.swap(
             name="mm",
             nbytes=3_000_000,

@@ -119,8 +119,8 @@ def _counts(verdicts: Sequence[Verdict]) -> str:
     found = [
         f"{len(ran)} run",
         f"{kinds['mismatch']} mismatches",
-        f"{kinds['error'] + kinds['no trips'] + kinds['mended']} errors of ours",
-        f"{still} without trips",
+        f"{kinds['error'] + kinds['no transfers'] + kinds['mended']} errors of ours",
+        f"{still} without transfers",
         f"{sum(verdict.raised for verdict in ran)} above the floor",
     ]
     rest: Mapping[str, str] = {

@@ -1,5 +1,5 @@
 """A training step around one call of torch's suites: layers before and after it save activations, and there is less
-memory than these take, so that something has to travel, or be computed again, while the call is under way.
+memory than these take, so that something has to be offloaded, or be computed again, while the call is under way.
 
     x -> tanh(x @ w) -> ... -> h -> tanh(h @ w) -> ... -> loss <-+
                                |                                 |

@@ -29,7 +29,7 @@ def test_a_sample_of_torchs_suites_is_the_same_in_the_least_memory(names: tuple[
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.split()[3:5] for line in lines[:-1]] == [["same", name] for name in names], done.stdout
     assert "nothing could move" not in done.stdout
-    ran = map(int, re.findall(r"(\d+) run, 0 mismatches, 0 errors of ours, 0 without trips", lines[-1]))
+    ran = map(int, re.findall(r"(\d+) run, 0 mismatches, 0 errors of ours, 0 without transfers", lines[-1]))
     assert sum(ran) == len(names)
 
 
@@ -54,21 +54,27 @@ def test_the_last_line_counts_by_suite() -> None:
         ("op_db:e:plain", "expected", False),
         ("module_db:a:plain", "error", False),
         ("module_db:b:plain", "mended", True),
-        ("module_db:c:plain", "no trips", False),
+        ("module_db:c:plain", "no transfers", False),
         ("module_db:d:plain", "unstable", False),
         ("module_db:e:plain", "skipped", False),
     )
     assert summary(found) == (
-        "op_db 4 run, 1 mismatches, 0 errors of ours, 1 without trips, 0 above the floor, 1 known to fail,"
+        "op_db 4 run, 1 mismatches, 0 errors of ours, 1 without transfers, 0 above the floor, 1 known to fail,"
         " 1 that torch's own backend refuses; "
-        "module_db 3 run, 0 mismatches, 3 errors of ours, 0 without trips, 0 above the floor, 1 skipped,"
+        "module_db 3 run, 0 mismatches, 3 errors of ours, 0 without transfers, 0 above the floor, 1 skipped,"
         " 1 where torch's own runs differ"
     )
 
 
 @pytest.mark.parametrize(
     ("kind", "settled"),
-    [("same", "mended"), ("mismatch", "expected"), ("error", "expected"), ("no trips", "expected"), ("torch", "torch")],
+    [
+        ("same", "mended"),
+        ("mismatch", "expected"),
+        ("error", "expected"),
+        ("no transfers", "expected"),
+        ("torch", "torch"),
+    ],
 )
 def test_what_is_known_to_fail_has_to(kind: str, settled: str) -> None:
     found = Verdict("op_db:a:plain", kind)
@@ -84,7 +90,7 @@ def test_what_is_known_to_fail_has_to(kind: str, settled: str) -> None:
 def test_a_case_that_is_known_to_leave_nothing_to_move_has_to(kind: str, *, moved: bool, settled: str) -> None:
     found = Verdict("op_db:a:plain", kind, moved=moved).expecting(None, "sparse")
     assert found.kind == settled
-    assert "0 without trips" in summary([found])
+    assert "0 without transfers" in summary([found])
 
 
 def test_shards_are_all_of_the_names_and_each_once() -> None:

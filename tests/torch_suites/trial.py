@@ -56,7 +56,7 @@ def _run(case: Case) -> Verdict:
         return Verdict(case.name, "error", detail=_line(error))
     if differences := _differences(ours, wanted, exact=compiler == "eager"):
         return Verdict(case.name, "mismatch", moved, raised, differences)
-    return Verdict(case.name, "no trips" if able and not moved else "same", moved, raised)
+    return Verdict(case.name, "no transfers" if able and not moved else "same", moved, raised)
 
 
 def _plain_draws(*, wanted: bool) -> contextlib.AbstractContextManager[None]:

@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass, replace
 
-OURS = ("mismatch", "error", "no trips", "mended")
+OURS = ("mismatch", "error", "no transfers", "mended")
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What became of a case.
 
-    `kind` is "same", "unmoved" (the same, and known to leave nothing to move), "mismatch", "error" (ours), "no trips"
-    (though there was something to spill), "expected" (known to fail), "mended" (known as one of these, and is not),
+    `kind` is "same", "unmoved" (the same, and known to leave nothing to move), "mismatch", "error" (ours), "no
+    transfers" (though there was something to offload), "expected" (known to fail), "mended" (known as one of
+    these, and is not),
     "skipped", "unstable" (torch's own two runs differ) or "torch" (its own backend raises). `moved` says whether
     something was offloaded or computed again; `raised` whether the budget had to be raised above the floor's 0.2 %.
     """
@@ -23,7 +24,7 @@ class Verdict:
 
     @property
     def ran(self) -> bool:
-        """Say whether tencache ran it."""
+        """Return whether tencache ran it."""
         return self.kind not in ("skipped", "unstable", "torch")
 
     def __str__(self) -> str:

@@ -82,7 +82,7 @@ def test_behind_a_reducer_step_is_right(reducers):
         assert all(0 <= found["late"][name] < CLOSE for name in ("wrapped first", "wrapped inside summon")), found
 
 
-def test_a_reducer_around_what_is_at_home_is_refused(reducers):
+def test_a_reducer_around_what_is_offloaded_is_refused(reducers):
     for found in reducers:
         for name in ("itself", "what contains it", "a later one"):
             assert found["wrap"][name].startswith("UsageError: 0.0.weight is offloaded to host memory, where Distr")
@@ -90,15 +90,17 @@ def test_a_reducer_around_what_is_at_home_is_refused(reducers):
         assert found["wrap"]["changed by"] == 0.0 < found["wrap"]["then trained by"]
 
 
-def test_what_is_at_home_is_not_sharded(dtensors):
+def test_what_is_offloaded_is_not_sharded(dtensors):
     for found in dtensors:
         for name in ("itself", "what contains it", "several"):
-            assert found["at home"][name].startswith("UsageError: 0.0.weight is offloaded to host memory, where fully_")
-        assert found["at home"]["a part"].startswith("UsageError: 1.0.weight is offloaded")
-        assert found["at home"]["changed by"] == 0.0 < found["at home"]["then trained by"]
+            assert found["offloaded"][name].startswith(
+                "UsageError: 0.0.weight is offloaded to host memory, where fully_"
+            )
+        assert found["offloaded"]["a part"].startswith("UsageError: 1.0.weight is offloaded")
+        assert found["offloaded"]["changed by"] == 0.0 < found["offloaded"]["then trained by"]
 
 
-def test_what_is_sharded_gets_no_home_and_no_optimizer_of_ours(dtensors):
+def test_what_is_sharded_is_not_offloaded_and_no_optimizer_of_ours(dtensors):
     for found in (each["sharded"] for each in dtensors):
         for name, first in (
             ("fully_shard", "0.0.weight"),

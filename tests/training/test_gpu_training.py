@@ -122,6 +122,6 @@ def test_the_peak_is_within_the_budget(compiler: str) -> None:
     torch.cuda.reset_peak_memory_stats()
     losses_and_gradients(model, run, 3)
     record = tencache_fx.regions()[-1]
-    assert record.plan.spills
+    assert record.plan.transfers
     assert (record.code_peak_bytes is not None) == (compiler == "inductor"), "the code for a GPU was read, too"
     assert torch.cuda.max_memory_allocated() <= budget

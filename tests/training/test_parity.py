@@ -73,7 +73,7 @@ LONG = ("t5", "vit", "gpt2-autocast", "gpt2-accumulate", "gpt2-checkpoint-dropou
     ids=lambda each: each.name,
 )
 def test_eager_is_bitwise_equal(each: Case) -> None:
-    """Ten steps on the same graphs, with and without trips. No region: torch itself left the model alone."""
+    """Ten steps on the same graphs, with and without transfers. No region: torch itself left the model alone."""
     plain, problems = train_and_look(each, EAGER, 10)
     options = tight(problems, EAGER)
     torch.compiler.reset()
@@ -306,11 +306,11 @@ def draw(wrap: Callable[[nn.Module], Callable[[Tensor], Tensor]], *, checkpointe
 def test_without_inductor_random_numbers_are_those_of_torch(*, checkpointed: bool) -> None:
     truth = draw(lambda model: torch.compile(model, backend="aot_eager"), checkpointed=checkpointed)
     with faulty_engine() as engine:
-        for options, travels in ((EAGER, False), ({**EAGER, "device_budget": 600_000}, True)):
+        for options, moves in ((EAGER, False), ({**EAGER, "device_budget": 600_000}, True)):
             ours = draw(lambda model, options=options: compiled(model, options), checkpointed=checkpointed)
             assert len(ours) == len(truth) == 40
             assert all(torch.equal(a, b) for a, b in zip(ours, truth, strict=True))
-            assert (engine.stats.take()["offloads"] > 0) == travels
+            assert (engine.stats.take()["offloads"] > 0) == moves
 
 
 class Numbers(nn.Module):

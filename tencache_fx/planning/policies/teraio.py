@@ -58,7 +58,7 @@ def choose_teraio(problem: Problem, *, headroom: float = 0.0, lead: float = TUNI
 
 def _minimal_transfers(problem: Problem, only: Sequence[Transfer] | None = None) -> tuple[Transfer, ...]:
     """Return a transfer without slack for every inactive interval of every candidate, or for those of `only`."""
-    wanted = None if only is None else {(spill.name, spill.needed_at) for spill in only}
+    wanted = None if only is None else {(transfer.name, transfer.needed_at) for transfer in only}
     transfers = (
         Transfer.swap(
             name=storage.name,
@@ -105,7 +105,7 @@ class _Offer:
     """What a transfer would give now: its score, and the window during which its bytes would be away."""
 
     score: float
-    spill: Transfer
+    transfer: Transfer
     times: CopyTimes
     gone: int
     fetch: int
@@ -127,15 +127,15 @@ class _Greedy:
         """Take, by score, transfers that stall nothing, until the region fits or none is left that helps."""
         ends = np.concatenate([[0.0], np.cumsum(self.durations)])
         heap = []
-        for spill in candidates:
-            times = copy_times(self.problem.links, spill.nbytes, Tier.HOST)
-            away_ns = float(ends[spill.needed_at] - ends[spill.freed_at])
-            bound = spill.nbytes * (away_ns + 1) / (times.out + times.into)
-            heap.append((-bound, spill.copy_out_after, spill.name, spill.needed_at, spill))
+        for transfer in candidates:
+            times = copy_times(self.problem.links, transfer.nbytes, Tier.HOST)
+            away_ns = float(ends[transfer.needed_at] - ends[transfer.freed_at])
+            bound = transfer.nbytes * (away_ns + 1) / (times.out + times.into)
+            heap.append((-bound, transfer.copy_out_after, transfer.name, transfer.needed_at, transfer))
         heapify(heap)
         while heap and self.memory.max() > self.limit:
-            spill = heap[0][-1]
-            offer = None if spill.name in self.chosen else self._offer(spill)
+            transfer = heap[0][-1]
+            offer = None if transfer.name in self.chosen else self._offer(transfer)
             if offer is None:
                 heappop(heap)
                 continue
@@ -146,45 +146,45 @@ class _Greedy:
             heappop(heap)
             self._commit(offer)
 
-    def _offer(self, spill: Transfer) -> _Offer | None:
+    def _offer(self, transfer: Transfer) -> _Offer | None:
         for tier in (Tier.HOST, Tier.NVME):
-            placed = spill if spill.tier is tier else replace(spill, tier=tier)
+            placed = transfer if transfer.tier is tier else replace(transfer, tier=tier)
             if self.capacity.fits(placed):
                 return self._score(placed)
         return None
 
-    def _score(self, spill: Transfer) -> _Offer | None:
-        """Return what `spill` gives, None if it gives nothing or cannot be done without a stall."""
-        problem, times = self.problem, copy_times(self.problem.links, spill.nbytes, spill.tier)
-        start, end = spill.copy_out_after + 1, spill.needed_at
-        gone = max(spill.freed_at, self.out.earliest_end(start, times.out))
+    def _score(self, transfer: Transfer) -> _Offer | None:
+        """Return what `transfer` gives, None if it gives nothing or cannot be done without a stall."""
+        problem, times = self.problem, copy_times(self.problem.links, transfer.nbytes, transfer.tier)
+        start, end = transfer.copy_out_after + 1, transfer.needed_at
+        gone = max(transfer.freed_at, self.out.earliest_end(start, times.out))
         fetch = self.into.latest_start(end, times.into)
-        if spill.tier is Tier.NVME:  # staging is small: the copy out goes no faster than the disk writes
+        if transfer.tier is Tier.NVME:  # staging is small: the copy out goes no faster than the disk writes
             gone = max(gone, self.write.earliest_end(start, times.write))
             fetch = self.read.latest_start(max(fetch, 0), times.read) if fetch > 0 else -1
-        gone, fetch = self.barriers.freed_from(gone), min(spill.prefetch_at, self.barriers.fetch_by(max(fetch, 0)))
-        if crosses(problem, spill) and (gone > problem.boundary or fetch < problem.boundary):
+        gone, fetch = self.barriers.freed_from(gone), min(transfer.prefetch_at, self.barriers.fetch_by(max(fetch, 0)))
+        if crosses(problem, transfer) and (gone > problem.boundary or fetch < problem.boundary):
             return None
         if gone >= fetch:
             return None
         over = self.memory[gone:fetch] - self.limit
-        most = min(int(over.max()), spill.nbytes)
+        most = min(int(over.max()), transfer.nbytes)
         if most <= 0:
             return None
-        area = float(over.clip(0, spill.nbytes) @ self.durations[gone:fetch])
+        area = float(over.clip(0, transfer.nbytes) @ self.durations[gone:fetch])
         cost = times.out + times.write + times.read + times.into
-        return _Offer((area + most) / cost, spill, times, gone, fetch)
+        return _Offer((area + most) / cost, transfer, times, gone, fetch)
 
     def _commit(self, offer: _Offer) -> None:
-        spill, times = offer.spill, offer.times
-        self.out.charge(spill.copy_out_after + 1, offer.gone, times.out)
-        self.into.charge(offer.fetch, spill.needed_at, times.into, late=True)
-        if spill.tier is Tier.NVME:
-            self.write.charge(spill.copy_out_after + 1, offer.gone, times.write)
-            self.read.charge(offer.fetch, spill.needed_at, times.read, late=True)
-        self.memory[offer.gone : offer.fetch] -= spill.nbytes
-        self.capacity.charge(spill)
-        self.chosen[spill.name] = spill
+        transfer, times = offer.transfer, offer.times
+        self.out.charge(transfer.copy_out_after + 1, offer.gone, times.out)
+        self.into.charge(offer.fetch, transfer.needed_at, times.into, late=True)
+        if transfer.tier is Tier.NVME:
+            self.write.charge(transfer.copy_out_after + 1, offer.gone, times.write)
+            self.read.charge(offer.fetch, transfer.needed_at, times.read, late=True)
+        self.memory[offer.gone : offer.fetch] -= transfer.nbytes
+        self.capacity.charge(transfer)
+        self.chosen[transfer.name] = transfer
 
     def take_exposed(self, candidates: Sequence[Transfer], *, anywhere: bool = False) -> bool:
         """Drop all slack; then, while a step is over, take the transfer with the least exposed time per byte it frees.
@@ -196,12 +196,12 @@ class _Greedy:
         left = _Exposed(self.problem, [s for s in candidates if s.name not in self.chosen])
         while self.memory.max() > self.limit:
             step = int(self.memory.argmax())
-            spill = left.pop(step, int(self.memory[step]) - self.limit, self.out, self.into)
-            if spill is None:
+            transfer = left.pop(step, int(self.memory[step]) - self.limit, self.out, self.into)
+            if transfer is None:
                 return False
-            placed = self.capacity.place(spill)
+            placed = self.capacity.place(transfer)
             if placed is None and anywhere:
-                placed = spill
+                placed = transfer
             if placed is None:
                 continue
             left.drop(placed.name)
@@ -216,31 +216,31 @@ class _Greedy:
         """Return what was chosen less what later choices made superfluous, looking at the latest choice first."""
         kept = []
         memory = live_bytes(self.problem, self.chosen.values())
-        for spill in reversed(self.chosen.values()):
-            window = memory[spill.freed_at : spill.prefetch_at]
-            if window.max() + spill.nbytes <= self.limit:
-                window += spill.nbytes
+        for transfer in reversed(self.chosen.values()):
+            window = memory[transfer.freed_at : transfer.prefetch_at]
+            if window.max() + transfer.nbytes <= self.limit:
+                window += transfer.nbytes
             else:
-                kept.append(spill)
+                kept.append(transfer)
         return tuple(reversed(kept))
 
 
 class _Exposed:
     """The transfers still to be had when no free one is left, as columns."""
 
-    def __init__(self, problem: Problem, spills: Sequence[Transfer]) -> None:
-        self.boundary, self.spills = problem.boundary, tuple(spills)
-        times = [copy_times(problem.links, spill.nbytes, Tier.HOST) for spill in spills]
-        self.names = np.array([spill.name for spill in spills], dtype=object)
-        self.start = np.array([spill.copy_out_after + 1 for spill in spills], dtype=np.int64)
-        self.gone = np.array([spill.freed_at for spill in spills], dtype=np.int64)
-        self.fetch = np.array([spill.prefetch_at for spill in spills], dtype=np.int64)
-        self.back = np.array([spill.needed_at for spill in spills], dtype=np.int64)
-        self.nbytes = np.array([spill.nbytes for spill in spills], dtype=np.int64)
-        self.crosses = np.array([crosses(problem, spill) for spill in spills], dtype=np.bool_)
+    def __init__(self, problem: Problem, transfers: Sequence[Transfer]) -> None:
+        self.boundary, self.transfers = problem.boundary, tuple(transfers)
+        times = [copy_times(problem.links, transfer.nbytes, Tier.HOST) for transfer in transfers]
+        self.names = np.array([transfer.name for transfer in transfers], dtype=object)
+        self.start = np.array([transfer.copy_out_after + 1 for transfer in transfers], dtype=np.int64)
+        self.gone = np.array([transfer.freed_at for transfer in transfers], dtype=np.int64)
+        self.fetch = np.array([transfer.prefetch_at for transfer in transfers], dtype=np.int64)
+        self.back = np.array([transfer.needed_at for transfer in transfers], dtype=np.int64)
+        self.nbytes = np.array([transfer.nbytes for transfer in transfers], dtype=np.int64)
+        self.crosses = np.array([crosses(problem, transfer) for transfer in transfers], dtype=np.bool_)
         self.out_ns = np.array([t.out for t in times])
         self.into_ns = np.array([t.into for t in times])
-        self.there = np.ones(len(spills), dtype=np.bool_)
+        self.there = np.ones(len(transfers), dtype=np.bool_)
 
     def pop(self, step: int, over_bytes: int, out: _Calendar, into: _Calendar) -> Transfer | None:
         """Remove and return the transfer that is away at `step` for the least exposed time per byte; None if none is.
@@ -259,7 +259,7 @@ class _Exposed:
         length = out.before.size - (self.fetch[able] - self.gone[able])
         best = int(able[np.lexsort((length, exposed / np.minimum(self.nbytes[able], over_bytes)))[0]])
         self.there[best] = False
-        return self.spills[best]
+        return self.transfers[best]
 
     def drop(self, name: str) -> None:
         """Remove the other transfers of one storage."""

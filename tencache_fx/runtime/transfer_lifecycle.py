@@ -29,7 +29,7 @@ from tencache_fx.runtime.streams import Event, Lane, Streams
 from tencache_fx.runtime.transfers import ActiveTransfer, Layout, Stage, TransferTable, raw_bytes
 
 
-class TripLifecycle:
+class TransferLifecycle:
     """The transfers of one engine. `lock` guards each of them; methods that need it held say so."""
 
     def __init__(self, pool: Pool, streams: Streams, stats: Stats) -> None:
