@@ -53,6 +53,16 @@ TORCH_FREE = (
 )
 """These, and all of `planning`, start without torch: commands answer at once."""
 
+CHECKERS = {
+    "planning.verify": {"planning.plan", "planning.problem"},
+    "passes.verify_graph": {"passes.graphs", "planning.plan", "planning.problem"},
+    "passes.verify_collectives": set(),
+    "passes.verify_owners": set(),
+    "passes.verify_parameters": {"planning.problem"},
+    "passes.verify_code": set(),
+}
+"""What checkers may import besides one another: the values that they check, and what these are written with."""
+
 MOST_LINES = 400
 MOST_TEST_LINES = 600
 MOST_FUNCTION_LINES = 70
@@ -179,6 +189,13 @@ def test_commands_and_planning_start_without_torch(name):
 @pytest.mark.parametrize("name", [name for name in SOURCES if name.split(".")[0] == "planning"])
 def test_planning_never_imports_torch(name):
     assert "torch" not in roots(imported(TREES[name]))
+
+
+@pytest.mark.parametrize("name", CHECKERS)
+def test_checkers_share_no_code_with_what_they_check(name):
+    allowed = CHECKERS[name] | CHECKERS.keys() | {"errors", "ops", "tensors"}
+    assert ours(imported(TREES[name])) <= allowed
+    assert CHECKERS.keys() == {each for each in SOURCES if each.split(".")[-1].startswith("verify")}
 
 
 def test_planted_faults_are_found():

@@ -1,9 +1,14 @@
 """The checker of generated code: hand-written code in Inductor's style, each rule broken once."""
 
+import dataclasses
+
 import pytest
+import torch
+from torch import fx
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.passes.verify_code import PlannedCalls, verify_code
+from tencache_fx.ops import OFFLOAD, RELEASE
+from tencache_fx.passes.verify_code import PlannedCalls, planned_calls, verify_code
 
 GOOD = """
 def call(self, args):
@@ -30,10 +35,10 @@ def call(self, args):
 """
 PLANNED = PlannedCalls(
     segments={
-        ("offload", "mm"): 1,
-        ("release", "mm"): 2,
-        ("prefetch", "offload_old"): 2,
-        ("wait", "offload_old"): 3,
+        ("offload", "mm"): (1, 1),
+        ("release", "mm"): (2, 2),
+        ("prefetch", "offload_old"): (2, 2),
+        ("wait", "offload_old"): (3, 3),
     },
     handles={"offload_old": "offload_old"},
     heavy=4,
@@ -50,9 +55,29 @@ def moved(line: str, behind: str) -> str:
     return "\n".join(lines)
 
 
-def test_good_code_passes() -> None:
-    verify_code(PLANNED, GOOD)
-    verify_code(PLANNED, None)
+def test_good_code_passes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "tencache_fx")
+    assert verify_code(PLANNED, GOOD)
+    assert caplog.messages == ["generated code has 4 heavy kernels; the places of 4 runtime ops are as planned"]
+    assert verify_code(PLANNED, None)
+
+
+def test_what_is_planned_is_read_off_the_graph() -> None:
+    """A product runs at its node, or at its only reader if that is a sum; others' readers move nothing."""
+    graph, aten = fx.Graph(), torch.ops.aten
+    x = graph.placeholder("x")
+    handle = graph.call_function(OFFLOAD, (x, 0, "host", "x"))
+    product = graph.call_function(aten.mm.default, (x, x))
+    old = graph.placeholder("old")
+    graph.call_function(RELEASE, (old, x, 0))
+    total = graph.call_function(aten.add.Tensor, (product, x))
+    other = graph.call_function(aten.bmm.default, (total, total))
+    graph.call_function(RELEASE, (handle, x, 0))
+    graph.output((graph.call_function(aten.sin.default, (other,)), other))
+    planned = planned_calls(graph)
+    assert planned.segments == {("offload", "x"): (0, 0), ("release", "old"): (0, 1), ("release", "x"): (2, 2)}
+    assert planned.heavy == 2
+    assert planned.handles == {"old": "old"}
 
 
 def test_an_op_that_got_lost() -> None:
@@ -103,7 +128,7 @@ def test_a_prefetch_hoisted_before_an_offload() -> None:
 
 
 def test_a_wait_may_slip_to_its_reader() -> None:
-    segments = {**PLANNED.segments, ("wait", "offload_old"): 0}
+    segments = {**PLANNED.segments, ("wait", "offload_old"): (0, 0)}
     verify_code(PlannedCalls(segments=segments, handles=PLANNED.handles, heavy=4), GOOD)
 
 
@@ -129,9 +154,21 @@ def test_a_wait_before_its_place() -> None:
         verify_code(PLANNED, code)
 
 
-def test_other_numbers_of_heavy_kernels_are_no_fault() -> None:
+def test_other_numbers_of_heavy_kernels_are_no_fault_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Inductor may compute a small product in a loop of its own."""
-    verify_code(PLANNED, GOOD.replace("extern_kernels.mm(buf7, buf6, out=buf3)", "cpp_fused_mm_0(buf7, buf6, buf3)"))
+    caplog.set_level("INFO", "tencache_fx")
+    looped = GOOD.replace("extern_kernels.mm(buf7, buf6, out=buf3)", "cpp_fused_mm_0(buf7, buf6, buf3)")
+    assert not verify_code(PLANNED, looped)
+    assert "generated code has 3 heavy kernels, the graph 4: 4 runtime ops were compared" in caplog.text
+
+
+def test_an_op_between_a_product_and_its_sum_may_be_on_either_side() -> None:
+    either = {**PLANNED.segments, ("prefetch", "offload_old"): (1, 2)}
+    assert verify_code(dataclasses.replace(PLANNED, segments=either), GOOD)
+    for both in ((0, 1), (3, 4)):
+        wrong = dataclasses.replace(PLANNED, segments={**PLANNED.segments, ("prefetch", "offload_old"): both})
+        with pytest.raises(InvariantError, match="code: prefetch of offload_old runs behind|code: .* runs behind"):
+            verify_code(wrong, GOOD)
 
 
 @pytest.mark.parametrize(
