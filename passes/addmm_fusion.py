@@ -12,9 +12,8 @@ from torch import fx
 from torch._inductor.pattern_matcher import is_mutation_op
 
 from tencache_fx.compat import may_unfuse
-from tencache_fx.passes.barriers import is_heavy
-from tencache_fx.passes.fusion import is_pointwise, readers_of
 from tencache_fx.passes.graphs import RegionGraphs
+from tencache_fx.passes.op_kinds import is_heavy, is_pointwise, readers_of
 
 _aten = torch.ops.aten
 

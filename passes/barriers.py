@@ -12,7 +12,6 @@ lifetime, and kernels between two heavy ops are fused as ever, since only extern
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
@@ -20,9 +19,9 @@ from torch.utils._ordered_set import OrderedSet
 
 from tencache_fx import compat
 from tencache_fx.ops import OFFLOAD, OFFLOAD_GRAD, RELEASE, RUNTIME_OPS, WAIT
-from tencache_fx.passes.costs import count_flops
-from tencache_fx.passes.fusion import is_loop_body, is_reduction, is_view, registers_among
 from tencache_fx.passes.graphs import step_nodes
+from tencache_fx.passes.inductor_model import InductorModel
+from tencache_fx.passes.op_kinds import base_of, count_flops, is_heavy, is_view
 from tencache_fx.tensors import storage_of, tensors_of
 
 
@@ -45,9 +44,9 @@ class PinOrder(CustomGraphPass):
                         compat.write_at_once(value)
                 if node.target is not WAIT:  # a wait is held by its reader
                     latest = [_trace_of(node)]
-            elif readers.is_written(node):
+            elif readers.model.is_generated(node):
                 # Inductor writes no result over a value that an op is still to follow: so none follows what was read.
-                read = readers.sources_of(node)
+                read = readers.model.sources_of(node)
                 latest = [*(each for each in latest if each not in read), node]
         preserve_node_ordering(graph, follows)
         _renew_sparse(graph)
@@ -69,20 +68,8 @@ class _Readers:
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._registers = registers_among(step_nodes(graph))
+        self.model = InductorModel(step_nodes(graph))
         self._order = {node: index for index, node in enumerate(graph.nodes)}
-
-    def is_written(self, node: fx.Node) -> bool:
-        """Return whether Inductor generates a kernel, or a part of one, that writes this value to memory."""
-        return (is_loop_body(node) or is_reduction(node)) and not is_view(node) and node not in self._registers
-
-    def sources_of(self, node: fx.Node) -> set[fx.Node]:
-        """Return the values in memory that a node reads, by the nodes that wrote them."""
-        return {
-            _base(source)
-            for argument in node.all_input_nodes
-            for source in self._registers.get(argument, frozenset((argument,)))
-        }
 
     def written_before(self, op: fx.Node) -> list[fx.Node]:
         """Return the values that have to be in memory before a runtime op runs.
@@ -99,13 +86,13 @@ class _Readers:
         source = release.args[1]
         assert isinstance(source, fx.Node)
         found: set[fx.Node] = set()
-        waiting, seen = [_base(source)], set[fx.Node]()
+        waiting, seen = [base_of(source)], set[fx.Node]()
         while waiting:
             for user in waiting.pop().users:
                 if user in seen or self._order[user] > self._order[release] or user.target in RUNTIME_OPS:
                     continue
                 seen.add(user)
-                if is_view(user) or user in self._registers:
+                if is_view(user) or user in self.model.registers:
                     waiting.append(user)
                 else:
                     found.add(user)
@@ -137,19 +124,3 @@ def _trace_of(node: fx.Node) -> fx.Node:
         return node
     assert isinstance(node.args[1], fx.Node)
     return node.args[1]
-
-
-def _base(node: fx.Node) -> fx.Node:
-    while is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def is_heavy(node: fx.Node) -> bool:
-    """Return whether a node becomes an extern kernel of its own: matmul class or convolution, one tensor out."""
-    return (
-        node.op == "call_function"
-        and isinstance(node.meta.get("val"), torch.Tensor)
-        and isinstance(node.target, torch._ops.OpOverload)
-        and count_flops(node) > 0
-    )

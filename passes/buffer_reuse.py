@@ -9,13 +9,13 @@ gradient of an embedding is never there twice.
 A value that has been prefetched is never written over. So this is counted only where no transfer could pay: where no
 heavy kernel runs between the operand's uses, behind which a copy could hide. Such a storage is then kept.
 
-A result that Inductor computes before a heavy op that stands before it (`fused_groups.find_early`) is born early, if it
+A result that Inductor computes before a heavy op that stands before it (`InductorModel.early`) is born early, if it
 takes nobody's place. It takes only that of a value that was read before: of another, the heavy op is still to follow
 the writing (`barriers.PinOrder`), and Inductor writes over nothing that is waited for.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -23,18 +23,17 @@ from torch import fx
 from torch._prims_common import is_contiguous_or_false
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from tencache_fx.passes.costs import count_flops
-from tencache_fx.passes.fused_groups import find_early, last_steps
-from tencache_fx.passes.fusion import Registers, is_loop_body, is_pointwise, is_reduction, is_view, scatter_base
 from tencache_fx.passes.graphs import RegionGraphs
+from tencache_fx.passes.inductor_model import InductorModel, is_loop_body, is_reduction, scatter_base
 from tencache_fx.passes.lifetimes import StorageNodes
+from tencache_fx.passes.op_kinds import is_pointwise, is_view
 from tencache_fx.planning.problem import Kind, Step, Storage
 
 InPlace = Mapping[fx.Node, fx.Node]
 
 
 def reuse_in_place(
-    capture: RegionGraphs, registers: Registers, storages: Sequence[StorageNodes]
+    capture: RegionGraphs, model: InductorModel, storages: Sequence[StorageNodes]
 ) -> tuple[tuple[StorageNodes, ...], InPlace]:
     """Return `storages` with the lives of overwritten ones cut short, and for each such result the operand it takes.
 
@@ -44,10 +43,8 @@ def reuse_in_place(
     """
     found = list(storages)
     index_of = {member: i for i, item in enumerate(found) for member in item.members}
-    kernel_of = last_steps(capture, registers)
-    early = find_early(capture, registers)
+    registers, early = model.registers, model.early
     reductions = frozenset(step for step, node in enumerate(capture.nodes) if is_reduction(node))
-    heavy = [step for step, node in enumerate(capture.nodes) if count_flops(node) > 0]
     taken: dict[fx.Node, fx.Node] = {}
     for step, node in enumerate(capture.nodes):
         if node in registers or node not in index_of or is_view(node) or not (is_loop_body(node) or scatter_base(node)):
@@ -56,7 +53,7 @@ def reuse_in_place(
             (
                 i
                 for i in _operands(node, registers, index_of)
-                if _dies_here(found[i], found[index_of[node]], step, heavy, kernel_of, reductions)
+                if _dies_here(found[i], found[index_of[node]], step, model, reductions)
                 and (node not in early or any(use <= early[node] for use in found[i].storage.uses[1:]))
             ),
             None,
@@ -88,7 +85,7 @@ def _is_written_early(operand: Storage, result: Storage, born: Step, boundary: S
     )
 
 
-def _operands(node: fx.Node, registers: Registers, index_of: Mapping[fx.Node, int]) -> list[int]:
+def _operands(node: fx.Node, registers: Collection[fx.Node], index_of: Mapping[fx.Node, int]) -> list[int]:
     """Return the storages that `node` reads element by element, each where it writes, and in no other way."""
     if (base := scatter_base(node)) is not None:
         return [index_of[base]] if base in index_of else []
@@ -123,17 +120,30 @@ def _dies_here(
     operand: StorageNodes,
     result: StorageNodes,
     step: int,
-    heavy: Sequence[int],
-    kernel_of: Sequence[int],
+    model: InductorModel,
     reductions: frozenset[int],
 ) -> bool:
-    old, new = operand.storage, result.storage
+    old, new, ends = operand.storage, result.storage, model.kernel_ends
     return (
         old.kind is Kind.ACTIVATION
         and old.uses[-1] == step
         and old.death == step + 1
         and new.birth == step
         and old.nbytes == new.nbytes
-        and not any(kernel_of[use] == kernel_of[step] and use in reductions for use in old.uses[:-1])
-        and not any(u < k < v for u, v in pairwise(old.uses) for k in heavy)
+        and not any(ends[use] == ends[step] and use in reductions for use in old.uses[:-1])
+        and not any(u < k < v for u, v in pairwise(old.uses) for k in model.heavy)
     )
+
+
+def hold_fused_operands(model: InductorModel, storages: Sequence[StorageNodes]) -> tuple[StorageNodes, ...]:
+    """Return `storages`, those that die inside a fused kernel held until its last op is done.
+
+    Never too short; too long where Inductor declines to fuse.
+    """
+    return tuple(dataclasses.replace(item, storage=_hold(item.storage, model.kernel_ends)) for item in storages)
+
+
+def _hold(storage: Storage, ends: Sequence[int]) -> Storage:
+    if not storage.uses or storage.death != storage.uses[-1] + 1:
+        return storage  # it outlives the region, or another result has taken its place
+    return dataclasses.replace(storage, death=Step(ends[storage.uses[-1]] + 1))

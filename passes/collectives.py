@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from tencache_fx.passes.fusion import is_view
+from tencache_fx.passes.op_kinds import is_view
 
 _NAMESPACE = "_c10d_functional"
 _WAIT = "_c10d_functional::wait_tensor"

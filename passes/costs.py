@@ -1,7 +1,7 @@
 """How long each step takes: heavy ops as they were timed on this device, all else by a roofline over flops and bytes.
 
-Pointwise work is charged the way Inductor will run it (`traffic`): what stays in registers costs nothing, each kernel
-reads a value once, and views are free.
+Pointwise work is charged the way Inductor will run it (`InductorModel.traffic`): what stays in registers costs nothing,
+each kernel reads a value once, and views are free.
 """
 
 from collections import Counter
@@ -9,42 +9,46 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from tencache_fx.hardware.op_timing import Call, OpCost, describe_call
 from tencache_fx.hardware.rates import Roofline
-from tencache_fx.passes.fusion import Registers, is_pointwise, readers_of
 from tencache_fx.passes.graphs import RegionGraphs
-from tencache_fx.passes.traffic import Traffic, measure_traffic
+from tencache_fx.passes.inductor_model import InductorModel, Traffic, eager_traffic
+from tencache_fx.passes.op_kinds import count_flops, is_pointwise, nbytes_of, packet_of, readers_of
 from tencache_fx.planning.problem import Op
 from tencache_fx.tensors import byte_hint, tensors_of
 
 
-def find_calls(capture: RegionGraphs, roofline: Roofline, registers: Registers | None) -> dict[Call, int]:
+def measure_traffic(capture: RegionGraphs, model: InductorModel | None) -> tuple[Traffic, ...]:
+    """Return what each step of `capture` moves; `model` is None where no compiler fuses."""
+    return eager_traffic(capture.nodes) if model is None else model.traffic
+
+
+def find_calls(capture: RegionGraphs, roofline: Roofline, model: InductorModel | None) -> dict[Call, int]:
     """Return the distinct heavy ops of `capture`, each with the ns that all its steps take by the roofline."""
     totals: Counter[Call] = Counter()
-    for node, traffic in zip(capture.nodes, measure_traffic(capture, registers), strict=True):
-        if traffic.launches and (call := describe_call(node, fuses=registers is not None)) is not None:
+    for node, traffic in zip(capture.nodes, measure_traffic(capture, model), strict=True):
+        if traffic.launches and (call := describe_call(node, fuses=model is not None)) is not None:
             totals[call] += _roofline_ns(node, traffic, roofline)
     return dict(totals)
 
 
 def estimate_ops(
-    capture: RegionGraphs, roofline: Roofline, registers: Registers | None, measured: Mapping[Call, OpCost]
+    capture: RegionGraphs, roofline: Roofline, model: InductorModel | None, measured: Mapping[Call, OpCost]
 ) -> tuple[Op, ...]:
     """Return one `Op` per step of `capture`: as `measured` where it was, else by the roofline.
 
-    A heavy op that was not timed is taken to miss the roofline by as much as the timed ones of its kind do. `registers`
+    A heavy op that was not timed is taken to miss the roofline by as much as the timed ones of its kind do. `model`
     is None where no compiler fuses. O(nodes + arguments).
     """
-    fuses = registers is not None
-    traffic = measure_traffic(capture, registers)
+    fuses = model is not None
+    traffic = measure_traffic(capture, model)
     steps = list(zip(capture.nodes, traffic, strict=True))
     calls = [describe_call(node, fuses=fuses) if moved.launches else None for node, moved in steps]
     first_ns = [_roofline_ns(node, moved, roofline) for node, moved in steps]
     times_ns = {call: cost.duration_ns for call, cost in measured.items()}
     durations_ns = _with_waits(_corrected(calls, first_ns, times_ns), traffic, roofline.issue_ns)
-    counted = measured_scratch(capture, registers, measured)
+    counted = measured_scratch(capture, model, measured)
     guessed = (_scratch_bytes(node, capture.device, fuses=fuses) for node in capture.nodes)
     return tuple(
         Op(
@@ -57,10 +61,10 @@ def estimate_ops(
 
 
 def measured_scratch(
-    capture: RegionGraphs, registers: Registers | None, measured: Mapping[Call, OpCost]
+    capture: RegionGraphs, model: InductorModel | None, measured: Mapping[Call, OpCost]
 ) -> dict[str, int]:
     """Return what the kernels of `capture` allocate for themselves, in bytes, by the names of nodes it is known of."""
-    calls = [(node, describe_call(node, fuses=registers is not None)) for node in capture.nodes]
+    calls = [(node, describe_call(node, fuses=model is not None)) for node in capture.nodes]
     costs = {node.name: measured[call] for node, call in calls if call is not None and call in measured}
     return {name: cost.scratch_bytes for name, cost in costs.items() if cost.scratch_bytes is not None}
 
@@ -109,21 +113,21 @@ def _scratch_bytes(node: fx.Node, device: torch.device, *, fuses: bool) -> int:
     CPU's matmuls in reduced precision pack blocks of their operands (at most 2.3 times the smallest one was seen). Its
     eager pointwise kernels first convert what has not the dtype they compute in.
     """
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = packet_of(node)
     read = node.all_input_nodes
     if packet in _CONVOLUTIONS:
-        weight = _nbytes(read[1 if packet is _aten.convolution else 2])
+        weight = nbytes_of(read[1 if packet is _aten.convolution else 2])
         return (
-            min(map(_nbytes, read[:2])) + 2 * weight
+            min(map(nbytes_of, read[:2])) + 2 * weight
             if fuses and device.type == "cpu"
-            else sum(map(_nbytes, read)) + weight
+            else sum(map(nbytes_of, read)) + weight
         )
     if device.type != "cpu":
         summed = tensors_of(node)[: _SUMMED.get(packet, 0)]
         return sum(byte_hint(tensor.numel()) * 9 // 2 for tensor in summed)  # an eighth more, for rows rounded up
     tensors = [tensor for argument in read for tensor in tensors_of(argument)]
     if tensors and tensors[0].dtype.itemsize < 4 and count_flops(node) > 0:
-        return 5 * min(map(_nbytes, read)) // 2
+        return 5 * min(map(nbytes_of, read)) // 2
     if fuses or not is_pointwise(node):
         return 0
     common = max((tensor.dtype.itemsize for tensor in tensors), default=0)
@@ -132,8 +136,8 @@ def _scratch_bytes(node: fx.Node, device: torch.device, *, fuses: bool) -> int:
 
 def _split_bytes(node: fx.Node, device: torch.device, *, fuses: bool) -> int:
     """Return the bytes of the product, where Inductor adds the bias in a generated kernel: it and the sum are two."""
-    split = fuses and device.type != "cpu" and getattr(node.target, "overloadpacket", None) is _aten.addmm
-    return _nbytes(node) if split and any(map(is_pointwise, readers_of(node))) else 0
+    split = fuses and device.type != "cpu" and packet_of(node) is _aten.addmm
+    return nbytes_of(node) if split and any(map(is_pointwise, readers_of(node))) else 0
 
 
 _aten = torch.ops.aten
@@ -143,34 +147,3 @@ _SUMMED: dict[object, int] = {
     _aten._scaled_dot_product_cudnn_attention_backward: 1,
     _aten._scaled_dot_product_efficient_attention_backward: 3,
 }
-
-
-def _nbytes(node: fx.Node) -> int:
-    return sum(byte_hint(tensor.numel()) * tensor.element_size() for tensor in tensors_of(node))
-
-
-def count_flops(node: fx.Node) -> int:
-    """Return the floating-point operations of a matmul-class or attention node by torch's own formulas, else 0."""
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if formula is None:
-        return 0
-
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    return byte_hint(formula(*_with_all_heads(node, args), **kwargs, out_val=node.meta["val"]))
-
-
-def _with_all_heads(node: fx.Node, args: Sequence[object]) -> Sequence[object]:
-    """Give attention's keys and values, of which a group of queries shares one, as many heads as there are queries.
-
-    That is what its kernels compute; before torch 2.13 the formulas refuse groups.
-    """
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = dict(zip(names, args, strict=False))
-    query = given.get("query")
-    if "scaled_dot_product" not in node.target.__name__ or not isinstance(query, torch.Tensor):
-        return args
-    for name in ("key", "value"):
-        if isinstance(tensor := given[name], torch.Tensor):
-            given[name] = torch.Size((*tensor.shape[:1], query.shape[1], *tensor.shape[2:]))  # formulas ask for shapes
-    return list(given.values())

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import fx
 
+from tencache_fx.ops import arguments_of
 from tencache_fx.planning.problem import Step
 
 
@@ -62,9 +63,7 @@ class RegionGraphs:
 def _is_scatter(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or "reduce_scatter" not in node.target.name():
         return False
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return bool(given.get("group_size") != 1)
+    return bool(arguments_of(node).get("group_size") != 1)
 
 
 def step_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:

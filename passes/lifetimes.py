@@ -17,8 +17,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from tencache_fx.ops import LOAD_PARAM, STORE_GRAD
 from tencache_fx.passes.addmm_fusion import fused_product
 from tencache_fx.passes.collectives import begins_collective, is_collective_wait
-from tencache_fx.passes.fusion import Registers
 from tencache_fx.passes.graphs import RegionGraphs, output_args, placeholders
+from tencache_fx.passes.inductor_model import InductorModel
+from tencache_fx.passes.op_kinds import packet_of, written_arguments
 from tencache_fx.passes.parameter_markers import is_away
 from tencache_fx.passes.symbols import SymbolSource, symbol_source
 from tencache_fx.planning.problem import Kind, Step, Storage
@@ -70,15 +71,15 @@ class _Trace:
 
 
 def measure_lifetimes(
-    capture: RegionGraphs, registers: Registers, mutations: Mapping[fx.Node, fx.Node] | None = None
+    capture: RegionGraphs, model: InductorModel | None = None, mutations: Mapping[fx.Node, fx.Node] | None = None
 ) -> tuple[StorageNodes, ...]:
     """Return every storage on the region's device with its life, in order of birth.
 
-    Values in `registers` have no storage; what they are computed from is read when their reader runs. Those in
-    `mutations` have that of an input. Raises `TencacheError` if a size is known only when the region runs, and nothing
-    bounds it. O(nodes + arguments).
+    Values that Inductor keeps in registers have no storage; what they are computed from is read when their reader runs.
+    `model` is None where no compiler fuses. Those in `mutations` have the storage of an input. Raises `TencacheError`
+    if a size is known only when the region runs, and nothing bounds it. O(nodes + arguments).
     """
-    walk = _Walk(capture, registers, mutations or {})
+    walk = _Walk(capture, model, mutations or {})
     walk.enter()
     for step, node in enumerate(capture.nodes):
         if step == capture.boundary:
@@ -94,7 +95,9 @@ def measure_lifetimes(
 class _Walk:
     """One pass over both graphs in step order, collecting a trace per storage."""
 
-    def __init__(self, capture: RegionGraphs, registers: Registers, mutations: Mapping[fx.Node, fx.Node]) -> None:
+    def __init__(
+        self, capture: RegionGraphs, model: InductorModel | None, mutations: Mapping[fx.Node, fx.Node]
+    ) -> None:
         self.capture = capture
         self._mutations = mutations
         self.traces: list[_Trace] = []
@@ -102,7 +105,8 @@ class _Walk:
         # is memory of its own: so the backward begins with its placeholders' storages only.
         self._known: dict[int, _Trace] = {}
         self._names: set[str] = set()
-        self._registers = registers
+        self._fuses = model is not None
+        self._registers = {} if model is None else model.registers
         # By fake storage of a part, what it was put together to: Inductor lets the part live inside the whole.
         self._wholes: dict[int, list[_Trace]] = {}
 
@@ -171,7 +175,7 @@ class _Walk:
 
     def visit(self, step: int, node: fx.Node) -> None:
         """Meet one step: what it reads, makes, aliases and writes."""
-        product = fused_product(node) if self._registers else None
+        product = fused_product(node) if self._fuses else None
         arguments = [*node.all_input_nodes, *(product.all_input_nodes if product is not None else ())]
         read = {key for argument in arguments for key in self._read_through(argument)}
         for key in read:
@@ -201,10 +205,10 @@ class _Walk:
         elif is_collective_wait(node):
             for key in read:
                 self._land(self._known[key], step)
-        for argument in _written_arguments(node):
+        for argument in written_arguments(node):
             for key, _ in self._storages(argument):
                 self._known[key].written = True
-        if self._registers and getattr(node.target, "overloadpacket", None) is torch.ops.aten.cat:
+        if self._fuses and packet_of(node) is torch.ops.aten.cat:
             ((joined, _),) = self._storages(node)
             for key in read:
                 self._wholes.setdefault(key, []).append(self._known[joined])
@@ -310,12 +314,6 @@ def _finish(trace: _Trace, capture: RegionGraphs, sources: Sequence[SymbolSource
     return StorageNodes(storage=storage, members=tuple(trace.members), saved=tuple(trace.saved))
 
 
-def _only_value(node: fx.Node) -> torch.Tensor:
-    (read,) = node.all_input_nodes
-    value: torch.Tensor = read.meta["val"]
-    return value
-
-
 def find_carrier(members: Iterable[fx.Node], graph: fx.Graph | None = None) -> fx.Node | None:
     """Return the first member (of `graph`) that spans its whole storage densely: its copy carries every member.
 
@@ -357,17 +355,3 @@ def formula_of(size: int | torch.SymInt) -> str:
         return ""
     expression: sympy.Expr = size.node.expr
     return str(expression) if expression.free_symbols else ""
-
-
-def _written_arguments(node: fx.Node) -> Iterator[fx.Node]:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return
-    positional = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False))
-    given = positional | node.kwargs  # `out=` is among these
-    for argument in schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = given.get(argument.name)
-            yield from (
-                item for item in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(item, fx.Node)
-            )

@@ -23,8 +23,8 @@ import torch
 from torch import fx
 
 from tencache_fx.ops import LOAD_PARAM, STORE_GRAD, key_tensor
-from tencache_fx.passes.fusion import is_view, readers_of
 from tencache_fx.passes.graphs import RegionGraphs, output_args, placeholders
+from tencache_fx.passes.op_kinds import base_of, is_view, readers_of, written_arguments
 from tencache_fx.tensors import is_lazy, storage_of, tensors_of
 
 # For so many nodes, as a share of the graph's and at least, a parameter is unread where it is to arrive once more.
@@ -118,8 +118,7 @@ def _may_leave(parameter: fx.Node, capture: RegionGraphs) -> bool:
         for user in view.users:
             if user.op == "output" and view is not parameter:
                 return False
-            schema = getattr(user.target, "_schema", None)
-            if schema is not None and schema.is_mutable and any(view is each for each in _written(user)):
+            if view in written_arguments(user):
                 return False
     if parameter.meta.get("desc") in _written_back(capture.forward):
         return False
@@ -143,12 +142,6 @@ def _views(node: fx.Node) -> list[fx.Node]:
     for view in found:
         found += [user for user in view.users if is_view(user)]
     return found
-
-
-def _written(user: fx.Node) -> list[object]:
-    assert isinstance(user.target, torch._ops.OpOverload)
-    pairs = zip(user.target._schema.arguments, user.args, strict=False)
-    return [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
 
 
 def _write_arrival(parameter: fx.Node, name: str) -> None:
@@ -209,9 +202,7 @@ def _write_departures(
         # Autograd would copy one that is laid out in another way, on the device.
         if not dense or value.stride() != parameter.stride() or value.dtype != parameter.dtype:
             continue
-        base = gradient
-        while is_view(base):
-            base = base.all_input_nodes[0]
+        base = base_of(gradient)
         parts = (user for user in base.users if user.target is operator.getitem)  # of an op with several results
         arrivals = (node for node in order if node.target is LOAD_PARAM and node.meta["tencache_parameter"] == name)
         readers = (reader for reader in readers_of(base) if reader.op != "output")

@@ -25,9 +25,9 @@ from tencache_fx.ops import (
 )
 from tencache_fx.passes.collectives import waits_behind
 from tencache_fx.passes.fake_aliasing import repair_view_fakes
-from tencache_fx.passes.fusion import is_view
 from tencache_fx.passes.gaps import Gaps
 from tencache_fx.passes.graphs import RegionGraphs
+from tencache_fx.passes.op_kinds import is_view
 from tencache_fx.planning.plan import Plan, Transfer, TransferKind
 
 

@@ -25,10 +25,10 @@ from torch import fx
 
 from tencache_fx.errors import InvariantError
 from tencache_fx.ops import OFFLOAD, PREFETCH, RELEASE, WAIT, key_tensor
-from tencache_fx.passes.fusion import is_view
 from tencache_fx.passes.gaps import Gaps
 from tencache_fx.passes.graphs import RegionGraphs, output_args, placeholders
 from tencache_fx.passes.lifetimes import StorageNodes, find_carrier
+from tencache_fx.passes.op_kinds import is_view
 from tencache_fx.passes.parameter_transfers import (
     Move,
     find_moves,

@@ -31,6 +31,7 @@ The kernels are registered by `tencache_fx.runtime.op_kernels` and `tencache_fx.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -79,11 +80,16 @@ def key_tensor() -> Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments that a call of one of torch's ops gives, by the names of its schema."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = (argument.name for argument in node.target._schema.arguments)
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
 def label_of(node: fx.Node) -> str | None:
     """Return the storage that a runtime op was written for, if the op itself says so."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
-    return str(node.args[names.index("label")]) if "label" in names else None
+    return arguments_of(node).get("label")
 
 
 def _key(*_: object) -> Tensor:

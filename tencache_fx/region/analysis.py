@@ -11,12 +11,11 @@ from tencache_fx.hardware.rates import Roofline
 from tencache_fx.ops import PAUSE
 from tencache_fx.options import Options
 from tencache_fx.passes.addmm_fusion import sink_products
-from tencache_fx.passes.buffer_reuse import InPlace, reuse_in_place
+from tencache_fx.passes.buffer_reuse import InPlace, hold_fused_operands, reuse_in_place
 from tencache_fx.passes.costs import estimate_ops, find_calls, measured_scratch
 from tencache_fx.passes.fake_aliasing import repair_view_fakes
-from tencache_fx.passes.fused_groups import hold_fused_operands
-from tencache_fx.passes.fusion import find_registers
 from tencache_fx.passes.graphs import RegionGraphs
+from tencache_fx.passes.inductor_model import InductorModel
 from tencache_fx.passes.inplace_inputs import find_mutations
 from tencache_fx.passes.lifetimes import StorageNodes, measure_lifetimes
 from tencache_fx.planning.problem import Op
@@ -58,15 +57,15 @@ def analyze(capture: RegionGraphs, options: Options, roofline: Roofline, *, meas
     if fuses:
         sink_products(capture)
     repair_view_fakes(capture)
-    registers = find_registers(capture) if fuses else None
+    model = InductorModel.of(capture) if fuses else None
     mutations = find_mutations(capture) if fuses else {}
-    storages = measure_lifetimes(capture, registers or {}, mutations)
+    storages = measure_lifetimes(capture, model, mutations)
     in_place: InPlace = {node: node.all_input_nodes[0] for node in mutations}
-    if registers is not None:
-        storages, taken = reuse_in_place(capture, registers, storages)
+    if model is not None:
+        storages, taken = reuse_in_place(capture, model, storages)
         in_place = {**in_place, **taken}
-        storages = hold_fused_operands(capture, registers, storages)
-    heavy = find_calls(capture, roofline, registers) if options.calibrate else {}
+        storages = hold_fused_operands(model, storages)
+    heavy = find_calls(capture, roofline, model) if options.calibrate else {}
     if measure:
         measured = time_calls(heavy, capture.device, budget_bytes=options.device_budget)
     else:
@@ -74,8 +73,8 @@ def analyze(capture: RegionGraphs, options: Options, roofline: Roofline, *, meas
     return RegionAnalysis(
         capture=capture,
         storages=tuple(storages),
-        registers=frozenset(registers or ()),
+        registers=frozenset(() if model is None else model.registers),
         in_place=in_place,
-        ops=estimate_ops(capture, roofline, registers, measured),
-        scratch=measured_scratch(capture, registers, measured),
+        ops=estimate_ops(capture, roofline, model, measured),
+        scratch=measured_scratch(capture, model, measured),
     )

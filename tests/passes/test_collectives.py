@@ -109,7 +109,7 @@ def captured(late: type[torch.autograd.Function], *, rows: int = 512, layers: in
 def measured(capture: RegionGraphs) -> tuple[dict[str, int], dict[str, StorageNodes]]:
     """Return the steps by name, and the storages."""
     steps = {node.name: step for step, node in enumerate(capture.nodes)}
-    return steps, {item.storage.name: item for item in measure_lifetimes(capture, {})}
+    return steps, {item.storage.name: item for item in measure_lifetimes(capture)}
 
 
 def test_a_wait_returns_what_the_collective_writes() -> None:

@@ -11,10 +11,10 @@ from torch import fx, nn
 
 from tencache_fx.hardware.op_timing import OpCost
 from tencache_fx.hardware.rates import Roofline
-from tencache_fx.passes.costs import _with_waits, count_flops, estimate_ops, find_calls, measured_scratch
-from tencache_fx.passes.fusion import find_registers
+from tencache_fx.passes.costs import _with_waits, estimate_ops, find_calls, measure_traffic, measured_scratch
 from tencache_fx.passes.graphs import RegionGraphs
-from tencache_fx.passes.traffic import Traffic, measure_traffic
+from tencache_fx.passes.inductor_model import InductorModel, Traffic
+from tencache_fx.passes.op_kinds import count_flops
 
 # One byte and one flop take one ns, a launch takes one, and the host is never behind.
 UNIT = Roofline(flops_per_s=(("float32", 10**9),), memory_bytes_per_s=10**9, launch_ns=1, issue_ns=0)
@@ -68,7 +68,7 @@ def compiled(function, *shapes):
         if node.op == "output":
             node.args = (node.args[0][:1],)
     capture.forward.eliminate_dead_code()
-    return moved(capture, find_registers(capture))
+    return moved(capture, InductorModel.of(capture))
 
 
 @pytest.mark.parametrize(

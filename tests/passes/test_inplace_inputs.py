@@ -74,12 +74,12 @@ def test_what_is_put_into_an_input_is_that_input() -> None:
     capture = writer.capture(read)
     found = find_mutations(capture)
     assert found == {new: writer.cache}
-    storages = {item.storage.name: item.storage for item in measure_lifetimes(capture, {}, found)}
+    storages = {item.storage.name: item.storage for item in measure_lifetimes(capture, mutations=found)}
     assert set(storages) == {"cache", "row", "at", "sin_default", "cos_default"}
     assert storages["cache"].uses == (0, 1, 2, 3)
     assert (storages["cache"].kind, storages["cache"].death) == (Kind.INPUT, Step(4))
     assert not storages["cache"].spillable
-    assert "index_put_default" in {item.storage.name for item in measure_lifetimes(capture, {})}
+    assert "index_put_default" in {item.storage.name for item in measure_lifetimes(capture)}
 
 
 def read_behind(writer: Writer, value: fx.Node) -> None:
@@ -148,7 +148,7 @@ def test_an_input_of_another_device_is_not_counted() -> None:
     capture = dataclasses.replace(writer.capture(writer.row), device=torch.device("cuda", 0))
     found = find_mutations(capture)
     assert found == {}
-    assert measure_lifetimes(capture, {}, found) == ()
+    assert measure_lifetimes(capture, mutations=found) == ()
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import tencache_fx
 from tencache_fx.passes.buffer_reuse import reuse_in_place
 from tencache_fx.passes.fake_aliasing import repair_view_fakes
-from tencache_fx.passes.fusion import find_registers
 from tencache_fx.passes.graphs import RegionGraphs
+from tencache_fx.passes.inductor_model import InductorModel
 from tencache_fx.passes.lifetimes import measure_lifetimes
 from tencache_fx.planning.liveness import inactive_intervals
 from tencache_fx.planning.problem import Kind, Step, Storage
@@ -23,7 +23,7 @@ from tencache_fx.tensors import tensors_of
 
 def storages_of(capture: RegionGraphs) -> dict[str, Storage]:
     repair_view_fakes(capture)
-    return {item.storage.name: item.storage for item in measure_lifetimes(capture, {})}
+    return {item.storage.name: item.storage for item in measure_lifetimes(capture)}
 
 
 def leaf(*shape: int) -> Tensor:
@@ -196,8 +196,8 @@ def test_a_scatter_of_parts_of_what_it_begins_with() -> None:
 
 def scatters_in_place(program: Callable[[Tensor], Tensor]) -> list[fx.Node]:
     capture = capture_of(program, leaf(64, 8))
-    registers = find_registers(capture)
-    _, taken = reuse_in_place(capture, registers, measure_lifetimes(capture, registers))
+    model = InductorModel.of(capture)
+    _, taken = reuse_in_place(capture, model, measure_lifetimes(capture, model))
     found = [node for node in taken if "index_put" in node.name or "scatter" in node.name]
     assert [taken[node] for node in found] == [node.args[0] for node in found]
     return found

@@ -17,8 +17,8 @@ from zoo import BATCH, CASES, LENGTH, WIDTH, Case, case, vectors
 
 import tencache_fx
 from tencache_fx.passes.buffer_reuse import reuse_in_place
-from tencache_fx.passes.fusion import find_registers
 from tencache_fx.passes.graphs import RegionGraphs, output_args, placeholders
+from tencache_fx.passes.inductor_model import InductorModel
 from tencache_fx.passes.lifetimes import StorageNodes, measure_lifetimes
 from tencache_fx.passes.recipes import find_recipes, recomputed_nodes
 from tencache_fx.planning.problem import Kind, Recipe
@@ -55,11 +55,11 @@ def look(case: Case, *, recompute: str = "auto") -> list[Seen]:
         checkpointed = frozenset(node.name for node in joint.graph.nodes if node.meta.get("recompute") is not None)
         kept = [copy_joint(joint) for _ in range(2)]
         halves, capture = split(joint, joint_inputs, recompute, kwargs)
-        registers = find_registers(capture)
-        fused, _ = reuse_in_place(capture, registers, measure_lifetimes(capture, registers))
+        model = InductorModel.of(capture)
+        fused, _ = reuse_in_place(capture, model, measure_lifetimes(capture, model))
         values: dict[fx.Node, Any] = {}
         inputs: dict[fx.Node, Any] = {}
-        for storages in (measure_lifetimes(capture, {}), fused):
+        for storages in (measure_lifetimes(capture), fused):
             recipes = find_recipes(capture, storages)
             names = recomputed_nodes(capture, recipes, [recipe.name for recipe in recipes])
             _, again = split(kept.pop(), joint_inputs, recompute, kwargs, again=names)

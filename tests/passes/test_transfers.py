@@ -16,8 +16,8 @@ import tencache_fx.runtime.op_kernels  # noqa: F401  (registers the ops' kernels
 from tencache_fx.hardware.rates import FIXED_LINKS
 from tencache_fx.ops import RUNTIME_OPS
 from tencache_fx.passes.fake_aliasing import repair_view_fakes
-from tencache_fx.passes.fusion import find_registers
 from tencache_fx.passes.graphs import RegionGraphs, placeholders
+from tencache_fx.passes.inductor_model import InductorModel
 from tencache_fx.passes.lifetimes import measure_lifetimes
 from tencache_fx.passes.transfers import insert_transfers
 from tencache_fx.passes.verify_graph import verify_graphs
@@ -95,8 +95,8 @@ def test_any_legal_plan_keeps_the_values(name: str, data: st.DataObject) -> None
     repair_view_fakes(capture)
     values = [x.detach() for x in inputs]
     plain = run(copy.deepcopy(capture), values, capture.num_outputs)
-    registers = find_registers(capture) if data.draw(st.booleans()) else {}
-    storages = measure_lifetimes(capture, registers)
+    model = InductorModel.of(capture) if data.draw(st.booleans()) else None
+    storages = measure_lifetimes(capture, model)
     problem = Problem(
         ops=tuple(Op(name=node.name, duration_ns=1000) for node in capture.nodes),
         boundary=capture.boundary,
@@ -108,7 +108,9 @@ def test_any_legal_plan_keeps_the_values(name: str, data: st.DataObject) -> None
     plan = build_plan(problem, "teraio", random_spills(data, problem))
     verify_plan(problem, plan)
     with faulty_engine(delay_s=0.0002) as engine:
-        copied = insert_transfers(capture, storages, plan, frozenset(registers), engine=engine.id)
+        copied = insert_transfers(
+            capture, storages, plan, frozenset(model.registers if model else ()), engine=engine.id
+        )
         verify_graphs(problem, plan, capture, copied)
         ops = sum(node.target in RUNTIME_OPS for graph in capture.graphs for node in graph.nodes)
         assert ops == 4 * len(plan.transfers)

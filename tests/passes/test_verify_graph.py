@@ -69,7 +69,7 @@ def weights() -> list[Tensor]:
 
 
 def carry_out(capture: RegionGraphs, known: Sequence[StorageNodes] = ()) -> Written:
-    storages = known or measure_lifetimes(capture, {})
+    storages = known or measure_lifetimes(capture)
     problem = Problem(
         ops=tuple(Op(name=node.name, duration_ns=10_000) for node in capture.nodes),
         boundary=capture.boundary,

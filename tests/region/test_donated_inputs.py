@@ -203,7 +203,7 @@ def test_where_no_plan_lets_them_stay_they_leave_all_the_same(caplog: pytest.Log
 
 def lives(function: Callable[..., Any], *inputs: Tensor) -> dict[str, Storage]:
     capture = replace(capture_of(function, *inputs), donated=frozenset(range(len(inputs))))
-    return {item.storage.name: item.storage for item in measure_lifetimes(capture, {})}
+    return {item.storage.name: item.storage for item in measure_lifetimes(capture)}
 
 
 def test_only_what_the_backward_asks_for_is_away() -> None:

@@ -1,0 +1,113 @@
+"""What the nodes of a graph are by torch's own word: views, elementwise ops, writes, matmul-class ops, their flops."""
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from tencache_fx.ops import arguments_of
+from tencache_fx.tensors import byte_hint, tensors_of
+
+
+def packet_of(node: fx.Node) -> object:
+    """Return the op that a node calls, without its overload; None if it calls none of torch's."""
+    return getattr(node.target, "overloadpacket", None)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return whether a node only names bytes that exist already: all that it returns, one tensor or several."""
+    if node.target is operator.getitem:
+        return True
+    made = tensors_of(node)
+    if not made:
+        return False
+    given = {
+        tensor.untyped_storage()._cdata
+        for argument in node.all_input_nodes
+        for tensor in tensors_of(argument)
+        if tensor.layout is torch.strided
+    }
+    return all(t.layout is torch.strided and t.untyped_storage()._cdata in given for t in made)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Return whether a node is elementwise by torch's own tag, and so can be fused into its readers."""
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and torch.Tag.pointwise in node.target.tags
+        and not node.target._schema.is_mutable
+    )
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """Return whether a node changes bytes that exist already, such as `copy_`."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the arguments that a node writes to, by its schema."""
+    if not is_mutating(node):
+        return
+    assert isinstance(node.target, torch._ops.OpOverload)
+    given = arguments_of(node)
+    for argument in node.target._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = given.get(argument.name)
+            values = value if isinstance(value, (list, tuple)) else (value,)
+            yield from (item for item in values if isinstance(item, fx.Node))
+
+
+def readers_of(node: fx.Node) -> set[fx.Node]:
+    """Return the nodes that read a value's bytes, its views looked through."""
+    found: set[fx.Node] = set()
+    for user in node.users:
+        found |= readers_of(user) if is_view(user) else {user}
+    return found
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """Return the node that made the bytes `node` names, views looked through."""
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """Return the bytes of all tensors that a node returns."""
+    return sum(byte_hint(tensor.numel()) * tensor.element_size() for tensor in tensors_of(node))
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Return whether a node becomes an extern kernel of its own: matmul class or convolution, one tensor out."""
+    return isinstance(node.meta.get("val"), torch.Tensor) and count_flops(node) > 0
+
+
+def count_flops(node: fx.Node) -> int:
+    """Return the floating-point operations of a matmul-class or attention node by torch's own formulas, else 0."""
+    formula = flop_registry.get(packet_of(node))
+    if formula is None:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    assert isinstance(node.target, torch._ops.OpOverload)
+    if "scaled_dot_product" in node.target.__name__:
+        args = _with_all_heads(node.target, args)
+    return byte_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _with_all_heads(target: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give attention's keys and values, of which a group of queries shares one, as many heads as there are queries.
+
+    That is what its kernels compute; before torch 2.13 the formulas refuse groups.
+    """
+    names = [argument.name for argument in target._schema.arguments]
+    given = dict(zip(names, args, strict=False))
+    query = given.get("query")
+    if not isinstance(query, torch.Tensor):
+        return args
+    for name in ("key", "value"):
+        if isinstance(tensor := given[name], torch.Tensor):
+            given[name] = torch.Size((*tensor.shape[:1], query.shape[1], *tensor.shape[2:]))  # formulas ask for shapes
+    return tuple(given.values())
