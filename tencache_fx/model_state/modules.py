@@ -72,7 +72,7 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
             if _offloaded_read_by(module):
                 watch(module)
         guard(model)
-        guard_from_sharding(model)
+        guard_from_sharding(model, parameters_of(engine_of(target)))
     return model
 
 

@@ -7,14 +7,12 @@ import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -45,7 +43,7 @@ class ParameterStore:
         self._engine, self._buffers = engine, engine.object_buffers
         self._disk_line: DiskLine | None = None
         self._by_storage: dict[int, OffloadedParameter] = {}
-        self._guards: list[Any] = []  # hooks of torch's, while there are offloaded parameters
+        self._hooks: dict[Any, Any] = {}  # of torch's, by how and what was registered
         engine.pool.keep_free(self._state_to_come)
 
     def __iter__(self) -> Iterator[OffloadedParameter]:
@@ -99,10 +97,13 @@ class ParameterStore:
             offloaded.forget = weakref.finalize(parameter, self._forget, storage._cdata, offloaded)
             offloaded.forget.atexit = False
             undo.pop_all()
-        if not self._guards:
-            self._guards.append(register_optimizer_step_pre_hook(self._refuse))
-            self._guards.append(register_module_module_registration_hook(self._refuse_wrapper))
+        self.watch(register_optimizer_step_pre_hook, self._refuse)
         return offloaded
+
+    def watch(self, register: Callable[[Any], Any], hook: Callable[..., Any]) -> None:
+        """Register one of torch's hooks for all modules or optimizers, up to `forget`, if it is not there yet."""
+        if (register, hook) not in self._hooks:
+            self._hooks[register, hook] = register(hook)
 
     def stop(self, *, at_exit: bool) -> None:
         """Finish all work on parameters and their state; load all to the device, but for `at_exit`."""
@@ -119,8 +120,8 @@ class ParameterStore:
     def forget(self) -> None:
         """Forget all parameters; those that are not on the device are lost."""
         self._by_storage.clear()
-        while self._guards:
-            self._guards.pop().remove()
+        while self._hooks:
+            self._hooks.popitem()[1].remove()
 
     def _load_all(self) -> None:
         for offloaded in self:
@@ -164,21 +165,6 @@ class ParameterStore:
                 raise UsageError(
                     f"{type(optimizer).__name__} would update {offloaded.name}, which is offloaded to host memory; use "
                     "tencache_fx.optim.AdamW, or call step() inside `with tencache_fx.summon(model):`."
-                )
-
-    def _refuse_wrapper(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        """Stop DistributedDataParallel, which sends parameters to all ranks, where it takes a module over.
-
-        Nothing is changed by then, and it sees all that the module contains, however it was put together.
-        """
-        if child is None or not isinstance(module, DistributedDataParallel):
-            return
-        for parameter in child.parameters():
-            if (offloaded := self.find(parameter)) is not None and not offloaded.summoned:
-                raise UsageError(
-                    f"{offloaded.name} is offloaded to host memory, where DistributedDataParallel does not find it; "
-                    "wrap the model first and call tencache_fx.offload then, or wrap it inside "
-                    "`with tencache_fx.summon(model):`."
                 )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -165,15 +166,52 @@ def wrap_what_is_offloaded() -> dict[str, object]:
     return {**found, "then trained by": off_by(weights(model), before)}
 
 
-def shard_what_is_offloaded() -> dict[str, object]:
-    from torch.distributed.fsdp import fully_shard
+class TakesOver(nn.Module):
+    """A module with a parameter of another one."""
 
-    model, found = net(), {}
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(HIDDEN))
+        self.weight = other.weight
+
+
+def shard_what_is_offloaded() -> dict[str, object]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import distribute_module
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh, model, found = init_device_mesh("cpu", (WORLD,)), net(), {}
     around = Around(model)
     tencache_fx.offload(model, "cpu")
-    before = weights(model)
-    for name, each in (("itself", model), ("a part", model[1][0]), ("what contains it", around), ("several", [*model])):
-        found[name] = refused(lambda: fully_shard(each))  # noqa: B023
+    before, kept = weights(model), around.head.weight
+    modules = {
+        "itself": model,
+        "a part": model[1][0],
+        "what contains it": around,
+        "a later one": Around(model),
+        "what takes over": TakesOver(model[1][0]),
+    }
+    ways: dict[str, Callable[[nn.Module], object]] = {
+        "fully_shard": lambda module: fully_shard(module, mesh=mesh),
+        "FullyShardedDataParallel": FullyShardedDataParallel,
+        "replicated": lambda module: distribute_module(module, mesh),
+    }
+    for (way, spread), (name, module) in itertools.product(ways.items(), modules.items()):
+        # `distribute_module` asks nobody below, and what contained the model before its offload does not know of it.
+        if (way, name) != ("replicated", "what contains it"):
+            found[f"{way}, {name}"] = refused(lambda: spread(module))  # noqa: B023
+    for name, path in (("itself", "1.0"), ("what contains it", "inner.a.1.0")):
+        plan = {path: RowwiseParallel()}
+        found[f"by rows, {name}"] = refused(lambda: parallelize_module(modules[name], mesh, plan))  # noqa: B023
+    for name in ("a part", "what takes over"):
+        module = modules[name] if name == "a part" else nn.Linear(HIDDEN, HIDDEN)
+        module.weight = model[1][0].weight
+        found[f"by columns, {name}"] = refused(lambda: parallelize_module(module, mesh, ColwiseParallel()))  # noqa: B023
+    found["fully_shard, several"] = refused(lambda: fully_shard([*model], mesh=mesh))
+    found["left as they are"] = around.head.weight is kept and all(
+        type(parameter) is nn.Parameter for module in modules.values() for parameter in module.parameters()
+    )
     found["changed by"] = off_by(weights(model), before)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     loss_of(compiled(model), 0).backward()

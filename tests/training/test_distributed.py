@@ -91,13 +91,17 @@ def test_a_reducer_around_what_is_offloaded_is_refused(reducers):
 
 
 def test_what_is_offloaded_is_not_sharded(dtensors):
-    for found in dtensors:
-        for name in ("itself", "what contains it", "several"):
-            assert found["offloaded"][name].startswith(
-                "UsageError: 0.0.weight is offloaded to host memory, where fully_"
-            )
-        assert found["offloaded"]["a part"].startswith("UsageError: 1.0.weight is offloaded")
-        assert found["offloaded"]["changed by"] == 0.0 < found["offloaded"]["then trained by"]
+    for found in (each["offloaded"] for each in dtensors):
+        refusals = {name: text for name, text in found.items() if ", " in name}
+        assert len(refusals) == 19
+        for name, text in refusals.items():
+            way, _, module = name.partition(", ")
+            layer = "1.0" if module in ("a part", "what takes over") or way == "by rows" else "0.0"
+            who = "fully_shard, FullyS" if way in ("fully_shard", "FullyShardedDataParallel") else "parallelize_module"
+            start = f"UsageError: {layer}.weight is offloaded to host memory, where {who}"
+            assert text.startswith(start), f"{name}: {text}"
+        assert found["left as they are"] is True
+        assert found["changed by"] == 0.0 < found["then trained by"]
 
 
 def test_what_is_sharded_is_not_offloaded_and_no_optimizer_of_ours(dtensors):
