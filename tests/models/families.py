@@ -286,6 +286,17 @@ def gru() -> nn.Module:
 
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02, "output_router_logits": True}
 
+T5: Mapping[str, Any] = {
+    "vocab_size": VOCAB,
+    "d_model": HIDDEN,
+    "d_kv": 16,
+    "d_ff": 2 * HIDDEN,
+    "num_layers": 2,
+    "num_heads": HEADS,
+    "decoder_start_token_id": 0,
+}
+VIT: Mapping[str, Any] = {"image_size": 32, "patch_size": 4, "num_labels": 10, **SMALL_TOWER}
+
 FAMILIES = (
     Family(name="gpt2", build=decoder("gpt2", vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS)),
     Family(name="llama", build=decoder("llama", **GROUPED)),
@@ -306,20 +317,7 @@ FAMILIES = (
     Family(name="bloom", build=decoder("bloom", vocab_size=VOCAB, hidden_size=HIDDEN, n_layer=LAYERS, n_head=HEADS)),
     Family(name="falcon", build=decoder("falcon", **LLAMA_LIKE)),
     Family(name="bert", build=from_transformers("bert", "AutoModelForMaskedLM", **LLAMA_LIKE)),
-    Family(
-        name="t5",
-        build=from_transformers(
-            "t5",
-            "AutoModelForSeq2SeqLM",
-            vocab_size=VOCAB,
-            d_model=HIDDEN,
-            d_kv=16,
-            d_ff=2 * HIDDEN,
-            num_layers=2,
-            num_heads=HEADS,
-            decoder_start_token_id=0,
-        ),
-    ),
+    Family(name="t5", build=from_transformers("t5", "AutoModelForSeq2SeqLM", **T5)),
     Family(
         name="whisper",
         build=from_transformers(
@@ -343,12 +341,7 @@ FAMILIES = (
             decoder_start_token_id=1,
         ),
     ),
-    Family(
-        name="vit",
-        build=from_transformers(
-            "vit", "AutoModelForImageClassification", classes, image_size=32, patch_size=4, num_labels=10, **SMALL_TOWER
-        ),
-    ),
+    Family(name="vit", build=from_transformers("vit", "AutoModelForImageClassification", classes, **VIT)),
     Family(
         name="clip",
         build=from_transformers(
@@ -388,7 +381,19 @@ FAMILIES = (
 )
 """Every row of the matrix."""
 
+INNER = {"intermediate_size": 4 * HIDDEN}
+WIDE = (
+    Family(name="llama-wide", build=decoder("llama", **{**GROUPED, **INNER})),
+    Family(name="bert-wide", build=from_transformers("bert", "AutoModelForMaskedLM", **{**LLAMA_LIKE, **INNER})),
+    Family(name="t5-wide", build=from_transformers("t5", "AutoModelForSeq2SeqLM", **{**T5, "d_ff": 4 * HIDDEN})),
+    Family(
+        name="vit-wide",
+        build=from_transformers("vit", "AutoModelForImageClassification", classes, **{**VIT, **INNER}),
+    ),
+)
+"""Families with matrices of 64 KiB, the least that is offloaded, where the row of the matrix has none."""
+
 
 def family(name: str) -> Family:
     """Return the family of that name."""
-    return next(each for each in FAMILIES if each.name == name)
+    return next(each for each in (*FAMILIES, *WIDE) if each.name == name)

@@ -220,10 +220,13 @@ def make_row(
     )
 
 
-def train_offloaded(family: Family, device_budget: str | None, *, steps: int = 4) -> Tensor:
-    """Return the losses of training with AdamW: with all of it offloaded in a budget, or as torch does it without."""
+def train_offloaded(
+    family: Family, device_budget: str | None, *, steps: int = 4
+) -> tuple[Tensor, tuple[RegionRecord, ...]]:
+    """Return the losses of training with AdamW, and the regions: offloaded, in a budget, or as torch does it."""
     torch.compiler.reset()
     gc.collect()
+    known = {record.region for record in tencache_fx.regions()}
     torch.manual_seed(0)
     subject = family.build()
     model, inputs = subject.model, subject.inputs(0)
@@ -240,4 +243,4 @@ def train_offloaded(family: Family, device_budget: str | None, *, steps: int = 4
             optimizer.zero_grad()
             losses.append(backward(family, subject, run, inputs))
             optimizer.step()
-    return torch.stack(losses)
+    return torch.stack(losses), tuple(record for record in tencache_fx.regions() if record.region not in known)

@@ -5,6 +5,10 @@ import torch
 from families import FAMILIES, Family, family
 from matrix import EAGER, INDUCTOR, Row, make_row, peak_of, train_offloaded
 
+from tencache_fx.planning.plan import TransferKind
+
+NO_REGION = ("lstm-untraced",)  # torch leaves recurrent modules alone by default: nothing is compiled
+
 # Constants in the graph, attention over patches, convolutions.
 QUICK = ("falcon", "vit-timm", "convnext")
 
@@ -21,6 +25,7 @@ def check(row: Row, *, promise: float = 0.75, noise: float = 0.02) -> None:
     assert row.ours.graph_breaks == row.theirs.graph_breaks
     assert row.ours.graphs == row.theirs.graphs
     assert len(row.ours.regions) == row.theirs.graphs, "each graph has a plan"
+    assert bool(row.ours.regions) == (row.family.name not in NO_REGION)
     if not row.ours.regions:
         return
     assert row.transfers + row.recomputed > 0 or row.asked
@@ -59,18 +64,18 @@ def test_training_with_inductor_is_equal_within_rounding(name: str) -> None:
     ("name", "budget"),
     [
         ("gpt2", "4.2MB"),
-        ("llama", "2.1MB"),
+        ("llama-wide", "2.1MB"),
         ("mixtral", "3.8MB"),
         ("falcon", "2.4MB"),
-        ("bert", "2.5MB"),
-        ("t5", "7.1MB"),
-        ("vit", "1.4MB"),
-        ("scan", "1.4MB"),
+        ("bert-wide", "2.5MB"),
+        ("t5-wide", "7.1MB"),
+        ("vit-wide", "1.4MB"),
     ],
 )
 def test_offloaded_parameters(name: str, budget: str) -> None:
     """The same losses with parameters, gradients and AdamW's state in host memory as with all of it on the device."""
     each = needs(family(name))
-    plain, ours = train_offloaded(each, None), train_offloaded(each, budget)
+    (plain, _), (ours, regions) = train_offloaded(each, None), train_offloaded(each, budget)
+    assert any(transfer.kind is not TransferKind.SWAP for record in regions for transfer in record.plan.transfers)
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
     assert ours[-1] < ours[0]
