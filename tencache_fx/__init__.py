@@ -14,6 +14,7 @@ _EXPORTS = {
     "engines": "tencache_fx.runtime.engine_registry",
     "peak_bytes": "tencache_fx.hardware.peak",
     "regions": "tencache_fx.api",
+    "steps": "tencache_fx.api",
     "report": "tencache_fx.api",
     "explain": "tencache_fx.api",
     "stats": "tencache_fx.api",

@@ -7,11 +7,12 @@ from tencache_fx.errors import OptionError
 from tencache_fx.model_state.modules import options_of_process
 from tencache_fx.options import SETTINGS
 from tencache_fx.planning.explain import find_reasons
-from tencache_fx.records import RegionRecord
+from tencache_fx.records import RegionRecord, StepRecord
 from tencache_fx.region.registry import REGIONS
+from tencache_fx.region.step_recorder import recorder_of
 from tencache_fx.reporting.tables import show_measured, show_pool, show_reasons, show_summary
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.engine_registry import engines, open_engine
+from tencache_fx.runtime.engine_registry import engines, open_engine, open_swap_points
 from tencache_fx.runtime.stats import Counts
 
 
@@ -66,8 +67,16 @@ def regions() -> tuple[RegionRecord, ...]:
     return tuple(region.record for region in REGIONS.live() if region.record is not None)
 
 
+def steps() -> tuple[StepRecord, ...]:
+    """Return the plan of each step that was planned as a whole (`scope="step"`), the one that ran last at the end."""
+    return tuple(record for points in open_swap_points() for record in recorder_of(points).records())
+
+
 def report() -> str:
-    """Return, for every live region, its plan, the pinned buffers it needs, and what was measured so far."""
+    """Return, for every live region, its plan, the pinned buffers it needs, and what was measured so far.
+
+    The plans of whole steps follow, where regions are planned together.
+    """
     parts = []
     for region in REGIONS.live():
         if region.record is not None:
@@ -77,6 +86,9 @@ def report() -> str:
             if record.plan.transfers:
                 parts.append(show_pool(record.plan))
             parts.append(show_measured(region.measured()))
+    for step in steps():
+        parts.append(f"a step on {step.device}: {', '.join(step.runs)}")
+        parts.append(show_summary(step.problem, step.plan, step.problem))
     return "\n\n".join(parts) if parts else "No region has been compiled."
 
 

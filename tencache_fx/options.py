@@ -9,6 +9,8 @@
 | spill_dir     | ()       | directory, or several, on fast disks; none: nothing is spilled to disk                |
 | spill_budget  | auto     | most bytes on disk; auto: 90 % of what is free in spill_dir, divided by these ranks   |
 | policy        | joint    | the algorithm that plans transfers and recomputing: none, 10cache, teraio, joint      |
+| scope         | region   | what is planned as one: region, each captured graph by itself; step, all the graphs   |
+|               |          | that a training step runs, for models compiled in blocks or with graph breaks         |
 | recompute     | auto     | auto: the partitioner recomputes what is cheap; none: save all that autograd saves    |
 | compiler      | inductor | what runs the rewritten graphs: inductor, or eager (for debugging)                    |
 | calibrate     | True     | measure this machine's links, compute and memory rates (kept in a cache); False: use  |
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
 POLICIES = ("none", "10cache", "teraio", "joint")
 RECOMPUTE = ("auto", "none")
 COMPILERS = ("inductor", "eager")
+SCOPES = ("region", "step")
 
 _ENVIRONMENT_PREFIX = "TENCACHE_"
 
@@ -77,6 +80,7 @@ class Options:
     spill_dir: tuple[Path, ...]
     spill_budget: int
     policy: str
+    scope: str
     recompute: str
     compiler: str
     calibrate: bool
@@ -88,6 +92,11 @@ class Options:
     def may_recompute(self) -> bool:
         """Return whether more may be recomputed than torch's own partitioner would."""
         return self.policy == "joint" and self.recompute == "auto" and self.device_budget is not None
+
+    @property
+    def by_step(self) -> bool:
+        """Whether a schedule of the whole step decides about transfers."""
+        return self.scope == "step" and self.device_budget is not None
 
     @staticmethod
     def resolve(
@@ -167,6 +176,7 @@ _READERS: Mapping[str, Callable[[str, object], object]] = MappingProxyType(
         "spill_dir": read_paths,
         "spill_budget": read_size,
         "policy": read_choice(POLICIES),
+        "scope": read_choice(SCOPES),
         "recompute": read_choice(RECOMPUTE),
         "compiler": read_choice(COMPILERS),
         "calibrate": read_flag,
@@ -182,6 +192,7 @@ _DEFAULTS: Mapping[str, object] = MappingProxyType(
         "spill_dir": (),
         "spill_budget": AUTO,
         "policy": "joint",
+        "scope": "region",
         "recompute": "auto",
         "compiler": "inductor",
         "calibrate": True,

@@ -28,6 +28,16 @@ class Listing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """The plan of a step of several regions: `runs` are their graphs in order, such as "forward 0.2" (region, call)."""
+
+    device: str
+    runs: tuple[str, ...]
+    problem: Problem
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RegionRecord:
     """Everything about one region: where it was compiled, what was asked, what was decided.
 

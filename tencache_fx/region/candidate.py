@@ -10,11 +10,12 @@ from typing import Protocol
 
 from torch import fx
 
-from tencache_fx.errors import BudgetError
+from tencache_fx.errors import BudgetError, UsageError
 from tencache_fx.hardware import rates
 from tencache_fx.hardware.cache import cached, kept
 from tencache_fx.hardware.device_memory import external_bytes, input_bytes
 from tencache_fx.model_state.disk_state import line_bytes
+from tencache_fx.options import Options
 from tencache_fx.passes.code_interface import Interface
 from tencache_fx.passes.code_memory import UnreadableCodeError, code_peak_bytes
 from tencache_fx.passes.graphs import RegionGraphs
@@ -25,10 +26,12 @@ from tencache_fx.passes.symbols import unbacked_sizes
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import keep_resident, step_ns
 from tencache_fx.planning.plan import Plan
-from tencache_fx.planning.planner import floor_bytes
-from tencache_fx.planning.problem import Budgets, Kind, Problem, Step
+from tencache_fx.planning.planner import build_plan, floor_bytes
+from tencache_fx.planning.pool_sizing import staging_classes, total_bytes
+from tencache_fx.planning.problem import Budgets, Kind, Problem, Step, Tier
 from tencache_fx.planning.recalibration import StoredCorrection
 from tencache_fx.planning.search import choose_for_region, make_plan
+from tencache_fx.planning.step import boundary_swaps
 from tencache_fx.planning.tuning import SPLITS, TUNING
 from tencache_fx.region.analysis import RegionAnalysis, analyze
 from tencache_fx.region.dynamic_shapes import SizeFormulas, Sizes
@@ -167,6 +170,7 @@ class RegionPlanner:
     `sizes` are those at hand and those to plan for, if these differ. `unforeseen_bytes` are kept free: code generated
     earlier held so much more than the graphs show. The bytes that an earlier compilation of the same region had to keep
     free in the end are kept free from the start. `offloaded` are the offloaded parameters, by their names in the plan.
+    What is to be `recomputed` is given where regions are planned together.
     """
 
     def __init__(
@@ -176,6 +180,7 @@ class RegionPlanner:
         unforeseen_bytes: int,
         offloaded: Mapping[str, ParameterFacts],
         environment: Environment,
+        recomputed: frozenset[str] = frozenset(),
     ) -> None:
         options, self._inputs = source.options, source.fakes()
         self._options, self._device, self._sizes = options, source.device, sizes
@@ -184,7 +189,7 @@ class RegionPlanner:
         self._asked = {"asked": repr(asked)}  # what was learned of a plan holds for one asked for in the same way
         self._unforeseen_bytes = unforeseen_bytes
         self._margin_key: dict[str, str] = {}
-        self._offloaded, self._environment = offloaded, environment
+        self._offloaded, self._environment, self._recomputed = offloaded, environment, recomputed
 
     def plan(self, capture: RegionGraphs, first: Candidate | None = None, recomputed: Names = ()) -> Candidate | None:
         """Return the plan for these graphs, and what it is made from; `first` is the one without what is `recomputed`.
@@ -208,6 +213,11 @@ class RegionPlanner:
         )
         staying_bytes = sum(self._offloaded[name].nbytes for name in staying)
         training = capture.backward is not None
+        if options.by_step and self._offloaded:
+            raise UsageError(
+                f'{len(self._offloaded)} parameters of a region are offloaded, which scope="step" does not plan for; '
+                'compile with scope="region", or keep the parameters on the device.'
+            )
         wanted = self._environment.wanted(training=training)
         if Reservation.BOUNDARY in wanted:
             write_pause(capture)
@@ -231,7 +241,9 @@ class RegionPlanner:
             extra_ns = max(0, known.duration_ns - first.analysis.duration_ns)
             bare = dataclasses.replace(stated.problem, recompute_ns=extra_ns)
         stated = dataclasses.replace(stated, problem=bare)
-        reserved, captured, plan = stated.plan(wanted, _planner_of(capture, options.policy))
+        if options.by_step and training:
+            wanted = {}  # how much is free beside the others, the step's problem says
+        reserved, captured, plan = stated.plan(wanted, _planner_of(capture, options))
         problem = captured
         if isinstance(plan, Plan):
             problem = keep_resident(captured, plan.resident, plan.updated_here)
@@ -278,6 +290,13 @@ class RegionPlanner:
         This is the outermost level of the search (`planning/search.py`). Torch may save other values than the policy
         took it to: the bytes that do not fit then are taken off the budget of the next search.
         """
+        if self._options.by_step:
+            names = tuple(sorted(self._recomputed & {recipe.name for recipe in first.captured.recipes}))
+            if not names:
+                return None, first
+            more_graphs, more = split(recomputed_nodes(first.analysis.capture, first.captured.recipes, names), names)
+            assert more is not None
+            return more_graphs, more
         graphs, best, problem = None, first, first.captured
         for _ in range(SPLITS):
             if not (names := self.choose_recomputed(problem)):
@@ -341,7 +360,24 @@ class RegionPlanner:
         )
 
 
-def _planner_of(capture: RegionGraphs, policy: str) -> Callable[[Problem], Plan]:
+def plan_swap_points(problem: Problem, policy: str) -> Plan:
+    """Return the plan in which all leaves that can, for a region whose transfers a schedule of the step decides.
+
+    It has the buffers for one call, and those through which storages go to disk once host memory is full.
+    """
+    unlimited = problem.within(device_bytes=None)
+    plan = build_plan(unlimited, policy, boundary_swaps(unlimited), floor=0)
+    if not problem.budgets.disk_bytes:
+        return plan
+    to_disk = [dataclasses.replace(transfer, tier=Tier.NVME) for transfer in plan.transfers]
+    staging = staging_classes(to_disk, problem.budgets.host_bytes - total_bytes(plan.pool))
+    forecast = dataclasses.replace(plan.forecast, host_bytes=total_bytes(plan.pool) + total_bytes(staging))
+    return dataclasses.replace(plan, staging=staging, forecast=forecast)
+
+
+def _planner_of(capture: RegionGraphs, options: Options) -> Callable[[Problem], Plan]:
     """Return the planner of a region: gradients that are shards are all offloaded, and nobody may take their norm."""
-    make = partial(make_plan, policy=policy)
+    if options.by_step and capture.backward is not None:
+        return partial(plan_swap_points, policy=options.policy)
+    make = partial(make_plan, policy=options.policy)
     return partial(make, tuning=dataclasses.replace(TUNING, state_shares=())) if capture.scatters else make

@@ -83,6 +83,7 @@ def compile_region(
                 unforeseen_bytes,
                 {names[index]: each for index, each in request.offloaded.items()},
                 Environment.find(source.device, source.options, request.boundary_bytes),
+                request.recomputed,
             )
             lowering = PlannedLowering(source, request, monitors)
             compilation = Compilation(source, planner, names, request.donated, lowering)
@@ -208,7 +209,7 @@ class Compilation:
 def _over_bytes(source: RegionSource, record: RegionRecord | None) -> int:
     """Return by how much the generated code goes over the device budget; 0 where there is none of either."""
     budget_bytes = source.options.device_budget
-    if budget_bytes is None or record is None or record.code_peak_bytes is None:
+    if budget_bytes is None or source.options.by_step or record is None or record.code_peak_bytes is None:
         return 0
     return record.code_peak_bytes - budget_bytes
 

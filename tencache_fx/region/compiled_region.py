@@ -7,8 +7,10 @@ from typing import Any, Literal, Protocol
 
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.planning.recalibration import Scales, StoredCorrection, correct
+from tencache_fx.planning.step import SwapRegion
 from tencache_fx.records import RegionRecord
 from tencache_fx.region.dynamic_shapes import Footprint, Sizes
+from tencache_fx.region.step_recorder import StepRecorder
 from tencache_fx.region.timers import PhaseClock
 
 Compiled = Callable[..., Any]
@@ -23,7 +25,8 @@ class Request:
     `sizes` are those at hand, and those to plan for, if these differ. `offloaded` are the offloaded parameters by their
     positions among the inputs, `donated` the positions of inputs that the caller is expected to free after the forward,
     `boundary_bytes` what is to be free between the graphs. The plan is timed if another plan is to be compared with it
-    (`compares`), or if its forecast was never corrected and may be (`may_learn`).
+    (`compares`), or if its forecast was never corrected and may be (`may_learn`). Where regions are planned
+    together, it is given what is to be `recomputed`.
     """
 
     offloaded: Mapping[int, OffloadedParameter]
@@ -32,17 +35,20 @@ class Request:
     boundary_bytes: int = 0
     compares: bool = False
     may_learn: bool = False
+    recomputed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenPlan:
     """A plan that was written into the graphs, as monitors know it.
 
-    `donated` are the positions of donated inputs that it offloads; `clock` times its graphs, if that is wanted.
+    `donated` are the positions of donated inputs that it offloads; `clock` times its graphs, if that is wanted. A
+    `recorder` of steps is told when they run, if a schedule decides what its swap points do.
     """
 
     donated: frozenset[int] = frozenset()
     clock: PhaseClock | None = None
+    recorder: StepRecorder | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +89,8 @@ class CompiledRegion:
     """A region as it runs. Without a plan, because sizes are known only when it runs, there is no `record`.
 
     `footprint` tells what it needs at other sizes, if there is a device budget. `correction` is the correction of its
-    durations by earlier runs, kept under `correction_key`.
+    durations by earlier runs, kept under `correction_key`. A region with swap points is planned with the others of
+    its step, as `swap_region`.
     """
 
     run: Compiled
@@ -93,6 +100,7 @@ class CompiledRegion:
     correction: StoredCorrection = dataclasses.field(default_factory=StoredCorrection)
     correction_key: Mapping[str, str] = dataclasses.field(default_factory=dict)
     clock: PhaseClock | None = None
+    swap_region: SwapRegion | None = None
 
     def corrected(self, scales: Scales) -> "CompiledRegion":
         """Return the same plan, forecast with its durations scaled."""

@@ -16,12 +16,14 @@ from tencache_fx.passes.code_interface import Interface, read_interface
 from tencache_fx.passes.graph_listing import list_graph
 from tencache_fx.passes.graphs import RegionGraphs, placeholders
 from tencache_fx.passes.pause import drop_pause
+from tencache_fx.passes.swap_points import find_points
 from tencache_fx.passes.transfers import insert_transfers
 from tencache_fx.passes.verify_code import planned_calls, verify_code
 from tencache_fx.passes.verify_graph import verify_graphs
 from tencache_fx.planning.plan import Plan, TransferKind
 from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.recalibration import Scales
+from tencache_fx.planning.step import SwapRegion
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.records import Listing, RegionRecord
 from tencache_fx.region.candidate import Candidate
@@ -36,9 +38,10 @@ from tencache_fx.region.compiled_region import (
 )
 from tencache_fx.region.dynamic_shapes import Footprint, at_hints
 from tencache_fx.region.source import RegionSource
+from tencache_fx.region.step_recorder import recorder_of
 from tencache_fx.region.timers import PhaseClock
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.engine_registry import open_engine
+from tencache_fx.runtime.engine_registry import open_engine, swap_points
 
 
 class Lowering(Protocol):
@@ -58,6 +61,7 @@ class PlannedLowering:
         self._source, self._request, self._monitors = source, request, monitors
         self._candidate: Candidate | None = None
         self._written = WrittenPlan()
+        self._swap_region: SwapRegion | None = None
         self._listings: tuple[Listing, ...] = ()
         self._code: list[tuple[Interface, str]] = []
 
@@ -67,22 +71,38 @@ class PlannedLowering:
             raise candidate.plan
         known, problem, plan = candidate.analysis, candidate.problem, candidate.plan
         capture, request, device = known.capture, self._request, self._source.device
+        by_step = self._source.options.by_step and capture.backward is not None
+        if by_step:
+            problem = problem.within(device_bytes=None)
         verify_plan(problem, plan)
         planned = bool(plan.transfers or plan.recomputed or plan.resident)
         if planned:
             avoid_fragmentation(device)
-        if plan.transfers or plan.resident:
+        recorder = None
+        if by_step or plan.transfers or plan.resident:
             engine = reserve(self._source, plan)
             engine.reserve_gradients([s.nbytes for s in plan.transfers if s.kind is TransferKind.STORE])
-            in_registers = insert_transfers(capture, known.storages, plan, known.registers, engine=engine.id)
+            points = swap_points(engine) if by_step else None
+            index = engine.id if points is None else points.id
+            in_registers = insert_transfers(capture, known.storages, plan, known.registers, engine=index)
             verify_graphs(*at_hints(candidate.formulas, problem, plan), capture, in_registers, known.in_place)
+            if points is not None:
+                recorder = recorder_of(points)
+                self._swap_region = SwapRegion(
+                    problem=problem,
+                    swaps=plan.transfers,
+                    points=find_points(capture),
+                    original=candidate.original,
+                    recomputed=frozenset(plan.recomputed),
+                )
         drop_pause(capture)
         self._listings = tuple(list_graph(graph, phase) for graph, phase in capture.phases)
         timed = request.compares or (request.may_learn and candidate.correction.forecast == Scales())
         # Offloaded parameters come when their optimizer is done with them: that is not the graphs' time.
         timed = timed and planned and not request.offloaded
         donated = _offloaded_inputs(problem, plan, capture)
-        self._written = WrittenPlan(donated=donated, clock=PhaseClock(device) if timed else None)
+        clock = PhaseClock(device) if timed else None
+        self._written = WrittenPlan(donated=donated, clock=clock, recorder=recorder)
         self._candidate = candidate
 
     def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
@@ -116,6 +136,11 @@ class PlannedLowering:
         record = record_of(self._source, candidate, plan, self._listings)
         if code and self._source.options.device_budget is not None:
             record = dataclasses.replace(record, code_peak_bytes=candidate.code_peak_bytes(code))
+        swap_region = self._swap_region
+        if swap_region is not None and record.code_peak_bytes is not None:
+            code_bytes = record.code_peak_bytes - candidate.external_bytes
+            unforeseen_bytes = max(0, code_bytes - plan.forecast.peak_bytes)
+            swap_region = dataclasses.replace(swap_region, margin_bytes=unforeseen_bytes)
         trains = candidate.analysis.capture.backward is not None
         compiled = CompiledRegion(
             run=run,
@@ -130,6 +155,7 @@ class PlannedLowering:
             correction=candidate.correction,
             correction_key=candidate.correction_key,
             clock=self._written.clock,
+            swap_region=swap_region,
         )
         forecast = candidate.correction.forecast
         return compiled if forecast == Scales() else compiled.corrected(forecast)

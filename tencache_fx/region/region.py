@@ -22,6 +22,7 @@ from tencache_fx.region.donated_inputs import DonatedInputs
 from tencache_fx.region.dynamic_shapes import SizeFormulas, Sizes
 from tencache_fx.region.recalibrator import Recalibrator
 from tencache_fx.region.source import RegionSource
+from tencache_fx.region.step_monitor import StepMonitor
 from tencache_fx.region.timers import CallTimes
 from tencache_fx.reporting.dump import write_measured
 from tencache_fx.tensors import are_faked
@@ -41,7 +42,9 @@ class Region:
         self.index, self.device = source.index, source.device
         self.boundary_memory = BoundaryMemory(source.index, source.device, source.options.device_budget)
         self.donated_inputs = DonatedInputs(inputs)
-        self.recalibrator = Recalibrator(source.index, enabled=source.options.calibrate)
+        by_step = source.options.by_step
+        self.step = StepMonitor(source) if by_step else None
+        self.recalibrator = Recalibrator(source.index, enabled=source.options.calibrate and not by_step)
         self._source, self._offloaded = source, offloaded
         self._check = BudgetCheck(source)
         self._calls = CallTimes()
@@ -58,6 +61,8 @@ class Region:
 
         A plan with less room between the graphs is no rival of one with more: times are compared last.
         """
+        if self.step is not None:
+            return (self.step,)
         return self.donated_inputs, self.boundary_memory, self.recalibrator
 
     def __call__(self, *args: Any) -> Any:
@@ -138,7 +143,7 @@ class Region:
                 self.current = monitor.on_refusal(self.current)
             break
         assert self.current.footprint is not None
-        if not self._check.passes(self.current.footprint, sizes):
+        if self.step is None and not self._check.passes(self.current.footprint, sizes):
             self._plan_again(formulas, sizes, "its plan, or what is held beside it, is over the budget")
 
     def _plan_again(self, formulas: SizeFormulas, sizes: Sizes, reason: str) -> None:
@@ -178,6 +183,7 @@ class Region:
             boundary_bytes=self.boundary_memory.wanted_bytes,
             compares=self.recalibrator.compares,
             may_learn=self.recalibrator.may_learn,
+            recomputed=frozenset() if self.step is None else self.step.recomputed,
         )
         compiled = compile_region(self._source, inputs, request, self.monitors)
         for monitor in self.monitors:

@@ -31,6 +31,7 @@ from tencache_fx.runtime.store import Store
 from tencache_fx.runtime.streams import Streams, open_streams
 from tencache_fx.runtime.transfer_lifecycle import TransferLifecycle
 from tencache_fx.runtime.transfers import Layout, Stage, new_token, raw_bytes
+from tencache_fx.units import PAGE_BYTES, round_up
 
 
 class Attachment(Protocol):
@@ -129,9 +130,10 @@ class Engine:
         self.enter()
         self.pool.promise(size_classes([(Step(0), Step(1), nbytes) for nbytes in sizes]), Use.GRADIENT)
 
-    def offload(self, src: Tensor, tier: Tier, label: str = "") -> Tensor:
+    def offload(self, src: Tensor, tier: Tier, label: str = "", *, or_disk: bool = False) -> Tensor:
         """Issue the copy of `src` to `tier`; return the handle. `src` must not change until `release`.
 
+        It goes to disk, if it may (`or_disk`), where host memory has neither a buffer reserved for it nor room.
         Blocks the host only while all staging buffers are busy. Raises `BudgetError` when no buffer can come.
         """
         self.enter()
@@ -140,12 +142,15 @@ class Engine:
             raise InvariantError(f"cannot offload {label} from {src.device} to {tier} on {self.device}.")
         layout = Layout.of(src, label)
         with named_range("offload", label), contextlib.ExitStack() as undo:
-            extent = None
+            extent = buffer = None
+            if or_disk and tier is Tier.HOST and self.store is not None:
+                buffer = self._host_buffer(layout.nbytes)
+                tier = Tier.NVME if buffer is None else Tier.HOST
             if tier is Tier.NVME:
                 store = self.transfers.need_store()
                 extent = store.allocate(layout.nbytes, label)
                 undo.callback(store.free, extent)
-            buffer = self._acquire(layout.nbytes, tier, label)
+            buffer = buffer or self._acquire(layout.nbytes, tier, label)
             undo.callback(self.pool.release, buffer)
             with self._lock:
                 self.check_open()
@@ -255,6 +260,13 @@ class Engine:
         self.check_open()
         self.transfers.drain()
         self.object_buffers.drain()
+
+    def _host_buffer(self, nbytes: int) -> Buffer | None:
+        """Acquire a buffer for which no other has to make way, if there is one."""
+        buffer = self.pool.acquire_reserved(nbytes, Use.SWAP)
+        if buffer is None and self.pool.room_bytes >= round_up(nbytes, PAGE_BYTES):
+            return self.pool.acquire(nbytes, Use.SWAP)
+        return buffer
 
     def _acquire(self, nbytes: int, tier: Tier, label: str) -> Buffer:
         if tier is Tier.HOST:

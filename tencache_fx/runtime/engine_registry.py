@@ -15,6 +15,7 @@ from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.store import Store
+from tencache_fx.runtime.swap_points import SwapPoints
 
 
 class Registry:
@@ -23,11 +24,12 @@ class Registry:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._engines: dict[int, Engine] = {}
+        self._points: dict[int, SwapPoints] = {}
         self._count = 0
 
-    def by_id(self, index: int) -> Engine:
-        """Return an open engine; raises `TencacheError` when it was closed."""
-        engine = self._engines.get(index)
+    def by_id(self, index: int) -> Engine | SwapPoints:
+        """Return an open engine, or the swap points of one; raises `TencacheError` when it was closed."""
+        engine = self._points.get(index) or self._engines.get(index)
         if engine is None or engine.closed:
             raise TencacheError(
                 f"engine {index}, which this compiled graph uses, is closed; "
@@ -53,6 +55,23 @@ class Registry:
             engine.id = self._count
             self._count += 1
             self._engines[engine.id] = engine
+
+    def points_of(self, engine: Engine) -> SwapPoints:
+        """Return the swap points of an engine, made when they are first asked for."""
+        with self._lock:
+            self._points = {index: points for index, points in self._points.items() if not points.closed}
+            found = next((points for points in self._points.values() if points.engine is engine), None)
+            if found is None:
+                found = SwapPoints(engine)
+                found.id = self._count
+                self._count += 1
+                self._points[found.id] = found
+            return found
+
+    def open_points(self) -> tuple[SwapPoints, ...]:
+        """Return the swap points of open engines."""
+        with self._lock:
+            return tuple(points for points in self._points.values() if not points.closed)
 
     def close_all(self) -> None:
         """Close every engine of this process, which ends."""
@@ -149,7 +168,23 @@ def usage(device: torch.device) -> Usage:
 
 def engine_by_id(index: int) -> Engine:
     """Return the open engine with this index; raises `TencacheError` when it was closed."""
+    found = _REGISTRY.by_id(index)
+    return found.engine if isinstance(found, SwapPoints) else found
+
+
+def server_by_id(index: int) -> Engine | SwapPoints:
+    """Return what serves the graph ops with this index; raises `TencacheError` when it was closed."""
     return _REGISTRY.by_id(index)
+
+
+def swap_points(engine: Engine) -> SwapPoints:
+    """Return the swap points of `engine`: one for all its regions whose transfers a schedule decides."""
+    return _REGISTRY.points_of(engine)
+
+
+def open_swap_points() -> tuple[SwapPoints, ...]:
+    """Return the swap points of all open engines."""
+    return _REGISTRY.open_points()
 
 
 def engines() -> tuple[Engine, ...]:

@@ -7,25 +7,25 @@ from torch import Tensor
 
 from tencache_fx.ops import LIBRARY
 from tencache_fx.planning.problem import Tier
-from tencache_fx.runtime.engine_registry import engine_by_id
+from tencache_fx.runtime.engine_registry import server_by_id
 
 
 def _offload(src: Tensor, engine: int, tier: str, label: str) -> Tensor:
-    return engine_by_id(engine).offload(src, Tier(tier), label)
+    return server_by_id(engine).offload(src, Tier(tier), label)
 
 
 def _release(handle: Tensor, src: Tensor, engine: int, donated: bool = False) -> Tensor:  # noqa: FBT001
-    return engine_by_id(engine).release(handle, src, donated=donated)
+    return server_by_id(engine).release(handle, src, donated=donated)
 
 
 def _prefetch(handle: Tensor, engine: int) -> Tensor:
-    return engine_by_id(engine).prefetch(handle)
+    return server_by_id(engine).prefetch(handle)
 
 
 def _wait(
     ticket: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, engine: int
 ) -> Tensor:
-    return engine_by_id(engine).wait(ticket)
+    return server_by_id(engine).wait(ticket)
 
 
 _KERNELS = (("offload", _offload), ("release", _release), ("prefetch", _prefetch), ("wait", _wait))

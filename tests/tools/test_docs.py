@@ -26,7 +26,7 @@ TEXT = "\n".join(PAGES.values())
 BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n)?^```python\n(?P<program>.*?)^```$", re.MULTILINE | re.DOTALL
 )
-TRANSFERS = {"README.md:1", "README.md:2", "getting-started.md:1", "offloading.md:1", "diagnostics.md:1"}
+TRANSFERS = {"README.md:1", "README.md:2", "getting-started.md:1", "offloading.md:1", "diagnostics.md:1", "steps.md:1"}
 """Programs whose budgets are small enough for transfers to be needed."""
 
 

@@ -1,0 +1,30 @@
+"""Where the runtime ops of a region stand among its steps: there a schedule may act."""
+
+from tencache_fx.ops import OFFLOAD, PREFETCH, RELEASE, WAIT, label_of
+from tencache_fx.passes.graphs import RegionGraphs
+from tencache_fx.planning.problem import Step
+from tencache_fx.planning.step import GraphPoint
+
+_DEEDS = {OFFLOAD: "offload", RELEASE: "release", PREFETCH: "prefetch", WAIT: "wait"}
+
+
+def find_points(capture: RegionGraphs) -> tuple[tuple[GraphPoint, ...], tuple[GraphPoint, ...]]:
+    """Return the runtime ops of forward and backward in their order; `capture.nodes` are the steps without them."""
+    steps = {node: k for k, node in enumerate(capture.nodes)}
+    labels: dict[str, str] = {}  # by the name of a handle, or a ticket
+    found: list[tuple[GraphPoint, ...]] = []
+    passed = 0
+    for graph in capture.graphs:
+        points: list[GraphPoint] = []
+        for node in graph.nodes:
+            if node in steps:
+                passed = steps[node] + 1
+            elif node.target in _DEEDS:
+                deed = _DEEDS[node.target]
+                source = node.args[0]
+                label = label_of(node) if deed == "offload" else labels[source.name]
+                assert label is not None
+                labels[node.name] = label
+                points.append(GraphPoint(Step(passed), deed, label))
+        found.append(tuple(points))
+    return found[0], found[1] if len(found) > 1 else ()

@@ -1,0 +1,88 @@
+"""Chooses what the regions of a step recompute instead of saving: the same storages in all calls of a region.
+
+The saved values of all regions make one list, by what their recipe costs per byte. The search goes down that list,
+first in even strides, then closer around the best: each choice is modelled (`recompute.py`), joined to the problem of
+the whole step, planned by `teraio` and replayed by the simulator. About 20 plans.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from tencache_fx.errors import BudgetError
+from tencache_fx.planning.planner import floor_bytes
+from tencache_fx.planning.problem import Budgets, Links
+from tencache_fx.planning.recompute import recompute
+from tencache_fx.planning.recompute_search import RecomputeSearch
+from tencache_fx.planning.search import make_plan
+from tencache_fx.planning.step import SwapRegion, Visit, boundary_swaps, join, with_regions
+
+Choice = Mapping[int, frozenset[str]]
+"""The storages to recompute, by region."""
+
+_STRIDES = 8
+_GAIN_PERCENT = 1  # as much faster another choice has to be, for the regions to be compiled again
+
+
+def choose_for_step(
+    visits: Sequence[Visit], links: Links, budgets: Budgets, shared: Collection[tuple[int, str]] = ()
+) -> Choice | None:
+    """Return what each region is best to recompute; None if the choice that the visits ran with is as good."""
+    regions = {visit.index: visit.region for visit in visits}
+    calls = {(visit.index, visit.call) for visit in visits if visit.backward}
+    if not any(region.original.recipes for region in regions.values()):
+        return None
+    line = _price_list({index: region for index, region in regions.items() if any(i == index for i, _ in calls)})
+    now = {index: region.recomputed for index, region in regions.items()}
+    scores: dict[int, tuple[int, int]] = {}
+
+    def score(choice: Choice) -> tuple[int, int]:
+        """Return by how many bytes the floor is over the budget, and how long the step takes."""
+        models = {index: _model(region, choice[index]) for index, region in regions.items()}
+        problem = join(with_regions(visits, models), links, budgets, shared).problem
+        try:
+            return 0, make_plan(problem, "teraio").forecast.makespan_ns
+        except BudgetError:
+            return max(1, floor_bytes(problem) - (budgets.device_bytes or 0)), 0
+
+    def rung(count: int) -> tuple[int, int]:
+        if count not in scores:
+            scores[count] = score(_first(line, count, regions))
+        return scores[count]
+
+    stride = max(1, len(line) // _STRIDES)
+    best = min({*range(0, len(line), stride), len(line)}, key=lambda count: (rung(count), count))
+    while stride > 1:
+        stride = (stride + 1) // 2
+        nearby = {max(0, best - stride), best, min(len(line), best + stride)}
+        best = min(nearby, key=lambda count: (rung(count), count))
+    choice, over, present = _first(line, best, regions), rung(best), score(now)
+    if choice == now or over[0] > present[0]:
+        return None
+    if over[0] == present[0] and over[1] * 100 > present[1] * (100 - _GAIN_PERCENT):
+        return None
+    return choice
+
+
+def _price_list(regions: Mapping[int, SwapRegion]) -> list[tuple[int, str]]:
+    """Return region and name of every storage that can be recomputed, by time per byte, cheapest first."""
+    priced = []
+    for index, region in regions.items():
+        problem = region.original
+        nbytes = {storage.name: storage.nbytes for storage in problem.storages}
+        for place, recipe in enumerate(RecomputeSearch.order(problem)):
+            cost_ns = sum(problem.ops[step].duration_ns for step in recipe.steps)
+            priced.append((cost_ns / max(1, nbytes[recipe.name]), place, index, recipe.name))
+    return [(index, name) for _, _, index, name in sorted(priced)]
+
+
+def _first(line: Sequence[tuple[int, str]], count: int, regions: Collection[int]) -> Choice:
+    chosen = line[:count]
+    return {index: frozenset(name for region, name in chosen if region == index) for index in regions}
+
+
+def _model(region: SwapRegion, names: frozenset[str]) -> SwapRegion:
+    """Return the region as it would be if these storages were recomputed."""
+    if names == region.recomputed:
+        return region
+    problem = recompute(region.original, names)
+    return replace(region, problem=problem, swaps=boundary_swaps(problem), recomputed=names)

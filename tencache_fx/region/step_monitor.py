@@ -1,0 +1,83 @@
+"""Tells the recorder of steps when a region's graphs run: the monitor of a region that is planned with others."""
+
+from typing import Any
+
+from tencache_fx.planning.step import SwapRegion
+from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Phase, Request, WrittenPlan, keep_boxed
+from tencache_fx.region.dynamic_shapes import Sizes
+from tencache_fx.region.source import RegionSource
+from tencache_fx.region.step_recorder import StepRecorder
+
+
+class StepMonitor:
+    """The monitor of one region; it has the region planned again for what the step is to recompute."""
+
+    optional = True
+
+    def __init__(self, source: RegionSource) -> None:
+        self._source = source
+        self._current: CompiledRegion | None = None
+        self._sizes: Sizes | None = None
+        self._resized: dict[Sizes, SwapRegion] = {}
+        self._recorder: StepRecorder | None = None
+        self._refused = False
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """The storages that are to be recomputed in all calls of the region."""
+        if self._recorder is None or self._refused:
+            return frozenset()
+        return self._recorder.planner.recomputed.get(self._source.index, frozenset())
+
+    def instrument(self, phase: Phase, run: Compiled, written: WrittenPlan) -> Compiled:
+        """Return `run`, the region's forward or backward, told of; boxed if `run` is."""
+        if written.recorder is None or phase == "inference":
+            return run
+        self._recorder = recorder = written.recorder
+
+        def told_run(*args: Any) -> Any:
+            call = None
+            try:
+                if phase == "backward":
+                    recorder.begin_backward(self._source.index, args)
+                else:
+                    call = recorder.begin_forward(self._source.index, self._region(), self._source.options, args)
+                results = run(*args)
+            except BaseException:
+                recorder.fail()
+                raise
+            recorder.end(call, (results,))
+            return results
+
+        return keep_boxed(run, told_run)
+
+    def review(self, current: CompiledRegion, sizes: Sizes) -> CompiledRegion | str:
+        """Note the sizes of the call that begins; return a reason if other storages are to be recomputed."""
+        self._sizes = sizes
+        if self._recorder is not None:
+            self._recorder.settle()
+        if current.swap_region is not None and current.swap_region.recomputed != self.recomputed:
+            return "the step is faster if it recomputes other storages"
+        return current
+
+    def on_compiled(self, request: Request, compiled: CompiledRegion) -> None:
+        """Note what the region's graphs need now."""
+        self._current, self._resized = compiled, {}
+
+    def on_refusal(self, current: CompiledRegion) -> CompiledRegion:
+        """Go on as it was compiled first."""
+        self._refused = True
+        return current
+
+    def _region(self) -> SwapRegion:
+        """Return the region at the sizes of the call that begins."""
+        assert self._current is not None
+        assert self._current.swap_region is not None
+        region, footprint = self._current.swap_region, self._current.footprint
+        if footprint is None or self._sizes is None or self._sizes == footprint.formulas.planned:
+            return region
+        if self._sizes not in self._resized:
+            self._resized[self._sizes] = region.resized(
+                footprint.formulas.resize(footprint.problem, footprint.formulas.planned, self._sizes)
+            )
+        return self._resized[self._sizes]

@@ -1,0 +1,179 @@
+"""Plans the steps of one device: what each region recomputes, and for each order of runs a schedule."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tencache_fx.errors import BudgetError, StoreError
+from tencache_fx.hardware import rates
+from tencache_fx.hardware.device_memory import held_bytes
+from tencache_fx.options import Options
+from tencache_fx.planning.liveness import live_bytes
+from tencache_fx.planning.plan import Plan, PoolClass
+from tencache_fx.planning.problem import Budgets, Links
+from tencache_fx.planning.search import make_plan
+from tencache_fx.planning.step import FRUGAL, StepProblem, StepSchedule, Visit, join, to_schedule
+from tencache_fx.planning.step_recompute import choose_for_step
+from tencache_fx.planning.verify import verify_plan
+from tencache_fx.records import StepRecord
+from tencache_fx.region.optimizer_forecast import expected_state_bytes
+from tencache_fx.reporting.tables import show_summary
+from tencache_fx.runtime.engine_registry import usage
+from tencache_fx.runtime.swap_points import SwapPoints
+from tencache_fx.units import PAGE_BYTES, format_bytes, round_up
+
+log = logging.getLogger("tencache_fx")
+
+Order = tuple[tuple[int, int, bool, int], ...]
+"""Region, call, whether it is a backward, and the bytes of its storages, of each run of a round."""
+
+_DRIFT = 256  # one part in so many of the budget is left for external memory that grows
+_ROOM = 64  # with so much of the budget more room than its plan was made for, a program is planned again
+_PLANS = 4  # times that a program is planned at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """The plan of a program, `None` where none fits, with what it was made for and the schedule that carries it out."""
+
+    visits: tuple[Visit, ...]
+    joined: StepProblem
+    plan: Plan | None
+    schedule: StepSchedule
+
+
+@dataclass(slots=True, eq=False)
+class Program:
+    """An order of runs, as it was last measured, and its plan; `successor` is the program that followed it last."""
+
+    order: Order
+    visits: tuple[Visit, ...]
+    planned: StepPlan | None = None
+    plans: int = 0
+    successor: "Program | None" = None
+
+    @property
+    def schedule(self) -> StepSchedule:
+        """The schedule to follow: the frugal one where there is no plan."""
+        return FRUGAL if self.planned is None else self.planned.schedule
+
+    def excess_bytes(self, visit: Visit, place: int, limit: int | None) -> int:
+        """Return by how much the plan would go over the budget with what is held beside it in its `place`-th run."""
+        if limit is None or self.planned is None or self.planned.plan is None:
+            return 0
+        grown_bytes = visit.held_bytes - self.planned.visits[place].held_bytes
+        return grown_bytes + self.planned.plan.forecast.peak_bytes - limit
+
+
+class StepPlanner:
+    """Plans programs; `recomputed` has the storages that the calls of each region are to recompute, by region."""
+
+    def __init__(self, points: SwapPoints) -> None:
+        self.recomputed: dict[int, frozenset[str]] = {}
+        self._points = points
+        self._warned = False
+
+    def consider(self, program: Program, options: Options) -> None:
+        """Plan a program that has been measured, if it is new, or if that was for other memory than is there now."""
+        if program.plans >= _PLANS or not _is_outdated(program, options.device_budget):
+            return
+        device, limit = self._points.engine.device, options.device_budget
+        links = rates.links(device, options.spill_dir, calibrate=options.calibrate)
+        budgets = self._budgets(program, options)
+        self._choose_recomputed(program, options, links, budgets)
+        joined = join(program.visits, links, budgets, frozenset(self._points.shared))
+        plan, schedule = None, FRUGAL
+        try:
+            plan = make_plan(joined.problem, options.policy)
+            verify_plan(joined.problem, plan)
+            self._reserve(program, plan)
+        except (BudgetError, StoreError) as error:
+            plan = None
+            self._tell(program, error)
+        else:
+            schedule = to_schedule(joined, plan)
+            most_bytes = int(live_bytes(joined.problem).max(initial=0))
+            log.info(
+                "%s, which would hold %s with nothing offloaded, in %s:\n%s",
+                _name(program),
+                format_bytes(most_bytes),
+                "no limit" if limit is None else format_bytes(limit),
+                show_summary(joined.problem, plan, joined.problem),
+            )
+        program.planned = StepPlan(visits=program.visits, joined=joined, plan=plan, schedule=schedule)
+        program.plans += 1
+
+    def _reserve(self, program: Program, plan: Plan) -> None:
+        """Hold the plan's buffers, and one for any storage to go through to disk: orders change."""
+        staging = plan.staging
+        if self._points.engine.store is not None:
+            staging = (*staging, PoolClass(nbytes=round_up(_largest(program), PAGE_BYTES), count=1))
+        self._points.engine.reserve(pool=plan.pool, staging=staging, disk_bytes=plan.forecast.disk_bytes)
+
+    def _choose_recomputed(self, program: Program, options: Options, links: Links, budgets: Budgets) -> None:
+        """Choose what the regions of a program recompute; what was chosen for a region stays."""
+        if not options.may_recompute or any(visit.index in self.recomputed for visit in program.visits):
+            return
+        choice = choose_for_step(program.visits, links, budgets, frozenset(self._points.shared))
+        self.recomputed |= {visit.index: visit.region.recomputed for visit in program.visits}
+        self.recomputed |= dict(choice or {})
+
+    def _budgets(self, program: Program, options: Options) -> Budgets:
+        device, limit = self._points.engine.device, options.device_budget
+        used, reserved_bytes = usage(device), 0
+        staging_bytes = round_up(_largest(program), PAGE_BYTES) if self._points.engine.store is not None else 0
+        if limit is not None:
+            reserved_bytes = limit // _DRIFT
+            if held_bytes(device):  # a CPU's allocator does not count
+                reserved_bytes += expected_state_bytes(device)
+        return Budgets(
+            device_bytes=None if limit is None else limit - reserved_bytes,
+            host_bytes=max(0, options.host_budget - used.host_acquired_bytes - staging_bytes),
+            host_taken_bytes=used.host_acquired_bytes,
+            disk_bytes=max(0, options.spill_budget - used.disk_acquired_bytes),
+        )
+
+    def _tell(self, program: Program, error: Exception) -> None:
+        """Say that there is no plan: loudly, once, if regions will not recompute more either."""
+        hopeful = any(self.recomputed.get(v.index, v.region.recomputed) != v.region.recomputed for v in program.visits)
+        level = logging.INFO if hopeful or self._warned else logging.WARNING
+        self._warned |= not hopeful
+        log.log(level, "%s: everything is offloaded that may be, for there is no plan: %s", _name(program), str(error))
+
+
+def record_of(program: Program, device: str) -> StepRecord | None:
+    """Return the record of a program's plan, for reports."""
+    planned = program.planned
+    if planned is None or planned.plan is None:
+        return None
+    runs = tuple(f"{'backward' if v.backward else 'forward'} {v.index}.{v.call}" for v in planned.visits)
+    return StepRecord(device=device, runs=runs, problem=planned.joined.problem, plan=planned.plan)
+
+
+def order_of(visits: Sequence[Visit]) -> Order:
+    """Return the order of these runs."""
+    return tuple(
+        (visit.index, visit.call, visit.backward, sum(swap.nbytes for swap in visit.region.swaps)) for visit in visits
+    )
+
+
+def _largest(program: Program) -> int:
+    return max((swap.nbytes for visit in program.visits for swap in visit.region.swaps), default=0)
+
+
+def _name(program: Program) -> str:
+    regions = len({visit.index for visit in program.visits})
+    return f"a step of {len(program.visits)} runs of {regions} regions"
+
+
+def _is_outdated(program: Program, limit: int | None) -> bool:
+    """Return whether a program has no plan yet, or one for clearly more or less memory of others than there is now."""
+    if (planned := program.planned) is None:
+        return True
+    if limit is None:
+        return False
+    changes = [new.held_bytes - old.held_bytes for new, old in zip(program.visits, planned.visits, strict=True)]
+    if planned.plan is None:
+        return max(changes) < 0
+    over = planned.plan.forecast.peak_bytes + max(changes) > limit
+    return over or (bool(planned.plan.transfers) and -min(changes) > limit // _ROOM)

@@ -1,0 +1,227 @@
+"""Records in which order a device's regions run in a step, and has the schedule of that order followed.
+
+A *round* is the time in which forwards wait for their backwards: it begins with the first forward and ends before the
+first forward that finds none waiting. Of a step with several micro-batches each is a round, or all are one, as the loop
+runs them. Rounds of one order (regions, calls, sizes) are a *program*. An order that is not known runs on the frugal
+schedule, which holds the least; when it is over, it is planned.
+
+A program is expected to be followed by the one that followed it the last time. Where another region runs than was
+expected, the round goes on with the schedule of a program that has begun the same way, or else frugally.
+"""
+
+import gc
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tencache_fx.errors import BudgetError
+from tencache_fx.options import Options
+from tencache_fx.planning.step import FRUGAL, SwapRegion, Visit
+from tencache_fx.records import StepRecord
+from tencache_fx.region.step_planner import Order, Program, StepPlanner, order_of, record_of
+from tencache_fx.runtime.swap_points import SwapPoints
+from tencache_fx.tensors import storage_of
+from tencache_fx.units import at_least, format_bytes
+
+log = logging.getLogger("tencache_fx")
+
+_TURNS = 2  # a forward that still waits when so many later rounds might have ended is not waited for any more
+_PROGRAMS = 64  # remembered
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A forward that has run, and whose backward may come; `residual` is something that only that keeps."""
+
+    index: int
+    number: int
+    region: SwapRegion
+    residual: StorageWeakRef | None = None
+    turns: int = 0
+
+
+class StepRecorder:
+    """The recorder of one device. Thread-safe; rounds of several threads at once run frugally."""
+
+    def __init__(self, points: SwapPoints) -> None:
+        self.points = points
+        self.planner = StepPlanner(points)
+        self.programs: dict[Order, Program] = {}
+        self._lock = threading.RLock()
+        self._calls: list[Call] = []
+        self._counts: Counter[int] = Counter()
+        self._visits: list[Visit] = []
+        self._expected: Program | None = None
+        self._last: Program | None = None
+        self._options: Options | None = None
+        self._mark = points.gauge.mark()
+        self._collected = False
+
+    def settle(self) -> None:
+        """Plan the round that is over, if one is: what regions are to recompute is known before they run again."""
+        with self._lock:
+            if self._is_over():
+                self._finish()
+
+    def begin_forward(self, index: int, region: SwapRegion, options: Options, values: Sequence[object]) -> Call:
+        """Note that a forward begins in this thread; raises `BudgetError` if it cannot run within the budget."""
+        self.points.gauge.see(values)
+        with self._lock:
+            if self._visits and self._visits[-1].backward:
+                for each in self._calls:
+                    each.turns += 1
+            self.settle()
+            self._options = options
+            call = Call(index, self._counts[index], region)
+            self._counts[index] += 1
+            self._arrive(call, backward=False)
+            self._calls.append(call)
+        self.points.begin(index, call.number, backward=False)
+        return call
+
+    def begin_backward(self, index: int, values: Sequence[object]) -> None:
+        """Note that the backward of a call begins in this thread: the one that the handles among `values` are of."""
+        self.points.gauge.see(values)
+        found = self.points.call_of(values)
+        with self._lock:
+            own = [call for call in self._calls if call.index == index]
+            call = next((each for each in own if (each.index, each.number) == found), own[-1] if own else None)
+            if call is None:  # a second backward, or one of a round that was abandoned
+                self._expect(None)
+                number = found[1] if found else -1
+            else:
+                self._calls.remove(call)
+                number = call.number
+                self._arrive(call, backward=True)
+        self.points.begin(index, number, backward=True)
+
+    def end(self, call: Call | None, results: Sequence[object]) -> None:
+        """Note that the graph of this thread is over; `call` is that of a forward."""
+        self.points.end()
+        self.points.gauge.see(results)
+        with self._lock:
+            self._mark = self.points.gauge.mark()
+            if call is not None:
+                made = list(_tensors(results))
+                storage = storage_of(made[-1]) if made else None
+                call.residual = None if storage is None else StorageWeakRef(storage)
+
+    def fail(self) -> None:
+        """Note that the graph of this thread has raised: the round is abandoned, and goes with its handles."""
+        self.points.abandon()
+        with self._lock:
+            self._expect(None)
+            self._forget_round()
+
+    def records(self) -> tuple[StepRecord, ...]:
+        """Return the records of the plans of all programs, the one that ran last at the end."""
+        with self._lock:
+            found = (record_of(program, str(self.points.engine.device)) for program in self.programs.values())
+            return tuple(record for record in found if record is not None)
+
+    def _is_over(self) -> bool:
+        """Return whether no forward waits for its backward; those that have waited for long are abandoned."""
+        if not self._visits:
+            return False
+        self._calls = [call for call in self._calls if call.turns <= _TURNS and self._waits(call)]
+        return not self._calls
+
+    def _waits(self, call: Call) -> bool:
+        residual = call.residual
+        return self.points.holds(call.index, call.number) or (residual is not None and not residual.expired())
+
+    def _arrive(self, call: Call, *, backward: bool) -> None:
+        """Add a run to the round: compare it with what is expected, and what is held with what is planned for."""
+        held_bytes, gap_bytes = self._measure()
+        visit = Visit(
+            index=call.index,
+            call=call.number,
+            backward=backward,
+            region=call.region,
+            held_bytes=held_bytes,
+            gap_bytes=gap_bytes,
+        )
+        if not self._visits and self._last is not None:
+            self._expect(self._last.successor or self._last)
+        self._visits.append(visit)
+        assert self._options is not None
+        place, limit = len(self._visits), self._options.device_budget
+        if self._expected is not None and self._expected.order[:place] != (begun := order_of(self._visits)):
+            self._expect(next((each for each in self.programs.values() if each.order[:place] == begun), None))
+        if self._expected is not None and (more := self._expected.excess_bytes(visit, place - 1, limit)) > 0:
+            log.info("the device would hold %d bytes more than its budget; the step goes on frugally", more)
+            self._expect(None)
+        if self.points.schedule is FRUGAL and limit is not None:
+            self._check(visit, limit)
+
+    def _measure(self) -> tuple[int, int]:
+        """Return what is held now, and was held since the last run, without what stays on the device by a schedule."""
+        gauge = self.points.gauge
+        extra_bytes, gap_bytes = self.points.extra_bytes, gauge.most_bytes_since(self._mark)
+        if new_bytes := gauge.take_parameter_bytes():
+            self._visits = [replace(visit, held_bytes=visit.held_bytes + new_bytes) for visit in self._visits]
+        return gauge.held_bytes() - extra_bytes, gap_bytes - extra_bytes
+
+    def _check(self, visit: Visit, limit: int) -> None:
+        """Raise `BudgetError` if a run does not fit, though all leaves that can."""
+        if visit.peak_bytes > limit and not self._collected:
+            self._collected = True
+            gc.collect()  # garbage of torch's compiler holds on to the inputs that it compiled for
+            visit = self._visits[-1] = replace(visit, held_bytes=self._measure()[0])
+        if visit.peak_bytes <= limit:
+            return
+        phase = "backward" if visit.backward else "forward"
+        raise BudgetError(
+            f"the {phase} of region {visit.index}, call {visit.call} of the step, needs "
+            f"{format_bytes(visit.peak_bytes)} on the device, with everything offloaded that may be; the budget is "
+            f"{format_bytes(limit)}.\n"
+            f"  Held there when it begins: {format_bytes(visit.held_bytes)}.\n"
+            f"  Set device_budget to {at_least(visit.peak_bytes)} or more, or shrink the batch."
+        )
+
+    def _expect(self, program: Program | None) -> None:
+        self._expected = program
+        self.points.follow(FRUGAL if program is None else program.schedule)
+
+    def _finish(self) -> None:
+        """End the round: remember its program, and have it planned."""
+        visits = tuple(self._visits)
+        self._forget_round()
+        if not any(visit.backward for visit in visits):
+            return
+        order = order_of(visits)
+        program = self.programs.pop(order, None) or Program(order=order, visits=visits)
+        program.visits = visits
+        self.programs[order] = program  # the last one used is the last to be forgotten
+        while len(self.programs) > _PROGRAMS:
+            del self.programs[next(iter(self.programs))]
+        if self._last is not None:
+            self._last.successor = program
+        self._last = program
+        assert self._options is not None
+        self.planner.consider(program, self._options)
+
+    def _forget_round(self) -> None:
+        self._calls, self._visits = [], []
+        self._counts.clear()
+
+
+def recorder_of(points: SwapPoints) -> StepRecorder:
+    """Return the recorder of a device's swap points, made when it is first asked for."""
+    if points.observer is None:
+        points.observer = StepRecorder(points)
+    assert isinstance(points.observer, StepRecorder)
+    return points.observer
+
+
+def _tensors(values: Sequence[object]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+        elif isinstance(value, Tensor):
+            yield value

@@ -1,0 +1,301 @@
+"""Serves swap points: graph ops whose deeds a schedule decides, call by call.
+
+The ops are those of `ops.py`; their engine index names a `SwapPoints` instead of an engine:
+
+    offload    kept: note the tensor; else issue the copy out
+    release    away: compute waits for the copy out, and the bytes are free; if that is deferred, at a later point
+    prefetch   away, and not issued at an earlier point: issue the copy in
+    wait       kept: return the tensor itself; else compute waits for the copy in
+
+Which call it is, the region says with `begin`, in the thread that runs the graph. A point (the begin of a graph, each
+of its ops, its end) first frees, then prefetches what the schedule lists there, of whatever call.
+
+A storage is held by the first of these that applies: `src` until its bytes are freed, the engine's handle until the
+copy in is issued, the engine's ticket until the wait. Handles and tickets of ours own that: what nobody has a handle
+of is freed at once.
+"""
+
+import itertools
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tencache_fx.errors import InvariantError, UsageError
+from tencache_fx.hardware.memory_gauge import MemoryGauge
+from tencache_fx.planning.problem import Tier
+from tencache_fx.planning.step import FRUGAL, Point, StepSchedule, SwapKey
+from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.transfers import new_token
+
+
+class State(Enum):
+    """Where a storage is."""
+
+    HERE = auto()  # on the device, whether a copy is under way or not
+    AWAY = auto()
+    COMING = auto()
+    ENDED = auto()
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Swap:
+    """One storage of one call. Guarded by the lock of its `SwapPoints`."""
+
+    key: int
+    name: SwapKey
+    nbytes: int
+    src: Tensor | None
+    version: int
+    donated: bool = False
+    shared: bool = False  # its caller keeps it as well
+    state: State = State.HERE
+    released: bool = False  # the forward has no reader left
+    asked: bool = False  # the backward's prefetch has passed
+    handle: Tensor | None = None  # the engine's, while a copy is out
+    ticket: Tensor | None = None
+    owners: set[int] = field(default_factory=set)  # the addresses of our handle and ticket
+
+    @property
+    def extra_bytes(self) -> int:
+        """The bytes that it holds on the device, and would not if everything left at once."""
+        held = self.state in (State.HERE, State.COMING)
+        return self.nbytes if held and self.released and not self.asked and not self.shared else 0
+
+
+@dataclass(slots=True)
+class _Run:
+    """The run of a graph under way in a thread."""
+
+    region: int
+    call: int
+    backward: bool
+    position: int = 0
+
+
+class _Key(np.ndarray[Any, np.dtype[np.int64]]):
+    """The memory of a handle or ticket: it owns a swap, and dies with the tensor's storage."""
+
+    swap: Swap | None = None
+
+
+class SwapPoints:
+    """Carries out schedules on one engine. Thread-safe; each thread runs one graph at a time."""
+
+    id: int = -1
+    """Index in the registry, a literal in graphs."""
+    observer: object | None = None
+    """Who decides about the schedule, and lives as long as this."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.gauge = MemoryGauge(engine.device)
+        self.schedule = FRUGAL
+        self._lock = threading.RLock()
+        self._keys = itertools.count(1)
+        self._by_key: weakref.WeakValueDictionary[int, Swap] = weakref.WeakValueDictionary()
+        self._live: weakref.WeakValueDictionary[SwapKey, Swap] = weakref.WeakValueDictionary()
+        self._runs = threading.local()
+        self.shared: set[tuple[int, str]] = set()
+        """Donated inputs, by region and label, that their caller was seen to keep: nothing is freed if they leave."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether its engine was closed."""
+        return self.engine.closed
+
+    @property
+    def extra_bytes(self) -> int:
+        """Return the bytes on the device that would not be there if everything left at once."""
+        with self._lock:
+            return sum(swap.extra_bytes for swap in self._live.values())
+
+    @property
+    def in_use(self) -> int:
+        """Return how many storages wait for their backward."""
+        return len(self._live)
+
+    def call_of(self, values: Iterable[object]) -> tuple[int, int] | None:
+        """Return the region and the call that the first handle of ours among `values` belongs to."""
+        for value in values:
+            if isinstance(value, (list, tuple)):  # boxed
+                return self.call_of(value)
+            if isinstance(value, Tensor) and (swap := self._owned_by(value)) is not None:
+                return swap.name.region, swap.name.call
+        return None
+
+    def holds(self, region: int, call: int) -> bool:
+        """Return whether storages of a call are waiting for its backward."""
+        with self._lock:
+            return any(name.region == region and name.call == call for name in self._live)
+
+    def follow(self, schedule: StepSchedule) -> None:
+        """Follow `schedule` from now on; what stays on the device, and would not by it, leaves."""
+        with self._lock:
+            self.schedule = schedule
+            leaving = [swap for swap in self._live.values() if swap.extra_bytes and swap.name not in schedule.kept]
+            for swap in leaving:
+                if swap.state is State.HERE:
+                    self._free(swap)
+
+    def begin(self, region: int, call: int, *, backward: bool) -> None:
+        """Note that this thread begins to run a graph."""
+        self._runs.now = _Run(region, call, backward)
+        self._pass_point()
+
+    def end(self) -> None:
+        """Note that the graph of this thread is over."""
+        try:
+            self._pass_point()
+        finally:
+            self._runs.now = None
+
+    def abandon(self) -> None:
+        """Note that the graph of this thread has raised, if it had begun."""
+        self._runs.now = None
+
+    def offload(self, src: Tensor, tier: Tier, label: str = "") -> Tensor:
+        """Issue the copy out, or only note the tensor; return the handle."""
+        run = self._pass_point()
+        self.gauge.see((src,))
+        with self._lock:
+            name = SwapKey(run.region, run.call, label)
+            alias = src.detach()  # a tensor of our own, so that it shows who else has the storage
+            swap = Swap(next(self._keys), name, src.numel() * src.itemsize, alias, src._version)
+            if name not in self.schedule.kept and (name.region, label) not in self.shared:
+                self._leave(swap)
+            self._live[name] = self._by_key[swap.key] = swap
+            return _owner(swap)
+
+    def release(self, handle: Tensor, src: Tensor, *, donated: bool = False) -> Tensor:
+        """Free the bytes once the copy out is over, if the schedule has that done here."""
+        self._pass_point()
+        with self._lock:
+            swap = self._find(handle, "release")
+            swap.donated, swap.released = donated, True
+            swap.shared = (swap.name.region, swap.name.label) in self.shared
+            if swap.handle is not None and swap.name not in self.schedule.deferred:
+                self._free(swap)
+        return new_token()
+
+    def prefetch(self, handle: Tensor) -> Tensor:
+        """Issue the copy in, unless that was done before or the storage is here; return the ticket."""
+        self._pass_point()
+        with self._lock:
+            swap = self._find(handle, "prefetch")
+            if swap.asked:
+                raise UsageError(_refusal(swap))
+            self._bring(swap)
+            swap.asked = True
+            return _owner(swap)
+
+    def wait(self, ticket: Tensor) -> Tensor:
+        """Return the tensor: the very one, if it has stayed and nobody else has it."""
+        self._pass_point()
+        with self._lock:
+            swap = self._find(ticket, "wait for")
+            if swap.state is State.ENDED:
+                raise UsageError(_refusal(swap))
+            src, coming, swap.src, swap.ticket, swap.handle = swap.src, swap.ticket, None, None, None
+            swap.state = State.ENDED
+            if self._live.get(swap.name) is swap:
+                del self._live[swap.name]
+        if coming is not None:
+            return self.engine.wait(coming)
+        assert src is not None
+        if src._version != swap.version:
+            raise UsageError(
+                f"{swap.name.label}, which the backward of region {swap.name.region} reads, was modified in place "
+                "after the forward; clone it before it is written to."
+            )
+        if not (swap.donated and _is_shared(src)):
+            return src
+        with self._lock:
+            self.shared.add((swap.name.region, swap.name.label))
+        # The code that reads it may write over it, which whoever gave it to the region must not see.
+        return torch.empty_strided(src.size(), src.stride(), dtype=src.dtype, device=src.device).copy_(src)
+
+    def _pass_point(self) -> _Run:
+        """Do what the schedule lists at this point of the graph that this thread runs."""
+        run: _Run | None = getattr(self._runs, "now", None)
+        if run is None:
+            raise InvariantError("a swap point ran outside of a call of its region.")
+        point = Point(run.region, run.call, run.backward, run.position)
+        run.position += 1
+        with self._lock:
+            for name in self.schedule.frees.get(point, ()):
+                swap = self._live.get(name)
+                if swap is not None and swap.released and swap.handle is not None and swap.state is State.HERE:
+                    self._free(swap)
+            for name in self.schedule.prefetches.get(point, ()):
+                swap = self._live.get(name)
+                if swap is not None and swap.released:
+                    self._bring(swap)
+        return run
+
+    def _leave(self, swap: Swap) -> None:
+        """Issue the copy out: to the tier that the schedule says; without one, to disk if host memory is full."""
+        assert swap.src is not None
+        tier = self.schedule.away.get(swap.name, Tier.HOST)
+        swap.handle = self.engine.offload(swap.src, tier, swap.name.label, or_disk=True)
+
+    def _free(self, swap: Swap) -> None:
+        """Let compute wait for the copy out, which is issued if need be; the bytes are free then. Lock held."""
+        if swap.handle is None:
+            self._leave(swap)
+        assert swap.handle is not None
+        assert swap.src is not None
+        self.engine.release(swap.handle, swap.src, donated=swap.donated)
+        swap.src, swap.state = None, State.AWAY
+
+    def _bring(self, swap: Swap) -> None:
+        """Issue the copy in of what is away; what has not gone yet stays. Lock held."""
+        if swap.state is State.HERE:
+            swap.handle = None
+        elif swap.state is State.AWAY:
+            assert swap.handle is not None
+            swap.ticket = self.engine.prefetch(swap.handle)
+            swap.handle, swap.state = None, State.COMING
+
+    def _owned_by(self, tensor: Tensor) -> Swap | None:
+        """Return the swap that `tensor` is a handle or ticket of; None for any other tensor, or a copy of one."""
+        if tensor.dtype is not torch.int64 or tensor.device.type != "cpu" or tensor.numel() != 1:
+            return None
+        swap = self._by_key.get(int(tensor.item()))
+        return swap if swap is not None and tensor.data_ptr() in swap.owners else None
+
+    def _find(self, tensor: Tensor, deed: str) -> Swap:
+        if (swap := self._owned_by(tensor)) is None:
+            raise UsageError(
+                f"cannot {deed} a tensor: the handle that autograd saved for it was copied; run the compiled region "
+                "outside of saved_tensors_hooks that copy (save_on_cpu, for instance)."
+            )
+        return swap
+
+
+def _owner(swap: Swap) -> Tensor:
+    """Return a new tensor that owns the swap: a handle or a ticket."""
+    key = np.array([swap.key], dtype=np.int64).view(_Key)
+    key.swap = swap
+    tensor = torch.from_numpy(key)
+    swap.owners.add(tensor.data_ptr())
+    return tensor
+
+
+def _is_shared(src: Tensor) -> bool:
+    """Return whether somebody beside `src` has its storage."""
+    storage = src.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # `src`, and `storage` itself
+
+
+def _refusal(swap: Swap) -> str:
+    return (
+        f"{swap.name.label} was asked for a second time: a region with a plan has one backward, which frees the "
+        "offloaded values; call backward once, without retain_graph=True, or compile with device_budget=None."
+    )

@@ -1,0 +1,250 @@
+"""A step's schedule keeps what its plan promises: it is carried out here, point by point, by other code."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tencache_fx.errors import BudgetError
+from tencache_fx.planning.liveness import live_bytes
+from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Recipe, Step, Storage, Tier
+from tencache_fx.planning.search import make_plan
+from tencache_fx.planning.step import (
+    FRUGAL,
+    GraphPoint,
+    Point,
+    StepProblem,
+    StepSchedule,
+    SwapRegion,
+    Visit,
+    boundary_swaps,
+    join,
+    to_schedule,
+    with_regions,
+)
+from tencache_fx.planning.step_recompute import choose_for_step
+from tencache_fx.planning.verify import verify_plan
+
+LINKS = Links(
+    d2h_bytes_per_s=10**9,
+    h2d_bytes_per_s=10**9,
+    d2h_duplex_bytes_per_s=10**9,
+    h2d_duplex_bytes_per_s=10**9,
+    copy_latency_ns=1,
+)
+
+
+TWO_CALLS = ((0, False), (1, False), (1, True), (0, True))
+
+
+def budgets(device_bytes: int | None) -> Budgets:
+    return Budgets(device_bytes=device_bytes, host_bytes=1 << 40)
+
+
+@st.composite
+def regions(draw: st.DrawFn) -> SwapRegion:
+    """A region of a few steps, some of whose storages cross from forward to backward."""
+    forward, backward = draw(st.integers(2, 6)), draw(st.integers(2, 6))
+    count = forward + backward
+    storages = []
+    for number in range(draw(st.integers(1, 5))):
+        birth = draw(st.integers(0, forward - 1))
+        last = draw(st.integers(birth, forward - 1))
+        following = draw(st.integers(forward, count - 1))
+        storages.append(
+            Storage(
+                name=f"s{number}",
+                nbytes=draw(st.integers(1, 50)),
+                kind=Kind.ACTIVATION,
+                birth=Step(birth),
+                death=Step(draw(st.integers(following + 1, count))),
+                uses=tuple(Step(step) for step in sorted({birth, last, following})),
+                spillable=draw(st.integers(0, 4)) > 0,
+            )
+        )
+    problem = Problem(
+        ops=tuple(Op(name=f"op{k}", duration_ns=draw(st.integers(1, 60)), scratch_bytes=0) for k in range(count)),
+        boundary=Step(forward),
+        storages=tuple(storages),
+        links=LINKS,
+        budgets=budgets(None),
+    )
+    swaps = boundary_swaps(problem)
+    return SwapRegion(problem=problem, swaps=swaps, points=points_of(problem, swaps), original=problem)
+
+
+def points_of(problem, swaps):
+    """Write the ops as the graphs have them: by step, then offload, release, prefetch, wait."""
+    deeds = {"offload": 0, "release": 1, "prefetch": 2, "wait": 3}
+    every = [
+        (step, deeds[deed], swap.name, deed)
+        for swap in swaps
+        for deed, step in (
+            ("offload", swap.copy_out_after + 1),
+            ("release", swap.freed_at),
+            ("prefetch", swap.prefetch_at),
+            ("wait", swap.needed_at),
+        )
+    ]
+    forward = [GraphPoint(Step(step), deed, name) for step, order, name, deed in sorted(every) if order < 2]
+    backward = [GraphPoint(Step(step), deed, name) for step, order, name, deed in sorted(every) if order >= 2]
+    return tuple(forward), tuple(backward)
+
+
+@st.composite
+def rounds(draw: st.DrawFn) -> list[Visit]:
+    """Forwards of one or two regions, then their backwards, in any order that a loop may have."""
+    known = draw(st.lists(regions(), min_size=1, max_size=2))
+    waiting: list[tuple[int, int]] = []
+    counts = [0] * len(known)
+    visits: list[Visit] = []
+    for _ in range(draw(st.integers(2, 9))):
+        if waiting and draw(st.integers(0, 2)) == 0:
+            index, call = waiting.pop(draw(st.integers(0, len(waiting) - 1)))
+            backward = True
+        else:
+            index, backward = draw(st.integers(0, len(known) - 1)), False
+            call, counts[index] = counts[index], counts[index] + 1
+            waiting.append((index, call))
+        visits.append(visit_of(known[index], index, call, backward=backward, held_bytes=draw(st.integers(60, 90))))
+    while waiting:
+        index, call = waiting.pop()
+        visits.append(visit_of(known[index], index, call, backward=True, held_bytes=draw(st.integers(60, 90))))
+    return visits
+
+
+def visit_of(region: SwapRegion, index: int, call: int, *, backward: bool, held_bytes: int) -> Visit:
+    return Visit(
+        index=index, call=call, backward=backward, region=region, held_bytes=held_bytes, gap_bytes=held_bytes + 5
+    )
+
+
+def carried_out(visits: list[Visit], schedule: StepSchedule) -> list[int]:
+    """Return the bytes on the device in each gap and at each step: what was held, the region's own, and what stays."""
+    here: dict[tuple[int, int, str], str] = {}  # what the schedule has on the device beyond the frugal one
+    sizes = {(v.index, v.call, swap.name): swap.nbytes for v in visits for swap in v.region.swaps}
+    found = []
+
+    def extra() -> int:
+        return sum(sizes[key] for key, state in here.items() if state == "here")
+
+    def act(point: Point) -> None:
+        for key in schedule.frees.get(point, ()):
+            assert here[tuple(key)] == "here", f"{key} is freed, and is not there"
+            here[tuple(key)] = "away"
+        for key in schedule.prefetches.get(point, ()):
+            assert here[tuple(key)] == "away", f"{key} is prefetched, and is not away"
+            here[tuple(key)] = "here"
+
+    for visit in visits:
+        found.append(max(visit.held_bytes, visit.gap_bytes) + extra())
+        steps, position = visit.region.steps(backward=visit.backward), 0
+        own = visit.region.own_bytes[visit.backward]
+        pending = list(visit.region.points[visit.backward])
+        act(Point(visit.index, visit.call, visit.backward, position))
+        for step in [*steps, steps.stop]:
+            while pending and pending[0].step == step:
+                written, position = pending.pop(0), position + 1
+                act(Point(visit.index, visit.call, visit.backward, position))
+                key = visit.index, visit.call, written.label
+                if written.deed == "release" and any(
+                    o.index == key[0] and o.call == key[1] and o.backward for o in visits
+                ):
+                    stays = key in schedule.kept or key in schedule.deferred
+                    here[key] = "here" if stays else "away"
+                elif written.deed == "prefetch":
+                    here.pop(key, None)  # from here on the region itself counts it
+            if step < steps.stop:
+                found.append(visit.held_bytes + int(own[step - steps.start]) + extra())
+        act(Point(visit.index, visit.call, visit.backward, position + 1))
+    assert not here, "everything has come back"
+    return found
+
+
+def joined(visits: list[Visit], share: float) -> tuple[StepProblem, int]:
+    """Return the problem with a budget between its floor (0) and its peak (1)."""
+    unlimited = join(visits, LINKS, budgets(None))
+    least = max(carried_out(visits, FRUGAL))
+    most = int(live_bytes(unlimited.problem).max())
+    limit = int(least + share * (most - least))
+    return join(visits, LINKS, budgets(limit)), limit
+
+
+@settings(max_examples=150, deadline=None)
+@given(rounds(), st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]), st.sampled_from(["teraio", "10cache", "joint"]))
+def test_a_schedule_holds_no_more_than_its_plan(visits, share, policy):
+    step, limit = joined(visits, share)
+    try:
+        plan = make_plan(step.problem, policy)
+    except BudgetError:
+        assert share == 0.0, "with room above the floor there is a plan"
+        return
+    verify_plan(step.problem, plan)
+    held = carried_out(visits, to_schedule(step, plan))
+    assert max(held) <= limit
+    assert np.all(np.array(held) <= live_bytes(step.problem, plan.transfers))
+
+
+@settings(max_examples=60, deadline=None)
+@given(rounds())
+def test_the_problem_is_what_the_runs_hold(visits):
+    """With nothing away, and with everything away, the problem counts what carrying it out counts."""
+    step = join(visits, LINKS, budgets(None))
+    kept = StepSchedule(kept=frozenset(step.keys.values()))
+    assert carried_out(visits, kept) == live_bytes(step.problem).tolist()
+    shared = {(visit.index, swap.name) for visit in visits for swap in visit.region.swaps}
+    assert not join(visits, LINKS, budgets(None), shared).problem.storages
+
+
+def recomputing_region() -> SwapRegion:
+    """A region whose one large storage is cheap to compute again."""
+    large = Storage(
+        name="large",
+        nbytes=1000,
+        kind=Kind.ACTIVATION,
+        birth=Step(0),
+        death=Step(5),
+        uses=(Step(0), Step(1), Step(4)),
+        spillable=True,
+    )
+    problem = Problem(
+        ops=tuple(Op(name=f"op{k}", duration_ns=100) for k in range(6)),
+        boundary=Step(3),
+        storages=(large,),
+        links=LINKS,
+        budgets=budgets(None),
+        recipes=(Recipe(name="large", steps=(Step(0),)),),
+    )
+    swaps = boundary_swaps(problem)
+    return SwapRegion(problem=problem, swaps=swaps, points=points_of(problem, swaps), original=problem)
+
+
+def test_what_is_cheaper_than_copying_is_recomputed():
+    region = recomputing_region()
+    order = [(call, False) for call in range(4)] + [(call, True) for call in (3, 2, 1, 0)]
+    visits = [visit_of(region, 0, call, backward=backward, held_bytes=100) for call, backward in order]
+    assert choose_for_step(visits, LINKS, budgets(1 << 20)) is None, "all fits"
+    assert choose_for_step(visits, LINKS, budgets(2500)) == {0: frozenset({"large"})}
+
+
+def test_forwards_that_wait_keep_what_their_region_keeps():
+    region = recomputing_region()
+    frugal = SwapRegion(problem=region.problem, swaps=(), points=((), ()), original=region.problem)
+    visits = [visit_of(region, 0, call, backward=back, held_bytes=100) for call, back in TWO_CALLS]
+    found = with_regions(visits, {0: frugal})
+    assert [visit.held_bytes for visit in found] == [100, 1100, 2100, 1100]
+    assert [visit.gap_bytes for visit in found] == [105, 1105, 2105, 1105]
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
+def test_a_schedule_says_where_a_storage_goes(tier):
+    region = recomputing_region()
+    visits = [visit_of(region, 0, call, backward=back, held_bytes=100) for call, back in TWO_CALLS]
+    step = join(visits, LINKS, budgets(1500))
+    plan = make_plan(step.problem, "teraio")
+    moved = tuple(replace(transfer, tier=tier) for transfer in plan.transfers)
+    away = to_schedule(step, replace(plan, transfers=moved)).away
+    assert away
+    assert set(away.values()) == {tier}

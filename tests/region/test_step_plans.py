@@ -1,0 +1,361 @@
+"""Regions of one step planned together: blocks compiled one by one stay within the budget, and compile once."""
+
+import gc
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from harness import faulty_engine
+from meter import Meter
+from problems import links as slow_links
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import tencache_fx
+from tencache_fx.errors import BudgetError, UsageError
+from tencache_fx.hardware import rates
+from tencache_fx.planning.problem import Tier
+from tencache_fx.planning.step import FRUGAL
+from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Phase, WrittenPlan, keep_boxed
+from tencache_fx.region.region import Region
+from tencache_fx.region.registry import REGIONS
+from tencache_fx.region.step_monitor import StepMonitor
+from tencache_fx.region.step_recorder import StepRecorder, recorder_of
+from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.engine_registry import swap_points
+
+WIDTH, ROWS, DEPTH = 64, 512, 8
+BUDGETS = {"plenty": 1 << 30, "some": 6_200_000, "little": 5_100_000}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def blocks(depth: int = DEPTH) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(depth)))
+
+
+def inputs(seed: int = 1, rows: int = ROWS) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def one_by_one(model: nn.Sequential, backend: str = "tencache", **options: object) -> nn.Sequential:
+    given = {"compiler": "eager", "calibrate": False, "scope": "step", "host_budget": 1 << 28, **options}
+    for block in model:
+        block.compile(backend=backend, **({"options": given} if backend == "tencache" else {}))
+    return model
+
+
+def gradients(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    model.zero_grad(set_to_none=True)
+    run(x).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def wanted(steps: int = 1) -> list[list[Tensor]]:
+    """Return the gradients of steps without a budget, by the same decompositions."""
+    model = one_by_one(blocks(), "aot_eager_decomp_partition")
+    found = [gradients(model, model, inputs(seed)) for seed in range(steps)]
+    torch.compiler.reset()
+    return found
+
+
+def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with faulty_engine(host_budget_bytes=1 << 28) as found:
+        yield found
+
+
+@pytest.fixture
+def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
+    """Count what compiled graphs make, and what stays of it."""
+    found, instrument = Meter(), StepMonitor.instrument
+
+    def metered(self: StepMonitor, phase: Phase, run: Compiled, written: WrittenPlan) -> Compiled:
+        def run_metered(*args: object) -> object:
+            with found:
+                return run(*args)
+
+        return instrument(self, phase, keep_boxed(run, run_metered), written)
+
+    monkeypatch.setattr(StepMonitor, "instrument", metered)
+    return found
+
+
+def recorder(engine: Engine) -> StepRecorder:
+    return recorder_of(swap_points(engine))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_gradients_are_equal_bit_for_bit(engine: Engine, budget: str) -> None:
+    expected, model = wanted(4), one_by_one(blocks(), device_budget=BUDGETS[budget])
+    for step, each in enumerate(expected):
+        assert equal(gradients(model, model, inputs(step)), each), f"step {step}"
+    (program,) = recorder(engine).programs.values()
+    assert program.planned is not None
+    assert program.planned.plan is not None
+    assert bool(program.planned.plan.transfers) == (budget != "plenty")
+    assert program.schedule is not FRUGAL
+
+
+def test_every_step_is_within_the_budget_the_first_included(engine: Engine, meter: Meter) -> None:
+    plain = one_by_one(blocks(), device_budget=BUDGETS["plenty"])
+    with meter:
+        plain_inputs = inputs()
+    for _ in range(3):
+        meter.peak = meter.held
+        with meter:
+            gradients(plain, plain, plain_inputs)
+    most_bytes = meter.peak
+    del plain
+    torch.compiler.reset()
+    gc.collect()
+    budget = int(0.6 * most_bytes)
+    model, peaks = one_by_one(blocks(), device_budget=budget), []
+    for step in range(5):
+        meter.peak = meter.held
+        gradients(model, model, inputs(step))
+        peaks.append(meter.peak)
+    assert max(peaks) <= budget, (peaks, budget, most_bytes)
+    assert min(peaks[2:]) >= 0.8 * budget, (peaks, budget)
+
+
+@torch._dynamo.config.patch(recompile_limit=64)  # all of these models share one code object
+def test_numbers_are_right_under_every_order(engine: Engine) -> None:
+    """Accumulation, an evaluation between, two models in turns, a graph that is dropped: programs recur."""
+    first, second = one_by_one(blocks(), device_budget=12_000_000), one_by_one(blocks(4), device_budget=1 << 23)
+    plain = one_by_one(blocks(), "aot_eager_decomp_partition"), one_by_one(blocks(4), "aot_eager_decomp_partition")
+
+    def cycle(one: nn.Module, other: nn.Module) -> list[list[Tensor]]:
+        found = []
+        for model in (one, other, one):
+            model.zero_grad(set_to_none=True)
+            for part in range(3):
+                model(inputs(part)).square().mean().backward()
+            found.append([p.grad for p in model.parameters() if p.grad is not None])
+            with torch.no_grad():
+                found.append([model(inputs(9))])
+            model(inputs(5))  # no backward comes
+            (one(inputs(6)).mean() + one(inputs(7)).square().mean()).backward()
+            found.append([p.grad.clone() for p in one.parameters() if p.grad is not None])
+        return found
+
+    expected = [cycle(*plain) for _ in range(5)]
+    compiled = []
+    for wanted_now in expected:
+        assert all(map(equal, cycle(first, second), wanted_now))
+        compiled.append(REGIONS.compilations)
+    assert compiled[-1] == compiled[2], "no compilation after the third cycle"
+    assert recorder(engine).programs
+
+
+@pytest.mark.parametrize("where", ["forward", "loss", "backward", "dropped"])
+def test_the_step_after_a_failure_is_right(engine: Engine, where: str) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            if where == "loss":
+                raise RuntimeError("asked for")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, *gradient: Tensor) -> Tensor:
+            if where == "backward":
+                raise RuntimeError("asked for")
+            return gradient[0]
+
+    expected, model = wanted(5), one_by_one(blocks(), device_budget=BUDGETS["some"])
+    for step, each in enumerate(expected):
+        if step in (1, 3):
+            middle = list(model)[4].register_forward_hook(_raise) if where == "forward" else None
+            if where == "dropped":
+                model(inputs())
+            else:
+                with pytest.raises(RuntimeError, match="asked for"):
+                    Fails.apply(model(inputs())).sum().backward()
+            if middle is not None:
+                middle.remove()
+        assert equal(gradients(model, model, inputs(step)), each), f"step {step}"
+    assert recorder(engine).points.extra_bytes == 0
+    assert any(program.schedule is not FRUGAL for program in recorder(engine).programs.values())
+
+
+def _raise(*_: object) -> None:
+    raise RuntimeError("asked for")
+
+
+def test_inputs_that_the_caller_keeps_are_not_written_to(engine: Engine) -> None:
+    model, kept = one_by_one(blocks(), device_budget=BUDGETS["some"]), []
+
+    def run(x: Tensor) -> Tensor:
+        kept.clear()
+        for block in model:
+            kept.append(x)
+            x = block(x)
+        return x
+
+    for step, each in enumerate(wanted(4)):
+        assert equal(gradients(model, run, inputs(step)), each)
+        again = inputs(step)
+        for block, given in zip(model, kept, strict=True):
+            torch.testing.assert_close(given, again, rtol=1e-5, atol=1e-5)
+            again = block(again).detach()
+    assert recorder(engine).points.shared
+
+
+def test_what_was_modified_in_place_is_refused(engine: Engine) -> None:
+    model = one_by_one(blocks(), device_budget=BUDGETS["plenty"])
+    gradients(model, model, inputs())
+    gradients(model, model, inputs())
+    result, hidden = inputs(), []
+    for block in model:
+        hidden.append(result)
+        result = block(result)
+    with torch.no_grad():
+        hidden[3].add_(1)
+    with pytest.raises((UsageError, RuntimeError), match="modified"):
+        result.sum().backward()
+
+
+def test_a_budget_below_what_any_schedule_needs_is_refused_at_once(engine: Engine) -> None:
+    model = one_by_one(blocks(), device_budget=2_000_000)
+    with pytest.raises(BudgetError, match=r"region \d+, call 0 of the step, needs .* the budget is 2 MB"):
+        gradients(model, model, inputs())
+
+
+def test_nothing_is_left_behind(engine: Engine) -> None:
+    model = one_by_one(blocks(), device_budget=BUDGETS["little"])
+    for step in range(3):
+        gradients(model, model, inputs(step))
+    points = recorder(engine).points
+    assert points.extra_bytes == 0
+    assert points.in_use == 0
+
+
+def test_steps_are_reported(engine: Engine) -> None:
+    assert tencache_fx.steps() == ()
+    model = one_by_one(blocks(), device_budget=BUDGETS["some"])
+    for step in range(3):
+        gradients(model, model, inputs(step))
+    (record,) = tencache_fx.steps()
+    assert len(record.runs) == 2 * DEPTH
+    assert record.runs[DEPTH - 1].replace("forward", "backward") == record.runs[DEPTH]
+    assert record.plan.transfers
+    assert "a step on cpu: forward 0.0, forward 1.0, forward 1.1" in _renumbered(tencache_fx.report())
+
+
+def _renumbered(text: str) -> str:
+    """Number the regions of a step from 0."""
+    first = int(re.search(r"forward (\d+)\.0", text)[1])
+    return re.sub(r"(ward) (\d+)\.", lambda found: f"{found[1]} {int(found[2]) - first}.", text)
+
+
+def test_lengths_may_change_from_step_to_step(engine: Engine) -> None:
+    plain, model = one_by_one(blocks(), "aot_eager_decomp_partition"), one_by_one(blocks(), device_budget=7_000_000)
+    lengths = [512, 512, 384, 512, 448, 384, 512, 448, 384]
+    expected = [gradients(plain, plain, inputs(step, rows)) for step, rows in enumerate(lengths)]
+    for step, rows in enumerate(lengths):
+        assert equal(gradients(model, model, inputs(step, rows)), expected[step]), (step, rows)
+    assert any(program.schedule is not FRUGAL for program in recorder(engine).programs.values())
+
+
+def test_three_threads_train_at_once(engine: Engine) -> None:
+    expected = wanted(4)
+    models = [one_by_one(blocks(), device_budget=16_000_000) for _ in range(3)]
+    gradients(models[0], models[0], inputs())
+    found: dict[int, list[bool]] = {}
+
+    def work(number: int) -> None:
+        model = models[number]
+        found[number] = [equal(gradients(model, model, inputs(step)), each) for step, each in enumerate(expected)]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys(range(3), [True] * 4)
+
+
+def test_what_host_memory_cannot_hold_goes_to_disk(tmp_path: Path) -> None:
+    expected = wanted(4)
+    options = {"host_budget": 4_000_000, "spill_dir": tmp_path, "spill_budget": 1 << 26}
+    model = one_by_one(blocks(), device_budget=BUDGETS["little"], **options)
+    for step, each in enumerate(expected):
+        assert equal(gradients(model, model, inputs(step)), each), f"step {step}"
+    assert tencache_fx.stats()["disk_read_bytes"] > 0
+    assert any(each.tier is Tier.NVME for each in tencache_fx.steps()[-1].plan.transfers)
+
+
+def test_slow_links_make_regions_recompute(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The regions are compiled once more for it, and never again."""
+    monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
+    expected, model, compiled = wanted(6), one_by_one(blocks(), device_budget=BUDGETS["some"]), []
+    for step, each in enumerate(expected):
+        assert equal(gradients(model, model, inputs(step)), each), f"step {step}"
+        compiled.append(REGIONS.compilations)
+    chosen = [region.swap_region.recomputed for region in map(_current, REGIONS.live()) if region.swap_region]
+    assert any(chosen)
+    assert compiled[0] < compiled[1] == compiled[-1]
+
+
+def _current(region: object) -> CompiledRegion:
+    assert isinstance(region, Region)
+    return region.current
+
+
+def test_inductor_is_equal_within_rounding(engine: Engine) -> None:
+    model = one_by_one(blocks(4), device_budget=3_600_000, compiler="inductor")
+    plain = blocks(4)
+    for step in range(4):
+        found, expected = gradients(model, model, inputs(step)), gradients(plain, plain, inputs(step))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert tencache_fx.steps()[-1].plan.transfers
+
+
+def test_offloaded_parameters_are_refused() -> None:
+    model = blocks(2)
+    tencache_fx.offload(model, "cpu")
+    one_by_one(model, device_budget=BUDGETS["some"])
+    with pytest.raises(
+        BackendCompilerFailed, match=r'UsageError: \d .* offloaded, which scope="step" does not plan for'
+    ):
+        model(inputs())
+
+
+def test_what_runs_is_what_the_schedule_says(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every copy of a planned step, by storage and in its order, against the plan."""
+    model = one_by_one(blocks(), device_budget=BUDGETS["some"])
+    for step in range(3):
+        gradients(model, model, inputs(step))
+    issued: list[tuple[str, str]] = []
+    for deed in ("offload", "prefetch"):
+        monkeypatch.setattr(engine, deed, _noted(getattr(engine, deed), deed, issued))
+    gradients(model, model, inputs(9))
+    (record,) = tencache_fx.steps()
+    labels = [transfer.name.split(":")[1] for transfer in record.plan.transfers]
+    assert sorted(label for deed, label in issued if deed == "offload") == sorted(labels)
+    assert len(issued) == 2 * len(labels)
+
+
+def _noted(run: Callable[..., Tensor], deed: str, issued: list[tuple[str, str]]) -> Callable[..., Tensor]:
+    def noting(value: Tensor, *more: object, **options: object) -> Tensor:
+        issued.append((deed, str(more[-1]) if more else ""))
+        return run(value, *more, **options)
+
+    return noting

@@ -1,0 +1,83 @@
+"""Blocks compiled one by one on a CUDA device: equal gradients under poison and late copies, and the budget kept."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from conftest import MIB, eventually, settled
+from faulty_streams import FaultyCudaStreams
+from torch import Tensor, nn
+
+import tencache_fx
+from tencache_fx.hardware.devices import resolve_device
+from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.engine_registry import install_engine
+
+pytestmark = pytest.mark.gpu
+
+LAYERS, WIDTH, BATCH = 8, 1024, 4096
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+@pytest.fixture
+def faulty() -> Iterator[Engine]:
+    torch.compiler.reset()
+    device = resolve_device(torch.device("cuda"))
+    engine = Engine(device, host_budget_bytes=2048 * MIB, streams=FaultyCudaStreams(device, delay_cycles=1_000_000))
+    install_engine(engine)
+    yield engine
+    assert eventually(lambda: settled(engine)), engine.stats.take()
+    engine.close()
+    torch.compiler.reset()
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(LAYERS))).cuda()
+
+
+def train(model: nn.Sequential, steps: int) -> tuple[list[list[Tensor]], list[int]]:
+    """Return the gradients and the peak of each step, the first included."""
+    found, peaks = [], []
+    for step in range(steps):
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        x = torch.randn(BATCH, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+        model(x).square().mean().backward()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+        found.append([parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None])
+    return found, peaks
+
+
+@pytest.mark.parametrize("share", [0.55, 0.75, 1.5])
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_steps_are_right_and_within_the_budget(faulty: Engine, compiler: str, share: float) -> None:
+    plain = build()
+    for block in plain:
+        block.compile(backend="aot_eager_decomp_partition" if compiler == "eager" else "inductor")
+    expected, peaks = train(plain, 5)
+    del plain
+    torch.compiler.reset()
+    budget = int(share * max(peaks))
+    model = build()
+    for block in model:
+        block.compile(backend="tencache", options={"device_budget": budget, "scope": "step", "compiler": compiler})
+    found, ours = train(model, 5)
+    for one, other in zip(found, expected, strict=True):
+        for gradient, wanted in zip(one, other, strict=True):
+            if compiler == "eager":
+                assert torch.equal(gradient, wanted)
+            else:
+                torch.testing.assert_close(gradient, wanted, rtol=1e-3, atol=1e-5)
+    assert max(ours) <= budget, (ours, budget)
+    assert bool(tencache_fx.steps()[-1].plan.transfers) == (share < 1)
