@@ -1,6 +1,7 @@
 """A joint graph's forward and backward, split by torch's own partitioners as this region wants it."""
 
 import contextlib
+import operator
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -44,6 +45,8 @@ def split_joint(
     for node in joint.graph.nodes:
         if node.name in again:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    if recompute != "auto":
+        _draw_once(joint.graph)
     split = min_cut_rematerialization_partition if recompute == "auto" else default_partition
     with _fixed_sizes():
         return split(
@@ -68,6 +71,25 @@ def _fixed_sizes() -> Iterator[None]:
         yield
     finally:
         fake_mode.static_shapes = before
+
+
+def _draw_once(joint: fx.Graph) -> None:
+    """Have random numbers of the forward drawn in the forward only, unless they are to be recomputed.
+
+    Torch's default partitioner leaves a copy of each such op in the backward where it has the op's arguments, and
+    refuses one with several results that nobody reads: a dropout that is overwritten
+    (2.14: `_functorch/partitioners.py: default_partition, is_multi_output`).
+    """
+    for node in joint.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload) or "recompute" in node.meta:
+            continue
+        drawn = torch.Tag.nondeterministic_seeded in node.target.tags
+        if drawn and node.meta.get("partitioner_tag") != "is_backward":
+            node.meta["partitioner_tag"] = "must_be_in_forward"
+            if not node.users and isinstance(value := node.meta["val"], (tuple, list)):
+                with joint.inserting_after(node):
+                    reader = joint.call_function(operator.getitem, (node, 0))
+                reader.meta["val"] = value[0]
 
 
 def _save_what_is_overwritten(joint: fx.Graph, num_outputs: int) -> None:

@@ -344,6 +344,40 @@ def test_without_inductor_random_numbers_are_those_of_torch(*, checkpointed: boo
             assert (engine.stats.take()["offloads"] > 0) == moves
 
 
+class Unread(nn.Module):
+    """Drops out what is overwritten before anybody reads it; what is drawn afterwards depends on it all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            dropped = nn.functional.dropout(x.sin(), 0.5).zero_()
+            x = nn.functional.dropout(torch.relu(layer(x)), 0.2) + dropped * torch.rand_like(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("recompute", ["none", "auto"])
+def test_a_dropout_that_nobody_reads(recompute: str) -> None:
+    """Torch's partitioner that saves all that autograd would refuses it (2.14: `default_partition`).
+
+    It is drawn where torch is told to draw as it does without a compiler, and to leave out no draw.
+    """
+    outcomes = []
+    for backend in ("aot_eager", "tencache"):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = Unread()
+        options = {**EAGER, "device_budget": 600_000, "recompute": recompute} if backend == "tencache" else None
+        with torch._inductor.config.patch(fallback_random=True):
+            loss = torch.compile(model, backend=backend, options=options)(*rows(0))
+            loss.backward()
+        outcomes.append([loss.detach(), *(p.grad for p in model.parameters()), torch.rand(4)])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*outcomes, strict=True))
+    assert tencache_fx.regions()[-1].plan.transfers
+
+
 class Numbers(nn.Module):
     """Layers through complex numbers: the gradient of a product with one of Python's is a view of no tensor."""
 

@@ -1,0 +1,23 @@
+"""Counts what the examples of a property came to, so that one which rarely reaches its subject fails."""
+
+from collections import Counter
+
+from hypothesis import event
+
+
+class Outcomes:
+    """What the examples of one property came to, by name."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def note(self, outcome: str) -> None:
+        """Count one example, or one part of it, and show it in hypothesis' statistics."""
+        event(outcome)
+        self._counts[outcome] += 1
+
+    def check(self, share: float, *subject: str) -> None:
+        """Fail unless at least `share` of all that was noted is one of `subject`."""
+        reached, total = sum(self._counts[name] for name in subject), self._counts.total()
+        assert total > 0, "no example was noted"
+        assert reached >= share * total, f"{reached} of {total} were {' or '.join(subject)}: {dict(self._counts)}"
