@@ -218,8 +218,10 @@ class RegionPlanner:
                 f'{len(self._offloaded)} parameters of a region are offloaded, which scope="step" does not plan for; '
                 'compile with scope="region", or keep the parameters on the device.'
             )
-        wanted = self._environment.wanted(training=training)
-        if Reservation.BOUNDARY in wanted:
+        by_step = options.by_step and training
+        # How much is to be free beside other regions, the step's problem says.
+        wanted = {} if by_step else self._environment.wanted(training=training)
+        if Reservation.BOUNDARY in wanted or by_step:
             write_pause(capture)
         held_now_bytes = self._held_beside(training=training) + staying_bytes
         known = analyze(capture, options, self._environment.roofline, measure=self._environment.measures)
@@ -241,8 +243,6 @@ class RegionPlanner:
             extra_ns = max(0, known.duration_ns - first.analysis.duration_ns)
             bare = dataclasses.replace(stated.problem, recompute_ns=extra_ns)
         stated = dataclasses.replace(stated, problem=bare)
-        if options.by_step and training:
-            wanted = {}  # how much is free beside the others, the step's problem says
         reserved, captured, plan = stated.plan(wanted, _planner_of(capture, options))
         problem = captured
         if isinstance(plan, Plan):

@@ -359,3 +359,22 @@ def _noted(run: Callable[..., Tensor], deed: str, issued: list[tuple[str, str]])
         return run(value, *more, **options)
 
     return noting
+
+
+def test_what_the_last_op_and_the_first_one_behind_it_read_leaves_in_between(engine: Engine) -> None:
+    """Other regions run in between; also where kernels are fused, and only heavy ones keep their place."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+    model = one_by_one(nn.Sequential(*(Gated() for _ in range(4))), device_budget=4_000_000, compiler="inductor")
+    model(inputs().view(4, -1, WIDTH)).square().mean().backward()
+    found = [_current(region).swap_region for region in REGIONS.live()]
+    pending = [region.pending_bytes for region in found if region is not None]
+    assert len(pending) == 2
+    assert max(pending) < ROWS * WIDTH * 4, "less than any activation of a block"
