@@ -18,7 +18,7 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 
 from tencache_fx import compat
-from tencache_fx.ops import OFFLOAD, OFFLOAD_GRAD, RELEASE, RUNTIME_OPS, WAIT
+from tencache_fx.ops import OFFLOAD, OFFLOAD_GRAD, RELEASE, RUNTIME_OPS, WAIT, arguments_of
 from tencache_fx.passes.graphs import step_nodes
 from tencache_fx.passes.inductor_model import InductorModel
 from tencache_fx.passes.op_kinds import base_of, count_flops, is_heavy, is_view
@@ -77,14 +77,12 @@ class _Readers:
         What leaves: so that the copy is made of it, and not of a second one that is computed for the copy alone.
         """
         if op.target in (OFFLOAD, OFFLOAD_GRAD):
-            assert isinstance(op.args[0], fx.Node)
-            return [op.args[0]]
+            return [arguments_of(op)["src"]]
         return self._of(op) if op.target is RELEASE else []
 
     def _of(self, release: fx.Node) -> list[fx.Node]:
         """Return the materialised values, made before `release`, that are computed from what it releases."""
-        source = release.args[1]
-        assert isinstance(source, fx.Node)
+        source: fx.Node = arguments_of(release)["src"]
         found: set[fx.Node] = set()
         waiting, seen = [base_of(source)], set[fx.Node]()
         while waiting:
@@ -120,7 +118,5 @@ def _trace_of(node: fx.Node) -> fx.Node:
     A release counts as writing its source; nobody reads the token that it returns, and dependencies on what nobody
     reads are dropped (torch: `_inductor/scheduler.py: prune_weak_deps`).
     """
-    if node.target is not RELEASE:
-        return node
-    assert isinstance(node.args[1], fx.Node)
-    return node.args[1]
+    written: fx.Node = arguments_of(node)["src"] if node.target is RELEASE else node
+    return written

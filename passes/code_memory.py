@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from tencache_fx.passes.code_interface import Interface, Part, allocated_bytes, operation_name
-from tencache_fx.passes.verify_code import statements
+from tencache_fx.passes.verify_code import runtime_call, statements
 
-_OURS = "torch.ops.tencache."
 _OPERATIONS = ("torch.ops.", "extern_kernels.", "aten.")
 _RANDOM_STATE = "rng_state_output"  # torch: `_functorch/partitioners.py: functionalize_rng_ops`
 _UNKNOWN_ITEM_BYTES = 8  # of an operation that the graph does not have: no element is larger, but a complex one
@@ -67,7 +66,7 @@ class _Asserted:
     shape: dict[str, tuple[int, ...]] = field(default_factory=dict)
     item_bytes: dict[str, int] = field(default_factory=dict)
     parts: dict[str, dict[int, str]] = field(default_factory=dict)  # of a tuple: the variable of each element
-    waited: dict[str, ast.Call] = field(default_factory=dict)  # ticket -> the call that makes a tensor of it
+    waited: dict[str, dict[str, ast.expr]] = field(default_factory=dict)  # by ticket: what the wait is told
 
 
 class _Run:
@@ -187,23 +186,23 @@ class _Run:
 
     def _note_runtime(self, call: ast.expr, name: str | None) -> bool:
         """Follow one of our own operations; return whether it is one."""
-        if not isinstance(call, ast.Call) or not (function := ast.unparse(call.func)).startswith(_OURS):
+        if not isinstance(call, ast.Call) or (found := runtime_call(call)) is None:
             return False
-        role = function.removeprefix(_OURS).split(".")[0]
-        argument = self._read(call.args[0])
+        role, given = found
         if role in ("offload", "offload_grad") and name is not None:
-            self._leaving[name] = argument
+            self._leaving[name] = self._read(given["src"])
         elif role == "release":
-            held = self._leaving.get(ast.unparse(call.args[0]))
+            held = self._leaving.get(ast.unparse(given["handle"]))
             self._leaving = {handle: value for handle, value in self._leaving.items() if value is not held}
-            if len(call.args) > 3 and ast.unparse(call.args[3]) == "True":
-                self.donated |= self._read(call.args[1])
+            if "donated" in given and ast.unparse(given["donated"]) == "True":
+                self.donated |= self._read(given["src"])
         elif role in ("prefetch", "fetch_param") and name is not None:
             if (wait := self._known.waited.get(name)) is None:
                 raise UnreadableCodeError(f"nothing waits for {name}")
-            self.env[name] = frozenset({self._new(self._strided_bytes(*wait.args[1:4]))})
+            sizes = self._strided_bytes(wait["size"], wait["stride"], wait["dtype"])
+            self.env[name] = frozenset({self._new(sizes)})
         elif role == "wait" and name is not None:
-            self.env[name] = argument
+            self.env[name] = self._read(given["ticket"])
         return True
 
     def _read(self, value: ast.expr) -> frozenset[int]:
@@ -253,9 +252,9 @@ class _Run:
             if not isinstance(value, ast.Call):
                 continue
             function = ast.unparse(value.func)
-            if function == f"{_OURS}wait.default":
-                ticket = ast.unparse(value.args[0])
-                known.waited[first_name.get(ticket, ticket)] = value
+            if (call := runtime_call(value)) is not None and call[0] == "wait":
+                ticket = ast.unparse(call[1]["ticket"])
+                known.waited[first_name.get(ticket, ticket)] = call[1]
             for variable, shape, dtype in _assertions(function, value):
                 known.shape[ast.unparse(variable)] = self._numbers(shape)
                 if dtype is not None:

@@ -12,6 +12,7 @@ from torch import fx
 
 from tencache_fx.hardware.op_timing import Call, OpCost, describe_call
 from tencache_fx.hardware.rates import Roofline
+from tencache_fx.ops import arguments_of
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.inductor_model import InductorModel, Traffic, eager_traffic
 from tencache_fx.passes.op_kinds import count_flops, is_pointwise, nbytes_of, packet_of, readers_of
@@ -116,7 +117,7 @@ def _scratch_bytes(node: fx.Node, device: torch.device, *, fuses: bool) -> int:
     packet = packet_of(node)
     read = node.all_input_nodes
     if packet in _CONVOLUTIONS:
-        weight = nbytes_of(read[1 if packet is _aten.convolution else 2])
+        weight = nbytes_of(arguments_of(node)["weight"])
         return (
             min(map(nbytes_of, read[:2])) + 2 * weight
             if fuses and device.type == "cpu"

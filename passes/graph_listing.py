@@ -5,7 +5,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from tencache_fx.ops import FETCH_PARAM, OFFLOAD, OFFLOAD_GRAD, REFRESH_PARAM, RUNTIME_OPS, SYNC_PARAM, label_of
+from tencache_fx.ops import (
+    FETCH_PARAM,
+    OFFLOAD,
+    OFFLOAD_GRAD,
+    REFRESH_PARAM,
+    RUNTIME_OPS,
+    SYNC_PARAM,
+    arguments_of,
+    label_of,
+)
 from tencache_fx.records import Listing, NodeRow
 
 _SHORT = {
@@ -44,7 +53,7 @@ def _note(node: fx.Node) -> str:
     if label is None:
         return ""
     where = {
-        OFFLOAD: f" to {node.args[2]}",
+        OFFLOAD: f" to {arguments_of(node).get('tier')}",
         FETCH_PARAM: " from host memory",
         OFFLOAD_GRAD: " to host memory",
         SYNC_PARAM: " stays on the device",

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from tencache_fx.ops import arguments_of
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.tensors import storage_of, tensors_of
 
@@ -43,7 +44,7 @@ def find_mutations(capture: RegionGraphs) -> Mapping[fx.Node, fx.Node]:
                 continue
             if any(_storages(other) & _storages(base) or _is_mask(other) for other in others):
                 continue
-            if node.target in _PARTS and (base is not root or back[root].args[1] is not node):
+            if node.target in _PARTS and (base is not root or arguments_of(back[root])["src"] is not node):
                 continue
             until = {root: order[back[root]]} | ({} if base is root else {base: len(order)})
             users = ((user, end) for each, end in until.items() for key in _storages(each) for user in readers[key])

@@ -21,7 +21,9 @@ from tencache_fx.ops import (
     SYNC_PARAM,
     TAKE_GRAD,
     WAIT,
+    arguments_of,
     key_tensor,
+    label_of,
 )
 from tencache_fx.passes.collectives import waits_behind
 from tencache_fx.passes.fake_aliasing import repair_view_fakes
@@ -133,10 +135,10 @@ def write_renewals(capture: RegionGraphs, registers: Collection[fx.Node], engine
     if (graph := capture.backward) is None:
         return
     order = {node: index for index, node in enumerate(graph.nodes)}
-    updated = {node.args[3]: node for node in graph.find_nodes(op="call_function", target=OFFLOAD_GRAD)}
+    updated = {arguments_of(node)["param"]: node for node in graph.find_nodes(op="call_function", target=OFFLOAD_GRAD)}
     for settled in graph.find_nodes(op="call_function", target=SYNC_PARAM):
-        parameter, _, name = settled.args
-        if (sink := updated.get(name)) is None:
+        parameter: fx.Node = arguments_of(settled)["param"]
+        if (sink := updated.get(label_of(settled))) is None:
             continue
         last = max(sink, *_readers(parameter, registers), key=lambda node: order[node])
         with graph.inserting_after(last):

@@ -15,21 +15,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.ops import RUNTIME_OPS, label_of
+from tencache_fx.ops import RUNTIME_OPS, by_name, label_of, source_of
 
 log = logging.getLogger("tencache_fx")
 
 _OURS = "torch.ops.tencache."
-_LABELLED = {
-    "offload": 3,
-    "fetch_param": 2,
-    "sync_param": 2,
-    "refresh_param": 2,
-    "offload_grad": 2,
-}  # role -> where the call has the storage's name
 _SLIPPING = ("wait", "take_grad", "refresh_param")  # may run later than planned
 _HEAVY = ("extern_kernels.", "triton_tem_", "cpp_CppMicroGemm", "cpp_CppBmm")  # calls in the code
 _HEAVY_OPS = re.compile(  # targets in the graph: those that Inductor has extern kernels or templates for
@@ -71,8 +65,7 @@ def planned_calls(graph: fx.Graph) -> PlannedCalls:
             if (label := label_of(node)) is not None:
                 labels[node.name] = label
             else:
-                source = node.args[0]
-                assert isinstance(source, fx.Node)
+                source = source_of(node)
                 if source.op == "placeholder":
                     labels[source.name] = handles[source.name] = source.name
                 labels[node.name] = labels[source.name]
@@ -152,16 +145,16 @@ def _follow(tree: ast.Module, handles: Mapping[str, str]) -> Iterator[_Call]:
     for statement in statements(tree):
         _check_reads(statement, released, buffer_of)
         targets = [ast.unparse(t) for t in statement.targets] if isinstance(statement, ast.Assign) else []
-        for role, call in _runtime_calls(statement):
-            if role in _LABELLED:
-                label = str(ast.literal_eval(call.args[_LABELLED[role]]))
+        for role, given in _runtime_calls(statement):
+            if "label" in given:
+                label = str(ast.literal_eval(given["label"]))
                 if role in ("offload", "offload_grad"):
-                    leaving[_variable(call.args[0])] = label
+                    leaving[_variable(given["src"])] = label
             else:
-                label = name_of[_variable(call.args[0])]
+                label = name_of[_variable(given["ticket" if role == "wait" else "handle"])]
                 if role == "release":
                     leaving = {name: other for name, other in leaving.items() if other != label}
-                    released[_buffer(call.args[1], buffer_of)] = label
+                    released[_buffer(given["src"], buffer_of)] = label
             name_of |= dict.fromkeys(targets, label)
             yield _Call(role=role, label=label, heavy_before=heavy)
         heavy += _count_heavy(statement)
@@ -205,12 +198,20 @@ def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield statement
 
 
-def _runtime_calls(statement: ast.stmt) -> Iterator[tuple[str, ast.Call]]:
+def _runtime_calls(statement: ast.stmt) -> Iterator[tuple[str, dict[str, ast.expr]]]:
     for node in ast.walk(statement):
-        if isinstance(node, ast.Call):
-            target = ast.unparse(node.func)
-            if target.startswith(_OURS):
-                yield target.removeprefix(_OURS).split(".")[0], node
+        if isinstance(node, ast.Call) and (call := runtime_call(node)) is not None:
+            yield call
+
+
+def runtime_call(call: ast.Call) -> tuple[str, dict[str, ast.expr]] | None:
+    """Return which runtime op is called, and its arguments by name; None for other calls."""
+    function = ast.unparse(call.func)
+    if not function.startswith(_OURS):
+        return None
+    role = function.removeprefix(_OURS).split(".")[0]
+    named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+    return role, by_name(getattr(torch.ops.tencache, role).default, call.args, named)
 
 
 def _variable(argument: ast.expr) -> str:

@@ -5,10 +5,8 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.ops import OFFLOAD, OFFLOAD_GRAD, RELEASE
+from tencache_fx.ops import OFFLOAD, OFFLOAD_GRAD, RELEASE, arguments_of
 from tencache_fx.passes.verify_owners import Key, handed, owners_of
-
-_SOURCE = {OFFLOAD: 0, OFFLOAD_GRAD: 0, RELEASE: 1}  # where each op has the value that leaves
 
 
 def late_reads(graph: fx.Graph, owner: Mapping[fx.Node, Mapping[int, Key]]) -> Mapping[fx.Node, Sequence[fx.Node]]:
@@ -45,8 +43,8 @@ def check_collectives(graphs: Sequence[fx.Graph], num_outputs: int) -> None:
             elif _waits(node):
                 for key in owner[node].values():
                     by.pop(key, None)
-            elif node.target in _SOURCE:
-                source = node.args[_SOURCE[node.target]]
+            elif node.target in (OFFLOAD, OFFLOAD_GRAD, RELEASE):
+                source = arguments_of(node)["src"]
                 if writers := [by[key].name for key in owner[source].values() if key in by]:
                     raise InvariantError(
                         f"under-way: {node.name} takes {source.name}, which {writers[0]} still writes."

@@ -23,6 +23,8 @@ from tencache_fx.ops import (
     SYNC_PARAM,
     TAKE_GRAD,
     WAIT,
+    arguments_of,
+    source_of,
 )
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.verify_collectives import check_collectives, late_reads
@@ -90,15 +92,14 @@ def verify_graphs(
 def _find_ops(graphs: tuple[fx.Graph, ...]) -> dict[str, _Ops]:
     by_name: dict[str, _Ops] = {}
     label_of: dict[str, str] = {}
-    literal = {OFFLOAD: ("offload", 3), OFFLOAD_GRAD: ("offload", 2), FETCH_PARAM: ("prefetch", 2)}
+    begins = {OFFLOAD: "offload", OFFLOAD_GRAD: "offload", FETCH_PARAM: "prefetch"}
     for graph in graphs:
         for node in graph.nodes:
-            if node.target in literal:
-                role, at = literal[node.target]
-                label_of[node.name] = str(node.args[at])
-                getattr(by_name.setdefault(label_of[node.name], _Ops()), role).append(node)
+            if node.target in begins:
+                label_of[node.name] = str(arguments_of(node)["label"])
+                getattr(by_name.setdefault(label_of[node.name], _Ops()), begins[node.target]).append(node)
             elif node.target in RUNTIME_OPS and node.target not in (SYNC_PARAM, REFRESH_PARAM):
-                source = node.args[0]
+                source = source_of(node)
                 if not isinstance(source, fx.Node) or source.name not in label_of:
                     raise InvariantError(
                         f"pairs: {node.name} reads {source}, which no offload or prefetch of ours made."
@@ -134,10 +135,9 @@ class _Reads:
 
 def _check_release(name: str, ops: _Ops, reads: _Reads) -> None:
     """No reader of the source may follow its release, and the graph may not return it."""
-    release, source = ops.release[0], ops.offload[0].args[0]
-    if release.args[1] is not source:
-        raise InvariantError(f"released-last: {name} offloads {source} but releases {release.args[1]}.")
-    assert isinstance(source, fx.Node)
+    release, source = ops.release[0], arguments_of(ops.offload[0])["src"]
+    if (released := arguments_of(release)["src"]) is not source:
+        raise InvariantError(f"released-last: {name} offloads {source} but releases {released}.")
     for key in reads.owner[source].values():
         if reads.place[last := reads.last[key]] > reads.place[release]:
             raise InvariantError(f"released-last: {last.name} reads {name} after its release.")
@@ -146,19 +146,18 @@ def _check_release(name: str, ops: _Ops, reads: _Reads) -> None:
 def _check_owner(name: str, ops: _Ops, forward: fx.Graph) -> None:
     """What the forward is given is the caller's, who may read it on; nothing else is."""
     (release,) = ops.release
-    given = release.args[1] in forward.find_nodes(op="placeholder")
+    given = arguments_of(release)["src"] in forward.find_nodes(op="placeholder")
     if given != _is_donated(release):
         raise InvariantError(f"owner: {name} is {'' if given else 'not '}the caller's, its release says otherwise.")
 
 
 def _is_donated(release: fx.Node) -> bool:
-    return release.target is RELEASE and release.args[3:] == (True,)
+    return release.target is RELEASE and arguments_of(release).get("donated") is True
 
 
 def _check_geometry(name: str, ops: _Ops) -> None:
-    source = (ops.offload or ops.prefetch)[0].args[0]
+    source = (ops.offload or ops.prefetch)[0].all_input_nodes[0]
     (wait,) = ops.wait or ops.take_grad
-    assert isinstance(source, fx.Node)
     want, got = source.meta["val"], wait.meta["val"]
     if want.is_conj() or want.is_neg():
         raise InvariantError(f"geometry: {name} leaves as a lazy conjugate or negative: its bytes do not say so.")
@@ -170,10 +169,10 @@ def _check_geometry(name: str, ops: _Ops) -> None:
     ):
         if left != right:
             raise InvariantError(f"geometry: {name} leaves with {what} {left} and comes back with {right}.")
-    if (wait.args[3], wait.args[4]) != (want.dtype, want.device):
-        raise InvariantError(f"geometry: {name} is asked back as {wait.args[3]} on {wait.args[4]}, not {want.dtype}.")
-    for argument, sizes in ((wait.args[1], want.shape), (wait.args[2], want.stride())):
-        assert isinstance(argument, (list, tuple))
+    asked = arguments_of(wait)
+    if (dtype := asked["dtype"], device := asked["device"]) != (want.dtype, want.device):
+        raise InvariantError(f"geometry: {name} is asked back as {dtype} on {device}, not {want.dtype}.")
+    for argument, sizes in ((asked["size"], want.shape), (asked["stride"], want.stride())):
         literal = [item.meta["val"] if isinstance(item, fx.Node) else item for item in argument]
         if literal != list(sizes):
             raise InvariantError(f"geometry: {name} is asked back as {literal}, not {list(sizes)}.")
@@ -256,7 +255,7 @@ def _replay(
 
     A donated input, marked at its release, is the caller's to the end of the forward, and free by the backward.
     """
-    donated_inputs = {node.args[1] for node in capture.forward.nodes if _is_donated(node)}
+    donated_inputs = {arguments_of(node)["src"] for node in capture.forward.nodes if _is_donated(node)}
     carried: dict[str, dict[int, Key]] = {}
     held: dict[Key, int] = {}
     everywhere: dict[fx.Node, dict[int, Key]] = {}
@@ -341,22 +340,15 @@ def _check_buffers(plan: Plan, graphs: tuple[fx.Graph, ...]) -> None:
     holds: dict[str, int] = {}
     for graph in graphs:
         for node in graph.nodes:
-            if node.target is OFFLOAD and node.args[2] == Tier.HOST.value:
-                name = str(node.args[3])
+            if node.target is OFFLOAD and arguments_of(node)["tier"] == Tier.HOST.value:
+                name = str(arguments_of(node)["label"])
                 fits = [nbytes for nbytes, count in sorted(free.items()) if nbytes >= size[name] and count > 0]
                 if not fits:
                     raise InvariantError(f"buffers: no buffer of {size[name]} bytes is free when {name} leaves.")
                 free[fits[0]] -= 1
                 holds[node.name] = holds[name] = fits[0]
-            elif node.target is WAIT and node.args[0].target is PREFETCH:
-                label = _label_of(node)
+            elif node.target is WAIT and source_of(node).target is PREFETCH:
+                handle = source_of(source_of(node))
+                label = str(arguments_of(handle)["label"]) if handle.target is OFFLOAD else handle.name
                 if label in holds:
                     free[holds.pop(label)] += 1
-
-
-def _label_of(wait: fx.Node) -> str:
-    prefetch = wait.args[0]
-    assert isinstance(prefetch, fx.Node)
-    handle = prefetch.args[0]
-    assert isinstance(handle, fx.Node)
-    return str(handle.args[3]) if handle.target is OFFLOAD else handle.name

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.ops import WAIT
+from tencache_fx.ops import WAIT, source_of
 
 Key = tuple[int, int]  # one storage: the node that made it, and which of its tensors
 
@@ -30,7 +30,7 @@ def owners_of(
         elif node.op == "placeholder":
             owner[node] = {key: entered.setdefault(key, (id(node), i)) for i, key in enumerate(keys)}
         elif node.target is WAIT:
-            owner[node] = {keys[0]: (id(node.args[0]), 0)}
+            owner[node] = {keys[0]: (id(source_of(node)), 0)}
         else:
             inherited = {key: name for argument in node.all_input_nodes for key, name in owner[argument].items()}
             if node in registers:

@@ -4,7 +4,7 @@ import torch
 from torch import fx
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.ops import FETCH_PARAM, OFFLOAD_GRAD, REFRESH_PARAM, SYNC_PARAM, WAIT
+from tencache_fx.ops import FETCH_PARAM, OFFLOAD_GRAD, REFRESH_PARAM, SYNC_PARAM, WAIT, arguments_of, source_of
 from tencache_fx.passes.verify_collectives import late_reads
 from tencache_fx.passes.verify_owners import owners_of
 from tencache_fx.planning.problem import Problem
@@ -36,18 +36,16 @@ def _check_sinks(problem: Problem, graphs: tuple[fx.Graph, ...]) -> None:
         fetched: dict[fx.Node, str] = {}
         for node in graph.nodes:
             asked = ""
-            if node.target is OFFLOAD_GRAD and node.args[3]:
-                if node.args[3] != parameter_of.get(node.args[2]):
-                    raise InvariantError(
-                        f"sinks: {node.name} is a gradient of {parameter_of.get(node.args[2])}, not of it."
-                    )
-                updating.add(node.args[3])
+            if node.target is OFFLOAD_GRAD and (parameter := arguments_of(node)["param"]):
+                if parameter != (own := parameter_of.get(arguments_of(node)["label"])):
+                    raise InvariantError(f"sinks: {node.name} is a gradient of {own}, not of it.")
+                updating.add(parameter)
             elif node.target is FETCH_PARAM:
-                asked = fetched[node] = parameter_of.get(node.args[2], "")
+                asked = fetched[node] = parameter_of.get(arguments_of(node)["label"], "")
             elif node.target is WAIT:
-                asked = fetched.get(node.args[0], "")
+                asked = fetched.get(source_of(node), "")
             elif node.target is SYNC_PARAM:
-                asked = node.args[2]
+                asked = arguments_of(node)["label"]
             if asked in updating:
                 raise InvariantError(f"sinks: {node.name} asks for {asked} behind the beginning of its update.")
 
@@ -62,12 +60,12 @@ def _check_renewals(graphs: tuple[fx.Graph, ...]) -> None:
             if node.op == "output":
                 break
             if node.target is OFFLOAD_GRAD:
-                begun.add(node.args[3])
+                begun.add(arguments_of(node)["param"])
             for argument in (*node.all_input_nodes, *late.get(node, ())):
                 if renewed & _storages(argument):
                     raise InvariantError(f"renewals: {node.name} reads {argument.name}, which is renewed before it.")
             if node.target is REFRESH_PARAM:
-                if node.args[2] not in begun:
+                if arguments_of(node)["label"] not in begun:
                     raise InvariantError(f"renewals: {node.name} stands before the beginning of an update.")
                 renewed |= _storages(node.all_input_nodes[0])
 

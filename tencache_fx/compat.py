@@ -23,6 +23,7 @@ from torch._inductor.pattern_matcher import compute_mutation_region_ids
 from torch._inductor.utils import BoxedBool
 
 from tencache_fx.errors import OptionError
+from tencache_fx.ops import arguments_of
 from tencache_fx.option_values import nearest
 
 log = logging.getLogger("tencache_fx")
@@ -154,7 +155,7 @@ def _is_laid_out(graph: fx.Graph) -> bool:
     made += [
         gradient.meta["val"]
         for node in graph.find_nodes(op="call_function", target=_aten.convolution_backward.default)
-        for gradient in node.args[:2]
+        for gradient in (arguments_of(node)["grad_output"], arguments_of(node)["input"])
     ]
     flat = [value for value in made if value.dim() == 4]
     if not all(value.is_contiguous() for value in flat):

@@ -30,7 +30,7 @@ Defined through `torch.library.Library`, not `custom_op`, whose dispatch costs 3
 The kernels are registered by `tencache_fx.runtime.op_kernels` and `tencache_fx.model_state.parameter_ops`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,8 +83,18 @@ def key_tensor() -> Tensor:
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """Return the arguments that a call of one of torch's ops gives, by the names of its schema."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    names = (argument.name for argument in node.target._schema.arguments)
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return by_name(node.target, node.args, node.kwargs)
+
+
+def by_name(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments by the names that the schema of `op` has for them."""
+    return {**dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)), **kwargs}
+
+
+def source_of(node: fx.Node) -> Any:
+    """Return the handle or the ticket with which a runtime op goes on what an earlier one began; None if it begins."""
+    given = arguments_of(node)
+    return given.get("handle", given.get("ticket"))
 
 
 def label_of(node: fx.Node) -> str | None:

@@ -38,9 +38,8 @@ from tencache_fx.reporting.dump import write_region
 from tencache_fx.reporting.fit_report import Fit, RegionFit
 from tencache_fx.runtime.engine_registry import Usage
 from tencache_fx.tensors import main_device
-from tencache_fx.units import round_up
+from tencache_fx.units import PAGE_BYTES, round_up
 
-_PAGE_BYTES = 4096
 _PROBES = 5  # device budgets that are tried between one that is too small and one that suffices
 
 
@@ -245,15 +244,15 @@ class _Trial:
         """Return a device budget in which every region has a plan, as small as a few tries find; None if none has."""
         budget = self._options.device_budget
         assert budget is not None
-        floor = round_up(max(region.floor_bytes for region in found.regions), _PAGE_BYTES)
+        floor = round_up(max(region.floor_bytes for region in found.regions), PAGE_BYTES)
         if floor > budget and self._has_plan(floor):
             return floor
-        low, high = max(floor, budget), round_up(max(int(live_bytes(each).max()) for each in captured), _PAGE_BYTES)
+        low, high = max(floor, budget), round_up(max(int(live_bytes(each).max()) for each in captured), PAGE_BYTES)
         high = max(high + found.offloaded_bytes, low)  # with all parameters there
         if not self._has_plan(high):
             return None
         for _ in range(_PROBES):
-            middle = round_up((low + high) // 2, _PAGE_BYTES)
+            middle = round_up((low + high) // 2, PAGE_BYTES)
             if high - low < high // 50 or middle >= high:
                 break
             low, high = (low, middle) if self._has_plan(middle) else (middle, high)

@@ -17,7 +17,7 @@ from tencache_fx.planning.pool_sizing import pool_classes, staging_classes, tota
 from tencache_fx.planning.problem import Problem, Step, Tier
 from tencache_fx.planning.simulator import simulate
 from tencache_fx.planning.tuning import TUNING
-from tencache_fx.units import at_least, format_bytes, round_up
+from tencache_fx.units import PAGE_BYTES, at_least, format_bytes, round_up
 
 Policy = Callable[[Problem], tuple[Transfer, ...]]
 
@@ -117,7 +117,7 @@ def _share_out(problem: Problem, plan: Plan, floor: int) -> Plan:
     host_bytes = problem.budgets.host_bytes
     if not plan.transfers or plan.forecast.host_bytes <= host_bytes or problem.budgets.disk_bytes == 0:
         return plan
-    room_bytes = host_bytes - round_up(max(transfer.nbytes for transfer in plan.transfers), 4096)
+    room_bytes = host_bytes - round_up(max(transfer.nbytes for transfer in plan.transfers), PAGE_BYTES)
     placed: list[Transfer] = []
     for transfer in sorted(plan.transfers, key=lambda s: (s.needed_at - s.copy_out_after, s.nbytes, s.name)):
         on_host = replace(transfer, tier=Tier.HOST)

@@ -40,9 +40,11 @@ from tencache_fx.region.reservations import Reservation, StatedProblem
 from tencache_fx.region.source import RegionSource
 from tencache_fx.serialization import to_json
 from tencache_fx.tensors import upper_bound
+from tencache_fx.units import PAGE_BYTES
 
 log = logging.getLogger("tencache_fx")
 
+_BUDGET_PARTS = 4096  # a storage smaller than one of so many parts of the budget is not worth a transfer
 ForwardBackward = tuple[fx.GraphModule, fx.GraphModule]
 """A region's forward and backward."""
 
@@ -339,8 +341,7 @@ class RegionPlanner:
                 disk_bytes=max(0, options.spill_budget - used.disk_acquired_bytes),
             ),
             barriers=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and is_barrier(node)),
-            # Smaller storages cannot matter: this many would still be under a thousandth of the budget each.
-            min_spill_bytes=max(4096, (options.device_budget or 0) // 4096),
+            min_spill_bytes=max(PAGE_BYTES, (options.device_budget or 0) // _BUDGET_PARTS),
         )
         formulas, entering_bytes = None, 0
         if options.device_budget is not None:  # measured at the sizes that torch traced with

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from tencache_fx.compat import may_take_out
 from tencache_fx.passes.fake_aliasing import makes_views
 from tencache_fx.passes.graphs import placeholders
+from tencache_fx.passes.op_kinds import written_arguments
 from tencache_fx.tensors import storage_of, tensors_of
 
 _aten = torch.ops.aten
@@ -160,8 +161,8 @@ def _copy(joint: fx.Graph, given: fx.Node) -> fx.Node:
 
 def _written_within(joint: fx.Graph) -> Iterator[fx.Node]:
     """Yield the inputs that the joint graph itself writes to."""
-    targets = (copy.args[0] for copy in joint.find_nodes(op="call_function", target=_aten.copy_.default))
-    return (node for node in targets if isinstance(node, fx.Node) and node.op == "placeholder")
+    copies = joint.find_nodes(op="call_function", target=_aten.copy_.default)
+    return (node for copy in copies for node in written_arguments(copy) if node.op == "placeholder")
 
 
 def _written_behind(joint: fx.Graph) -> Iterator[fx.Node]:
