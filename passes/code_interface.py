@@ -9,8 +9,7 @@ from torch import fx
 from tencache_fx.passes.graphs import output_args, placeholders
 from tencache_fx.passes.parameter_markers import is_away
 from tencache_fx.passes.symbols import evaluate
-from tencache_fx.tensors import byte_hint, storage_of, tensors_of
-from tencache_fx.units import round_up
+from tencache_fx.tensors import allocated_bytes, byte_hint, storage_of, tensors_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +114,3 @@ def _hints(inputs: Iterable[fx.Node]) -> dict[str, int]:
     numbers = [*values, *(size for value in values if isinstance(value, torch.Tensor) for size in value.shape)]
     symbolic = (n for n in numbers if isinstance(n, torch.SymInt) and not isinstance(n.node.hint, torch.SymInt))
     return {str(n.node.expr): byte_hint(n) for n in symbolic}  # the length of a nested tensor's rows is no number
-
-
-def allocated_bytes(nbytes: int, device: torch.device) -> int:
-    """Return what the allocator takes: CUDA's rounds up to 512 (torch: `c10/cuda/CUDACachingAllocator.cpp`)."""
-    return round_up(nbytes, 512) if device.type == "cuda" else nbytes

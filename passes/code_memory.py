@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tencache_fx.passes.code_interface import Interface, Part, allocated_bytes, operation_name
+from tencache_fx.passes.code_interface import Interface, Part, operation_name
 from tencache_fx.passes.verify_code import runtime_call, statements
+from tencache_fx.tensors import allocated_bytes
 
 _OPERATIONS = ("torch.ops.", "extern_kernels.", "aten.")
 _RANDOM_STATE = "rng_state_output"  # torch: `_functorch/partitioners.py: functionalize_rng_ops`

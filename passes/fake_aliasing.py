@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from tencache_fx.passes.collectives import is_collective_wait
-from tencache_fx.passes.graphs import RegionGraphs, placeholders
+from tencache_fx.passes.graphs import RegionGraphs, call_on_fakes, placeholders
+from tencache_fx.passes.op_kinds import storages_of
 from tencache_fx.tensors import tensors_of
 
 
@@ -43,9 +44,7 @@ def makes_views(node: fx.Node) -> bool:
 
     A `getitem` does. So does a wait for a collective, whatever its schema says.
     """
-    if is_collective_wait(node):
-        return True
-    if node.target is operator.getitem:
+    if is_collective_wait(node) or node.target is operator.getitem:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
@@ -54,14 +53,7 @@ def makes_views(node: fx.Node) -> bool:
 
 
 def _aliases(node: fx.Node) -> bool:
-    made = {tensor.untyped_storage()._cdata for tensor in tensors_of(node) if tensor.layout is torch.strided}
-    given = {
-        tensor.untyped_storage()._cdata
-        for argument in node.all_input_nodes
-        for tensor in tensors_of(argument)
-        if tensor.layout is torch.strided
-    }
-    return made <= given
+    return storages_of(node) <= set().union(*map(storages_of, node.all_input_nodes))
 
 
 def _add(drawing: fx.Node) -> None:
@@ -79,10 +71,7 @@ def _parts(saving: fx.Node) -> tuple[Any, ...]:
 
 
 def _refresh(node: fx.Node) -> None:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    assert callable(node.target)
     fake: Any = tensors_of(node)[0]
     with fake.fake_mode:
         # The fake kernel of a wait makes another tensor than the one it is given (torch: `_functional_collectives.py`).
-        view = torch.ops.aten.alias.default if is_collective_wait(node) else node.target
-        node.meta["val"] = view(*args, **kwargs)
+        node.meta["val"] = call_on_fakes(node, torch.ops.aten.alias.default if is_collective_wait(node) else None)

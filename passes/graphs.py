@@ -1,8 +1,9 @@
 """One captured region: the forward and backward graphs that AOTAutograd's partitioner made, as one line of steps."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
@@ -81,3 +82,24 @@ def output_args(graph: fx.Graph) -> tuple[object, ...]:
     (output,) = graph.find_nodes(op="output")
     returned = output.args[0]
     return tuple(returned) if isinstance(returned, (list, tuple)) else (returned,)
+
+
+def set_outputs(graph: fx.Graph, values: Sequence[object], dropped: Collection[int]) -> None:
+    """Let `graph` return `values`, but for those at the positions `dropped`; torch's descriptions stay in step."""
+    (output,) = graph.find_nodes(op="output")
+    output.args = (tuple(value for index, value in enumerate(values) if index not in dropped),)
+    if "desc" in output.meta:
+        output.meta["desc"] = [each for index, each in enumerate(output.meta["desc"]) if index not in dropped]
+
+
+def keep_saved_flag(saved: fx.Node, instead: fx.Node) -> None:
+    """AOTAutograd counts the saved values that carry this flag, in what the forward returns."""
+    if "saved_tensor_with_no_vc_check" in saved.meta:
+        instead.meta["saved_tensor_with_no_vc_check"] = saved.meta["saved_tensor_with_no_vc_check"]
+
+
+def call_on_fakes(node: fx.Node, target: Callable[..., Any] | None = None) -> Any:
+    """Return what a node's target, or another one, makes of the fakes of its arguments."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    called: Any = node.target if target is None else target
+    return called(*args, **kwargs)

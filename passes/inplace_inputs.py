@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from tencache_fx.ops import arguments_of
 from tencache_fx.passes.graphs import RegionGraphs
-from tencache_fx.tensors import storage_of, tensors_of
+from tencache_fx.passes.op_kinds import storages_of
+from tencache_fx.tensors import tensors_of
 
 _aten = torch.ops.aten
 _PUTS = (_aten.index_put.default, _aten._unsafe_index_put.default)
@@ -33,7 +34,7 @@ def find_mutations(capture: RegionGraphs) -> Mapping[fx.Node, fx.Node]:
         order = {node: index for index, node in enumerate(graph.nodes)} if back else {}
         readers: defaultdict[int, list[fx.Node]] = defaultdict(list)  # by storage
         for node in order:
-            for key in _storages(node):
+            for key in storages_of(node):
                 readers[key] += node.users
         for node in order:
             if node.target not in _PUTS + _PARTS:
@@ -42,12 +43,12 @@ def find_mutations(capture: RegionGraphs) -> Mapping[fx.Node, fx.Node]:
             root = found.get(base, base)
             if root.op != "placeholder" or root not in back or not _is_there(root, capture):
                 continue
-            if any(_storages(other) & _storages(base) or _is_mask(other) for other in others):
+            if any(storages_of(other) & storages_of(base) or _is_mask(other) for other in others):
                 continue
             if node.target in _PARTS and (base is not root or arguments_of(back[root])["src"] is not node):
                 continue
             until = {root: order[back[root]]} | ({} if base is root else {base: len(order)})
-            users = ((user, end) for each, end in until.items() for key in _storages(each) for user in readers[key])
+            users = ((user, end) for each, end in until.items() for key in storages_of(each) for user in readers[key])
             if not any(order[node] < order[user] < end for user, end in users):
                 found[node] = root
     return found
@@ -61,8 +62,3 @@ def _is_there(node: fx.Node, capture: RegionGraphs) -> bool:
 def _is_mask(node: fx.Node) -> bool:
     """Return whether a node is a mask, by which Inductor may choose between old and new, in a buffer of its own."""
     return any(each.dtype is torch.bool for each in tensors_of(node))
-
-
-def _storages(node: fx.Node) -> set[int]:
-    storages = map(storage_of, tensors_of(node))
-    return {storage._cdata for storage in storages if storage is not None}

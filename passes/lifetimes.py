@@ -23,8 +23,7 @@ from tencache_fx.passes.op_kinds import packet_of, written_arguments
 from tencache_fx.passes.parameter_markers import is_away
 from tencache_fx.passes.symbols import SymbolSource, symbol_source
 from tencache_fx.planning.problem import Kind, Step, Storage
-from tencache_fx.tensors import byte_hint, is_lazy, tensors_of
-from tencache_fx.units import round_up
+from tencache_fx.tensors import allocated_bytes, byte_hint, is_lazy, tensors_of
 
 _NO_BYTES = torch.ops.aten._efficientzerotensor.default  # of forward-mode derivatives; its fake is an ordinary tensor
 
@@ -328,11 +327,6 @@ def find_carrier(members: Iterable[fx.Node], graph: fx.Graph | None = None) -> f
     here = [node for node in single if graph is None or node.graph is graph]
     whole = max((place for place, node in enumerate(here) if is_collective_wait(node)), default=0)
     return next((node for node in here[whole:] if _spans_storage(node.meta["val"])), None)
-
-
-def allocated_bytes(nbytes: int, device: torch.device) -> int:
-    """Return what the allocator takes for `nbytes`: CUDA's rounds up to 512 (torch: `CUDACachingAllocator.cpp`)."""
-    return round_up(nbytes, 512) if device.type == "cuda" else nbytes
 
 
 def _geometry(node: fx.Node) -> Iterator[int | torch.SymInt]:

@@ -9,7 +9,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from tencache_fx.ops import arguments_of
-from tencache_fx.tensors import byte_hint, tensors_of
+from tencache_fx.tensors import byte_hint, storage_of, tensors_of
 
 
 def packet_of(node: fx.Node) -> object:
@@ -22,15 +22,14 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return True
     made = tensors_of(node)
-    if not made:
+    if not made or any(tensor.layout is not torch.strided for tensor in made):
         return False
-    given = {
-        tensor.untyped_storage()._cdata
-        for argument in node.all_input_nodes
-        for tensor in tensors_of(argument)
-        if tensor.layout is torch.strided
-    }
-    return all(t.layout is torch.strided and t.untyped_storage()._cdata in given for t in made)
+    return storages_of(node) <= set().union(*map(storages_of, node.all_input_nodes))
+
+
+def storages_of(node: fx.Node) -> set[int]:
+    """Return the storages that a node's tensors live in, by the identity of their fakes."""
+    return {storage._cdata for tensor in tensors_of(node) if (storage := storage_of(tensor)) is not None}
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -22,8 +22,9 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from tencache_fx.ops import LOAD_PARAM, STORE_GRAD, key_tensor
-from tencache_fx.passes.graphs import RegionGraphs, output_args, placeholders
+from tencache_fx.ops import LOAD_PARAM, STORE_GRAD
+from tencache_fx.passes.gaps import fake_like, key_node
+from tencache_fx.passes.graphs import RegionGraphs, keep_saved_flag, output_args, placeholders, set_outputs
 from tencache_fx.passes.op_kinds import base_of, is_view, readers_of, written_arguments
 from tencache_fx.tensors import is_lazy, storage_of, tensors_of
 
@@ -79,7 +80,7 @@ def _save_names_only(capture: RegionGraphs, parameter: fx.Node) -> None:
             name.meta.update(parameter.meta)
             taken[parameter.name] = name
             values[values.index(view, capture.num_outputs)] = parameter
-            _keep_flag(view, parameter)
+            keep_saved_flag(view, parameter)
         else:
             dropped.add(values.index(view, capture.num_outputs))
         made = {parameter: taken[parameter.name]}
@@ -89,10 +90,7 @@ def _save_names_only(capture: RegionGraphs, parameter: fx.Node) -> None:
                 made[link] = backward.node_copy(link, made.__getitem__)
         given.replace_all_uses_with(made[view])
         backward.erase_node(given)
-    (output,) = forward.find_nodes(op="output")
-    output.args = (tuple(value for index, value in enumerate(values) if index not in dropped),)
-    if "desc" in output.meta:
-        output.meta["desc"] = [d for index, d in enumerate(output.meta["desc"]) if index not in dropped]
+    set_outputs(forward, values, dropped)
 
 
 def _base_chain(view: fx.Node, parameter: fx.Node) -> list[fx.Node] | None:
@@ -104,12 +102,6 @@ def _base_chain(view: fx.Node, parameter: fx.Node) -> list[fx.Node] | None:
         chain.insert(0, view)
         view = view.all_input_nodes[0]
     return chain
-
-
-def _keep_flag(saved: fx.Node, instead: fx.Node) -> None:
-    """AOTAutograd counts the saved values that carry this flag, in what the forward returns."""
-    if "saved_tensor_with_no_vc_check" in saved.meta:
-        instead.meta["saved_tensor_with_no_vc_check"] = saved.meta["saved_tensor_with_no_vc_check"]
 
 
 def _may_leave(parameter: fx.Node, capture: RegionGraphs) -> bool:
@@ -152,10 +144,7 @@ def _write_arrival(parameter: fx.Node, name: str) -> None:
         with graph.inserting_before(readers[0]):
             arrival = graph.call_function(LOAD_PARAM, (parameter,), name=f"load_param_{parameter.name}")
         arrival.meta["tencache_parameter"] = name
-        with value.fake_mode:
-            arrival.meta["val"] = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=value.device
-            )
+        arrival.meta["val"] = fake_like(value)
         for reader in readers:
             reader.replace_input_with(parameter, arrival)
 
@@ -187,7 +176,6 @@ def _write_departures(
 
     `shards` says that each is a rank's part of one.
     """
-    (output,) = backward.find_nodes(op="output")
     values = list(output_args(backward))
     order = {node: index for index, node in enumerate(backward.nodes)}
     storages = [_storage(value) for value in values]
@@ -211,10 +199,8 @@ def _write_departures(
             departure = backward.call_function(STORE_GRAD, (gradient,), name=f"store_grad_{inputs[index].name}")
         departure.meta["tencache_parameter"], departure.meta["tencache_state_bytes"] = name, state_bytes[name]
         departure.meta["tencache_shard"] = shards
-        with value.fake_mode:
-            departure.meta["val"] = key_tensor()
-        values[index] = departure
-    output.args = (tuple(values),)
+        values[index] = key_node(departure, value)
+    set_outputs(backward, values, ())
 
 
 def _storage(value: object) -> int | None:

@@ -5,7 +5,6 @@ a `release` where the plan counts the bytes as free, and `take_grad` at the end,
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -22,59 +21,39 @@ from tencache_fx.ops import (
     TAKE_GRAD,
     WAIT,
     arguments_of,
-    key_tensor,
     label_of,
 )
 from tencache_fx.passes.collectives import waits_behind
 from tencache_fx.passes.fake_aliasing import repair_view_fakes
-from tencache_fx.passes.gaps import Gaps
+from tencache_fx.passes.gaps import Gaps, fake_like, key_node, node_name
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.op_kinds import is_view
 from tencache_fx.planning.plan import Plan, Transfer, TransferKind
 
 
-@dataclass(frozen=True, kw_only=True)
-class Move:
-    """A load or store of a parameter or a gradient, and the node that stands for it so far."""
-
-    transfer: Transfer
-    node: fx.Node
-
-
-def find_moves(plan: Plan, steps: Sequence[fx.Node]) -> list[Move]:
-    """Return the loads and stores: a parameter's node is its first step, a gradient's its last."""
-    return [
-        Move(
-            transfer=transfer,
-            node=steps[transfer.needed_at if transfer.kind is TransferKind.LOAD else transfer.copy_out_after],
-        )
+def find_one_way(plan: Plan, steps: Sequence[fx.Node]) -> dict[str, fx.Node]:
+    """Return the nodes that stand for loads and stores so far: a load's is its first use, a store's the last."""
+    return {
+        transfer.name: steps[transfer.needed_at if transfer.kind is TransferKind.LOAD else transfer.copy_out_after]
         for transfer in plan.transfers
         if transfer.kind is not TransferKind.SWAP
-    ]
+    }
 
 
-def write_fetch(gaps: Gaps, move: Move, engine: int) -> None:
+def write_load(gaps: Gaps, transfer: Transfer, node: fx.Node, engine: int) -> None:
     """Let the copy in be issued where the plan says; what stood for the arrival is the wait for it."""
-    node, transfer = move.node, move.transfer
     if node.target is not LOAD_PARAM:
         raise InvariantError(f"{transfer.name}: {node.name} is no load_param of a parameter.")
-    parameter, value = node.args[0], node.meta["val"]
-
-    def make() -> fx.Node:
-        return node.graph.call_function(
-            FETCH_PARAM, (parameter, engine, transfer.name), name=_move_name("fetch", transfer)
-        )
-
-    ticket = gaps.write(node.graph, transfer.prefetch_at, make)
-    with value.fake_mode:
-        ticket.meta["val"] = key_tensor()
+    value = node.meta["val"]
+    args, name = (node.args[0], engine, transfer.name), node_name("fetch", transfer)
+    ticket = key_node(gaps.write(node.graph, transfer.prefetch_at, FETCH_PARAM, *args, name=name), value)
     node.target = WAIT
     node.args = (ticket, list(value.shape), list(value.stride()), value.dtype, value.device, engine)
 
 
-def write_sink(gaps: Gaps, move: Move, engine: int) -> None:
+def write_store(gaps: Gaps, transfer: Transfer, node: fx.Node, engine: int) -> None:
     """Let a gradient leave where its node stands, be released where the plan says, and be handed out at the end."""
-    node, transfer, graph = move.node, move.transfer, move.node.graph
+    graph = node.graph
     if node.target is not STORE_GRAD:
         raise InvariantError(f"{transfer.name}: {node.name} is no store_grad of a gradient.")
     (gradient,) = node.all_input_nodes
@@ -82,18 +61,13 @@ def write_sink(gaps: Gaps, move: Move, engine: int) -> None:
     updated = "" if _read_behind(node) else node.meta["tencache_parameter"]
     shard = (True,) if node.meta["tencache_shard"] else ()
     node.target, node.args = OFFLOAD_GRAD, (gradient, engine, transfer.name, updated, *shard)
+    release = node_name("release", transfer)
+    key_node(gaps.write(graph, transfer.freed_at, RELEASE, node, gradient, engine, name=release), value)
     (output,) = graph.find_nodes(op="output")
-
-    def make() -> fx.Node:
-        return graph.call_function(RELEASE, (node, gradient, engine), name=_move_name("release", transfer))
-
-    token = gaps.write(graph, transfer.freed_at, make)
     with graph.inserting_before(output):
         layout = list(value.shape), list(value.stride()), value.dtype, value.device
-        taken = graph.call_function(TAKE_GRAD, (node, *layout, engine), name=_move_name("take_grad", transfer))
-    with value.fake_mode:
-        token.meta["val"] = key_tensor()
-        taken.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        taken = graph.call_function(TAKE_GRAD, (node, *layout, engine), name=node_name("take_grad", transfer))
+    taken.meta["val"] = fake_like(value)
     output.replace_input_with(node, taken)
 
 
@@ -143,8 +117,7 @@ def write_renewals(capture: RegionGraphs, registers: Collection[fx.Node], engine
         last = max(sink, *_readers(parameter, registers), key=lambda node: order[node])
         with graph.inserting_after(last):
             renewal = graph.call_function(REFRESH_PARAM, settled.args, name=f"refresh_param_{parameter.name}")
-        with settled.meta["val"].fake_mode:
-            renewal.meta["val"] = key_tensor()
+        key_node(renewal, settled.meta["val"])
 
 
 def _readers(value: fx.Node, registers: Collection[fx.Node]) -> set[fx.Node]:
@@ -165,8 +138,7 @@ def _settle(node: fx.Node, engine: int) -> None:
     parameter = node.args[0]
     assert isinstance(parameter, fx.Node)
     node.replace_all_uses_with(parameter)
-    with node.meta["val"].fake_mode:
-        node.meta["val"] = key_tensor()
+    key_node(node, node.meta["val"])
     node.target, node.args = SYNC_PARAM, (parameter, engine, node.meta["tencache_parameter"])
 
 
@@ -176,7 +148,3 @@ def _stay(node: fx.Node) -> None:
     node.target = torch.ops.aten.alias.default
     with value.meta["val"].fake_mode:
         node.meta["val"] = torch.ops.aten.alias.default(value.meta["val"])
-
-
-def _move_name(role: str, transfer: Transfer) -> str:
-    return f"{role}_{transfer.name.replace('#', '_again')}"

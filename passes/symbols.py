@@ -9,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from tencache_fx.passes.graphs import RegionGraphs, output_args, placeholders
+from tencache_fx.passes.graphs import RegionGraphs, call_on_fakes, output_args, placeholders
 from tencache_fx.tensors import storage_of, tensors_of
 
 Place = tuple[int, int | None]
@@ -89,7 +89,7 @@ class SymbolSource:
         written: fx.Node = sympy_interp(PythonReferenceAnalysis, env, expression).node
         for node in self._graph.nodes:
             if node not in seen:
-                node.meta["val"] = _evaluate(node)
+                node.meta["val"] = call_on_fakes(node)
         return written
 
     def _symbol(self, symbol: sympy.Symbol) -> fx.Node:
@@ -110,9 +110,3 @@ def symbol_source(capture: RegionGraphs, graph: fx.Graph) -> SymbolSource:
 
 def _symbols(size: int | torch.SymInt) -> Iterable[sympy.Symbol]:
     return size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
-
-
-def _evaluate(node: fx.Node) -> object:
-    arguments = fx.map_arg(node.args, lambda argument: argument.meta["val"])
-    assert callable(node.target)
-    return node.target(*arguments)

@@ -18,25 +18,25 @@ A swap inside one graph is the same, with no handle handed over.
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import fx
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.ops import OFFLOAD, PREFETCH, RELEASE, WAIT, key_tensor
-from tencache_fx.passes.gaps import Gaps
-from tencache_fx.passes.graphs import RegionGraphs, output_args, placeholders
+from tencache_fx.ops import OFFLOAD, PREFETCH, RELEASE, WAIT
+from tencache_fx.passes.gaps import Gaps, fake_like, key_node, node_name
+from tencache_fx.passes.graphs import (
+    RegionGraphs,
+    call_on_fakes,
+    keep_saved_flag,
+    output_args,
+    placeholders,
+    set_outputs,
+)
 from tencache_fx.passes.lifetimes import StorageNodes, find_carrier
 from tencache_fx.passes.op_kinds import is_view
-from tencache_fx.passes.parameter_transfers import (
-    Move,
-    find_moves,
-    write_fetch,
-    write_renewals,
-    write_settled,
-    write_sink,
-)
+from tencache_fx.passes.parameter_transfers import find_one_way, write_load, write_renewals, write_settled, write_store
 from tencache_fx.passes.symbols import SymbolSource, symbol_source
 from tencache_fx.planning.plan import Plan, Transfer, TransferKind
 from tencache_fx.planning.problem import Step
@@ -79,34 +79,36 @@ def insert_transfers(
     """
     by_name = {item.storage.name: item for item in storages}
     steps = capture.nodes
-    swaps = [_find_swap(capture, by_name[s.name], s, steps) for s in plan.transfers if s.kind is TransferKind.SWAP]
-    moves = find_moves(plan, steps)
+    swaps = {
+        transfer.name: _find_swap(capture, by_name[transfer.name], transfer, steps)
+        for transfer in plan.transfers
+        if transfer.kind is TransferKind.SWAP
+    }
+    one_way = find_one_way(plan, steps)
     symbols = {graph: symbol_source(capture, graph) for graph in capture.graphs}  # before values are handles
     gaps = Gaps(capture)
     handles: dict[str, fx.Node] = {}
-    for swap in sorted(swaps, key=lambda t: (t.transfer.copy_out_after, t.transfer.freed_at, t.transfer.name)):
+    for swap in sorted(swaps.values(), key=lambda t: (t.transfer.copy_out_after, t.transfer.freed_at, t.transfer.name)):
         handles[swap.transfer.name] = _write_offload(gaps, swap, engine)
-    for leaving in sorted(_leaving(swaps, moves), key=lambda t: (t.transfer.freed_at, t.transfer.name)):
-        if isinstance(leaving, Move):
-            write_sink(gaps, leaving, engine)
+    for leaving in sorted((t for t in plan.transfers if t.out), key=lambda t: (t.freed_at, t.name)):
+        if leaving.name in swaps:
+            _write_release(gaps, swaps[leaving.name], handles[leaving.name], engine)
         else:
-            _write_release(gaps, leaving, handles[leaving.transfer.name], engine)
-    handles |= _hand_over(capture, [swap for swap in swaps if swap.source is not swap.target], handles)
+            write_store(gaps, leaving, one_way[leaving.name], engine)
+    handles |= _hand_over(capture, [swap for swap in swaps.values() if swap.source is not swap.target], handles)
     tickets: dict[str, fx.Node] = {}
-    for coming in sorted(
-        _coming(swaps, moves), key=lambda t: (t.transfer.prefetch_at, t.transfer.needed_at, t.transfer.name)
-    ):
-        if isinstance(coming, Move):
-            write_fetch(gaps, coming, engine)
+    for coming in sorted((t for t in plan.transfers if t.back), key=lambda t: (t.prefetch_at, t.needed_at, t.name)):
+        if coming.name in swaps:
+            tickets[coming.name] = _write_prefetch(gaps, swaps[coming.name], handles[coming.name], engine)
         else:
-            tickets[coming.transfer.name] = _write_prefetch(gaps, coming, handles[coming.transfer.name], engine)
+            write_load(gaps, coming, one_way[coming.name], engine)
     write_settled(capture, steps, engine)
     returns: dict[fx.Node, _Return] = {}
-    for swap in sorted(swaps, key=lambda t: (t.transfer.needed_at, t.transfer.name)):
+    for swap in sorted(swaps.values(), key=lambda t: (t.transfer.needed_at, t.transfer.name)):
         wait, returned = _write_wait(gaps, swap, tickets[swap.transfer.name], symbols[swap.target], engine)
         if swap.source is swap.target:
             returns[wait] = _Return(members=swap.nodes.members, read_instead=returned)
-    for swap in swaps:
+    for swap in swaps.values():
         _drop_placeholders(swap)
     for graph in capture.graphs:
         registers |= _copy_registers(graph, returns, registers)
@@ -114,14 +116,6 @@ def insert_transfers(
     for graph in capture.graphs:
         graph.lint()
     return registers
-
-
-def _leaving(swaps: Sequence[_Swap], moves: Sequence[Move]) -> list[_Swap | Move]:
-    return [*swaps, *(move for move in moves if move.transfer.kind is TransferKind.STORE)]
-
-
-def _coming(swaps: Sequence[_Swap], moves: Sequence[Move]) -> list[_Swap | Move]:
-    return [*swaps, *(move for move in moves if move.transfer.kind is TransferKind.LOAD)]
 
 
 def _find_swap(capture: RegionGraphs, nodes: StorageNodes, transfer: Transfer, steps: Sequence[fx.Node]) -> _Swap:
@@ -134,43 +128,26 @@ def _find_swap(capture: RegionGraphs, nodes: StorageNodes, transfer: Transfer, s
         carrier = find_carrier((m for m in nodes.members if position.get(m, -1) <= transfer.copy_out_after), source)
     if carrier is None:
         raise InvariantError(f"{transfer.name}: no node spans the storage where its copy out is issued.")
-    return _Swap(
-        transfer=transfer,
-        nodes=nodes,
-        source=source,
-        target=target,
-        carrier=carrier,
-    )
+    return _Swap(transfer=transfer, nodes=nodes, source=source, target=target, carrier=carrier)
 
 
 def _write_offload(gaps: Gaps, swap: _Swap, engine: int) -> fx.Node:
-    transfer, graph = swap.transfer, swap.source
-
-    def make() -> fx.Node:
-        return graph.call_function(
-            OFFLOAD, (swap.carrier, engine, transfer.tier.value, transfer.name), name=_name("offload", swap)
-        )
-
-    return _key(gaps.write(graph, Step(transfer.copy_out_after + 1), make), swap)
+    transfer, step = swap.transfer, Step(swap.transfer.copy_out_after + 1)
+    args = swap.carrier, engine, transfer.tier.value, transfer.name
+    node = gaps.write(swap.source, step, OFFLOAD, *args, name=node_name("offload", transfer))
+    return key_node(node, swap.carrier.meta["val"])
 
 
 def _write_release(gaps: Gaps, swap: _Swap, handle: fx.Node, engine: int) -> None:
-    graph = swap.source
-
-    def make() -> fx.Node:
-        donated = (True,) if swap.nodes.storage.caller_frees_at else ()
-        return graph.call_function(RELEASE, (handle, swap.carrier, engine, *donated), name=_name("release", swap))
-
-    _key(gaps.write(graph, swap.transfer.freed_at, make), swap)
+    donated = (True,) if swap.nodes.storage.caller_frees_at else ()
+    args, name = (handle, swap.carrier, engine, *donated), node_name("release", swap.transfer)
+    key_node(gaps.write(swap.source, swap.transfer.freed_at, RELEASE, *args, name=name), swap.carrier.meta["val"])
 
 
 def _write_prefetch(gaps: Gaps, swap: _Swap, handle: fx.Node, engine: int) -> fx.Node:
-    graph = swap.target
-
-    def make() -> fx.Node:
-        return graph.call_function(PREFETCH, (handle, engine), name=_name("prefetch", swap))
-
-    return _key(gaps.write(graph, swap.transfer.prefetch_at, make), swap)
+    name = node_name("prefetch", swap.transfer)
+    node = gaps.write(swap.target, swap.transfer.prefetch_at, PREFETCH, handle, engine, name=name)
+    return key_node(node, swap.carrier.meta["val"])
 
 
 def _write_wait(
@@ -180,26 +157,16 @@ def _write_wait(
 
     Returns the wait, and what to read instead of each member.
     """
-    graph, back = swap.target, swap.transfer.needed_at
     whole = swap.carrier.meta["val"]
-
-    def make() -> fx.Node:
-        return graph.call_function(WAIT, name=_name("wait", swap))
-
-    anchor = gaps.write(graph, back, make)
+    anchor = gaps.write(swap.target, swap.transfer.needed_at, WAIT, name=node_name("wait", swap.transfer))
     size, stride = symbols.write(anchor, whole.shape), symbols.write(anchor, whole.stride())
     anchor.args = (ticket, size, stride, whole.dtype, whole.device, engine)
-    anchor.meta["val"] = whole
-    if swap.source is swap.target:  # one graph must not show two lives of one storage
-        with whole.fake_mode:
-            anchor.meta["val"] = torch.empty_strided(
-                whole.shape, whole.stride(), dtype=whole.dtype, device=whole.device
-            )
+    anchor.meta["val"] = fake_like(whole) if swap.source is swap.target else whole  # no two lives in one graph
 
     @functools.cache
     def returned(member: fx.Node) -> fx.Node:
         view = _rebuild(gaps, swap, member, anchor, symbols)
-        _keep_saved_flag(member, view)
+        keep_saved_flag(member, view)
         return view
 
     late = _late_readers(gaps, swap)
@@ -272,8 +239,7 @@ def _rebuild(gaps: Gaps, swap: _Swap, member: fx.Node, whole: fx.Node, symbols: 
     """Return `member` as a view of the carrier that came back: itself, if it is the carrier."""
     value, base, view = member.meta["val"], whole.meta["val"], whole
 
-    def write(target: torch._ops.OpOverload, *args: Any) -> fx.Node:
-        return gaps.write(swap.target, swap.transfer.needed_at, lambda: swap.target.call_function(target, args))
+    write = partial(gaps.write, swap.target, swap.transfer.needed_at)
 
     geometry = (tuple(value.shape), tuple(value.stride()), value.storage_offset())
     if geometry != (tuple(base.shape), tuple(base.stride()), base.storage_offset()):
@@ -290,10 +256,8 @@ def _rebuild(gaps: Gaps, swap: _Swap, member: fx.Node, whole: fx.Node, symbols: 
 
 def _refresh(view: fx.Node, swap: _Swap) -> None:
     """Let a view's fake alias what the node now reads."""
-    args, kwargs = fx.map_arg((view.args, view.kwargs), lambda argument: argument.meta["val"])
-    assert callable(view.target)
     with swap.carrier.meta["val"].fake_mode:
-        view.meta["val"] = view.target(*args, **kwargs)
+        view.meta["val"] = call_on_fakes(view)
 
 
 def _hand_over(capture: RegionGraphs, swaps: Sequence[_Swap], handles: dict[str, fx.Node]) -> dict[str, fx.Node]:
@@ -308,23 +272,14 @@ def _hand_over(capture: RegionGraphs, swaps: Sequence[_Swap], handles: dict[str,
     for index, swap in taken.items():
         saved, handle = values[index], handles[swap.transfer.name]
         assert isinstance(saved, fx.Node)
-        _keep_saved_flag(saved, handle)
+        keep_saved_flag(saved, handle)
         old = next(node for node in placeholders(swap.target) if node.name == saved.name)
         with swap.target.inserting_before(old):
             received[swap.transfer.name] = swap.target.create_node("placeholder", handle.name, name=handle.name)
         received[swap.transfer.name].meta["val"] = handle.meta["val"]
         values[index] = handle
-    (output,) = capture.forward.find_nodes(op="output")
-    output.args = (tuple(value for index, value in enumerate(values) if index not in dropped),)
-    if "desc" in output.meta:  # torch describes each output; keep the two in step
-        output.meta["desc"] = [d for index, d in enumerate(output.meta["desc"]) if index not in dropped]
+    set_outputs(capture.forward, values, dropped)
     return received
-
-
-def _keep_saved_flag(saved: fx.Node, instead: fx.Node) -> None:
-    """AOTAutograd counts the saved values that carry this flag, in what the forward returns."""
-    if "saved_tensor_with_no_vc_check" in saved.meta:
-        instead.meta["saved_tensor_with_no_vc_check"] = saved.meta["saved_tensor_with_no_vc_check"]
 
 
 def _drop_placeholders(swap: _Swap) -> None:
@@ -335,13 +290,3 @@ def _drop_placeholders(swap: _Swap) -> None:
             if member.users:
                 raise InvariantError(f"{swap.transfer.name}: {next(iter(member.users))} reads it before it is back.")
             swap.target.erase_node(member)
-
-
-def _name(role: str, swap: _Swap) -> str:
-    return f"{role}_{swap.transfer.name.replace('#', '_again')}"
-
-
-def _key(node: fx.Node, swap: _Swap) -> fx.Node:
-    with swap.carrier.meta["val"].fake_mode:
-        node.meta["val"] = key_tensor()
-    return node

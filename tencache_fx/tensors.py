@@ -9,6 +9,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tencache_fx.errors import TencacheError
+from tencache_fx.units import round_up
 
 _NO_BOUND = 1 << 50  # torch's bound of a size that may be anything is one of 64-bit integers
 
@@ -52,6 +53,11 @@ def byte_hint(size: int | torch.SymInt) -> int:
             "(torch.compiler.disable), or set device_budget to None."
         )
     return most
+
+
+def allocated_bytes(nbytes: int, device: torch.device) -> int:
+    """Return what the allocator takes for `nbytes`: CUDA's rounds up to 512 (torch: `CUDACachingAllocator.cpp`)."""
+    return round_up(nbytes, 512) if device.type == "cuda" else nbytes
 
 
 def upper_bound(size: torch.SymInt) -> int | None:

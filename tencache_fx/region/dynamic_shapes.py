@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tencache_fx.errors import TencacheError
 from tencache_fx.hardware.device_memory import is_input
-from tencache_fx.passes.lifetimes import StorageNodes, allocated_bytes, formula_of
+from tencache_fx.passes.lifetimes import StorageNodes, formula_of
 from tencache_fx.passes.symbols import evaluate, storage_places, symbol_places
 from tencache_fx.planning.liveness import device_changes, live_bytes
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.pool_sizing import pool_classes, staging_classes, total_bytes
 from tencache_fx.planning.problem import Problem, Tier
-from tencache_fx.tensors import byte_hint, storage_of, tensors_of
+from tencache_fx.tensors import allocated_bytes, byte_hint, storage_of, tensors_of
 
 Reader = Callable[[Sequence[Any]], Any]  # returns one size from a region's inputs
 Sizes = tuple[int, ...]  # one for each symbol of a region, in the order of `SizeFormulas.symbols`
