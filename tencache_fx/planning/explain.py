@@ -14,14 +14,15 @@ from tencache_fx.planning.liveness import (
     inactive_intervals,
     is_candidate,
     live_bytes,
+    swap_to_host,
 )
-from tencache_fx.planning.plan import Plan, PoolClass, Transfer, TransferKind
+from tencache_fx.planning.plan import Plan, Transfer, TransferKind
 from tencache_fx.planning.planner import floor_bytes
-from tencache_fx.planning.pool_sizing import pool_classes, staging_classes, total_bytes
+from tencache_fx.planning.pool_sizing import host_buffers, pool_classes, total_bytes
 from tencache_fx.planning.problem import Links, Problem, Step, Storage, Tier
 from tencache_fx.planning.recompute import recompute
 from tencache_fx.planning.search import make_plan, plan_region
-from tencache_fx.planning.simulator import Replay, simulate
+from tencache_fx.planning.simulator import simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,7 @@ class _Case:
         self.recipes = {recipe.name: recipe for recipe in captured.recipes}
         self.problem = recompute(captured, again)
         self.plan = replace(make_plan(self.problem, policy), recomputed=tuple(sorted(again)))
-        self.replay = _replay(self.problem, self.plan.transfers)
+        self.replay = simulate(self.problem, self.plan.transfers, self.plan.staging)
 
     def reason(self, name: str) -> TensorReason:
         """Return everything about one tensor."""
@@ -175,7 +176,7 @@ class _Case:
         """Return what `name`'s recipe reads and would be freed before it is needed, were it not for the recipe."""
         if name not in self.recipes:
             return []
-        steps, need = set(self.recipes[name].steps), _first_late_use(self.captured, self.storages[name])
+        steps, need = set(self.recipes[name].steps), self.captured.first_late_use(self.storages[name])
         read = (s for s in self.captured.storages if s.birth not in steps and steps.intersection(s.uses))
         return sorted(
             (s for s in read if s.death <= need and s.name not in self.again), key=lambda s: (-s.nbytes, s.name)
@@ -209,9 +210,9 @@ class _Case:
         return Choice(decision="recompute", change_ns=makespan_ns - self.plan.forecast.makespan_ns, over_bytes=0)
 
     def _transferred(self, decision: str, problem: Problem, transfers: Sequence[Transfer]) -> Choice:
-        replay, buffers = _replay(problem, transfers), _buffers(problem, transfers)
-        budgets = problem.budgets
-        limit = budgets.device_bytes
+        budgets, limit = problem.budgets, problem.budgets.device_bytes
+        buffers = host_buffers(transfers, budgets.host_bytes)
+        replay = simulate(problem, transfers, buffers[1])
         over = (
             (Tier.DEVICE, 0 if limit is None else int(live_bytes(problem, transfers).max(initial=0)) - limit),
             (Tier.HOST, total_bytes((*buffers[0], *buffers[1])) - budgets.host_bytes),
@@ -225,16 +226,6 @@ class _Case:
         """Return the choice for which there is no plan."""
         over_bytes = max(0, floor_bytes(problem) - (problem.budgets.device_bytes or 0))
         return Choice(decision=decision, change_ns=None, over_bytes=over_bytes)
-
-
-def _buffers(problem: Problem, transfers: Sequence[Transfer]) -> tuple[tuple[PoolClass, ...], tuple[PoolClass, ...]]:
-    """Return the pool and the staging buffers that `transfers` need, as the planner sizes them."""
-    pool = pool_classes(transfers, Tier.HOST)
-    return pool, staging_classes(transfers, problem.budgets.host_bytes - total_bytes(pool))
-
-
-def _replay(problem: Problem, transfers: Sequence[Transfer]) -> Replay:
-    return simulate(problem, transfers, _buffers(problem, transfers)[1])
 
 
 def _widest_swap(problem: Problem, name: str) -> Transfer | None:
@@ -252,16 +243,7 @@ def _widest_swap(problem: Problem, name: str) -> Transfer | None:
     if last_use < boundary <= back:
         gone, fetch = min(gone, boundary), max(fetch, boundary)
     start = earliest_offload(problem, storage, last_use)
-    widest = Transfer.swap(
-        name=name,
-        nbytes=storage.nbytes,
-        tier=Tier.HOST,
-        copy_out_after=start,
-        freed_at=gone,
-        prefetch_at=fetch,
-        needed_at=back,
-    )
-    transfer = clip_to_barriers(problem, widest)
+    transfer = clip_to_barriers(problem, swap_to_host(storage, start, gone, fetch, back))
     return transfer if transfer is not None and transfer.freed_at <= fullest < transfer.prefetch_at <= back else None
 
 
@@ -326,7 +308,3 @@ def _copying_ns(plan: Plan, links: Links) -> int:
         (forecast.disk_read_bytes, links.disk_read_bytes_per_s),
     )
     return sum(_copy_ns(nbytes, rate) for nbytes, rate in parts if nbytes)
-
-
-def _first_late_use(problem: Problem, storage: Storage) -> Step:
-    return next((use for use in storage.uses if use >= problem.boundary), Step(len(problem.ops)))

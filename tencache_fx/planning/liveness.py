@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tencache_fx.planning.plan import Transfer, TransferKind
+from tencache_fx.planning.plan import CopyIn, CopyOut, Transfer, TransferKind
 from tencache_fx.planning.problem import Problem, Step, Storage, Tier
 
 
@@ -74,6 +74,12 @@ def earliest_offload(problem: Problem, storage: Storage, last_use: Step) -> Step
     return max(ready, problem.boundary) if last_use >= problem.boundary else ready
 
 
+def swap_to_host(storage: Storage, after: Step, freed_at: Step, prefetch_at: Step, needed_at: Step) -> Transfer:
+    """Return the swap of `storage` to host memory and back at these steps."""
+    out, back = CopyOut(after=after, freed_at=freed_at), CopyIn(prefetch_at=prefetch_at, needed_at=needed_at)
+    return Transfer(name=storage.name, nbytes=storage.nbytes, tier=Tier.HOST, out=out, back=back)
+
+
 def clip_to_barriers(problem: Problem, transfer: Transfer) -> Transfer | None:
     """Return `transfer` with bytes that count as freed only from a scheduling barrier on, and as taken from behind one.
 
@@ -111,17 +117,7 @@ def minimal_swaps(problem: Problem) -> tuple[Transfer, ...]:
                 away.append((ends_ns[fetch - 1] - ends_ns[freed - 1], freed, fetch, u, v))
         if away:
             _, a, b, u, v = max(away)
-            transfers.append(
-                Transfer.swap(
-                    name=s.name,
-                    nbytes=s.nbytes,
-                    tier=Tier.HOST,
-                    copy_out_after=u,
-                    freed_at=a,
-                    prefetch_at=b,
-                    needed_at=v,
-                )
-            )
+            transfers.append(swap_to_host(s, u, a, b, v))
     return tuple(transfers)
 
 

@@ -132,12 +132,8 @@ def first_parameters(problem: Problem, share: float, having: Kind = Kind.FETCHED
 def _arrival(problem: Problem, barriers: Barriers, storage: Storage) -> Transfer:
     """Return the load that begins as late as can be."""
     first = Step(0) if storage.birth < problem.boundary else problem.boundary
-    return Transfer(
-        name=storage.name,
-        nbytes=storage.nbytes,
-        tier=Tier.HOST,
-        back=CopyIn(prefetch_at=max(first, barriers.fetch_by(storage.birth)), needed_at=storage.birth),
-    )
+    back = CopyIn(prefetch_at=max(first, barriers.fetch_by(storage.birth)), needed_at=storage.birth)
+    return Transfer(name=storage.name, nbytes=storage.nbytes, tier=Tier.HOST, back=back)
 
 
 def _departures(
@@ -158,32 +154,23 @@ def _departures(
                 break
             memory[gone:following] += storage.nbytes
             gone = following
-        transfers.append(
-            Transfer(
-                name=storage.name,
-                nbytes=storage.nbytes,
-                tier=Tier.HOST,
-                out=CopyOut(after=max(storage.uses), freed_at=gone),
-            )
-        )
+        out = CopyOut(after=max(storage.uses), freed_at=gone)
+        transfers.append(Transfer(name=storage.name, nbytes=storage.nbytes, tier=Tier.HOST, out=out))
     return transfers
 
 
 def _with_transfer(storage: Storage, transfer: Transfer | None) -> Storage:
     if transfer is None:
         return storage
-    loads = transfer.kind is TransferKind.LOAD
-    return replace(storage, birth=transfer.prefetch_at) if loads else replace(storage, death=transfer.freed_at)
+    if transfer.kind is TransferKind.LOAD:
+        return replace(storage, birth=transfer.prefetch_at)
+    return replace(storage, death=transfer.freed_at)
 
 
 def _derated(links: Links, out_bytes_per_s: float, in_bytes_per_s: float) -> Links:
-    def left(rate: int, taken: float) -> int:
-        return min(rate, max(1, int(max(rate - taken, rate * TUNING.least_link_share))))  # 0 would mean no link
-
-    return replace(
-        links,
-        d2h_bytes_per_s=left(links.d2h_bytes_per_s, out_bytes_per_s),
-        h2d_bytes_per_s=left(links.h2d_bytes_per_s, in_bytes_per_s),
-        d2h_duplex_bytes_per_s=left(links.d2h_duplex_bytes_per_s, out_bytes_per_s),
-        h2d_duplex_bytes_per_s=left(links.h2d_duplex_bytes_per_s, in_bytes_per_s),
-    )
+    left = {}
+    for way, taken in (("d2h", out_bytes_per_s), ("h2d", in_bytes_per_s)):
+        for name in (f"{way}_bytes_per_s", f"{way}_duplex_bytes_per_s"):
+            rate = getattr(links, name)
+            left[name] = min(rate, max(1, int(max(rate - taken, rate * TUNING.least_link_share))))  # 0: no link
+    return replace(links, **left)

@@ -13,7 +13,7 @@ from tencache_fx.planning.parameter_schedule import has_offloaded, schedule_para
 from tencache_fx.planning.plan import Forecast, Plan, Transfer
 from tencache_fx.planning.policies.ten_cache import choose_10cache
 from tencache_fx.planning.policies.teraio import choose_teraio
-from tencache_fx.planning.pool_sizing import pool_classes, staging_classes, total_bytes
+from tencache_fx.planning.pool_sizing import host_buffers, pool_classes, total_bytes
 from tencache_fx.planning.problem import Problem, Step, Tier
 from tencache_fx.planning.simulator import simulate
 from tencache_fx.planning.tuning import TUNING
@@ -22,15 +22,10 @@ from tencache_fx.units import PAGE_BYTES, at_least, format_bytes, round_up
 Policy = Callable[[Problem], tuple[Transfer, ...]]
 
 
-def choose_none(problem: Problem) -> tuple[Transfer, ...]:
-    """Return no transfers at all."""
-    return ()
-
-
 # By name, the variants of a policy; the one that the simulator finds fastest is taken.
 POLICIES: Mapping[str, tuple[Policy, ...]] = MappingProxyType(
     {
-        "none": (choose_none,),
+        "none": (),
         "10cache": (choose_10cache,),
         "teraio": (choose_teraio,),
         "joint": (*(partial(choose_teraio, headroom=headroom) for headroom in TUNING.headrooms), choose_10cache),
@@ -149,8 +144,7 @@ def build_plan(problem: Problem, policy: str, transfers: Sequence[Transfer], flo
     `floor` is `floor_bytes(problem)`, if the caller knows it: it takes as long to find as all the rest.
     """
     ordered = tuple(sorted(transfers, key=lambda s: (s.steps[0] if s.out else s.needed_at, s.steps, s.name)))
-    pool = pool_classes(ordered, Tier.HOST)
-    staging = staging_classes(ordered, problem.budgets.host_bytes - total_bytes(pool))
+    pool, staging = host_buffers(ordered, problem.budgets.host_bytes)
     replay = simulate(problem, ordered, staging)
     live = live_bytes(problem, ordered)
     forecast = Forecast(

@@ -7,7 +7,7 @@ from tencache_fx.planning.problem import Step, Tier
 from tencache_fx.units import PAGE_BYTES, round_up
 
 
-def size_classes(in_use: Sequence[tuple[Step, Step, int]], *, page_bytes: int = PAGE_BYTES) -> tuple[PoolClass, ...]:
+def size_classes(in_use: Sequence[tuple[Step, Step, int]]) -> tuple[PoolClass, ...]:
     """Return the fewest buffers that serve the `in_use` intervals `(from, until, nbytes)`, sized by class.
 
     Sizes are rounded to pages; neighbouring sizes share a class while that wastes under 3 %. A class needs as many
@@ -17,7 +17,7 @@ def size_classes(in_use: Sequence[tuple[Step, Step, int]], *, page_bytes: int = 
     classes: list[list[tuple[Step, Step]]] = []
     tops: list[int] = []
     for start, stop, nbytes in sorted(in_use, key=lambda item: (-item[2], item[0], item[1])):
-        size = round_up(nbytes, page_bytes)
+        size = round_up(nbytes, PAGE_BYTES)
         if not tops or size < tops[-1] * 0.97:
             tops.append(size)
             classes.append([])
@@ -46,6 +46,12 @@ def staging_classes(transfers: Iterable[Transfer], room_bytes: int) -> tuple[Poo
         return ()
     nbytes = round_up(max(sizes), PAGE_BYTES)
     return (PoolClass(nbytes=nbytes, count=max(1, min(4, len(sizes), room_bytes // nbytes))),)
+
+
+def host_buffers(transfers: Sequence[Transfer], host_bytes: int) -> tuple[tuple[PoolClass, ...], tuple[PoolClass, ...]]:
+    """Return the pool and the staging buffers that `transfers` need in host memory of `host_bytes`."""
+    pool = pool_classes(transfers, Tier.HOST)
+    return pool, staging_classes(transfers, host_bytes - total_bytes(pool))
 
 
 def total_bytes(classes: Iterable[PoolClass]) -> int:

@@ -179,12 +179,9 @@ class Problem:
         if self.budgets.disk_bytes and not self.links.has_disk:
             raise ValueError("there is a budget for a disk, and no rate of one.")
 
-    @property
-    def capacity_bytes(self) -> int | None:
-        """Device bytes this region may use, or None for no limit."""
-        if self.budgets.device_bytes is None:
-            return None
-        return self.budgets.device_bytes - self.external_bytes
+    def first_late_use(self, storage: Storage) -> Step:
+        """Return the first backward step that uses `storage`; the end of the region if none does."""
+        return next((use for use in storage.uses if use >= self.boundary), Step(len(self.ops)))
 
     @property
     def boundary_excess_bytes(self) -> int:

@@ -60,17 +60,13 @@ def _placed(problem: Problem, names: Collection[str], naming: Mapping[Step, Coll
     for name in names:
         results = {result for step in whole[name] for result in naming.get(step, ())}
         steps = whole[name] | (results & everything)  # named as soon as they are there (torch: `raise_getitems`)
-        wanted.setdefault(_first_late_use(problem, storages[name]), set()).update(steps)
+        wanted.setdefault(problem.first_late_use(storages[name]), set()).update(steps)
     done: set[Step] = set()
     placed: dict[int, list[Step]] = {}
     for need in sorted(wanted):
         placed[need] = sorted(wanted[need] - done)
         done |= wanted[need]
     return placed
-
-
-def _first_late_use(problem: Problem, storage: Storage) -> int:
-    return next((use for use in storage.uses if use >= problem.boundary), len(problem.ops))
 
 
 def _naming_steps(problem: Problem) -> dict[Step, set[Step]]:

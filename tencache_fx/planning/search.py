@@ -55,7 +55,8 @@ def make_plan(problem: Problem, policy: str, *, tuning: Tuning = TUNING) -> Plan
     Raises `OptionError` for an unknown policy, and `BudgetError`, before anything has run, when the region's floor is
     over the device budget, or the transfers need more host memory or disk than there is.
     """
-    return _stated(Evaluator(problem, tuning), Candidate(policy=policy))[1]
+    evaluator = Evaluator(problem, tuning)
+    return evaluator.stated(_settle(evaluator, Candidate(policy=policy)))[1]
 
 
 def plan_region(captured: Problem, policy: str) -> tuple[Problem, Plan]:
@@ -182,10 +183,6 @@ def take_turns(
 
 def _pinned(candidate: Candidate) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(candidate.resident), frozenset(candidate.updated_here)
-
-
-def _stated(evaluator: Evaluator, base: Candidate) -> tuple[Problem, Plan]:
-    return evaluator.stated(_settle(evaluator, base))
 
 
 def _settle(evaluator: Evaluator, base: Candidate) -> Candidate:

@@ -31,9 +31,8 @@ class TierCapacity:
         self._gaps = len(problem.ops)
         self._in_use: dict[tuple[Tier, int], np.ndarray[Any, np.dtype[np.int32]]] = {}
         self._most: dict[tuple[Tier, int], int] = {}
-        links, host_bytes = problem.links, problem.budgets.host_bytes
-        has_disk = links.disk_write_bytes_per_s > 0 and links.disk_read_bytes_per_s > 0
-        self._room = {Tier.HOST: host_bytes, Tier.NVME: problem.budgets.disk_bytes if has_disk else 0}
+        host_bytes = problem.budgets.host_bytes
+        self._room = {Tier.HOST: host_bytes, Tier.NVME: problem.budgets.disk_bytes if problem.links.has_disk else 0}
         everything = sum(pool.nbytes * pool.count for pool in classes)  # all in use at once
         self.staging_bytes = 0  # of one buffer
         self.staging_count = 0

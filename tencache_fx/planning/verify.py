@@ -27,6 +27,8 @@ def verify_plan(problem: Problem, plan: Plan) -> None:
         if transfer.name in seen:
             _fail("one-transfer", transfer, "it is transferred twice")
         seen.add(transfer.name)
+        if transfer.nbytes != storages[transfer.name].nbytes:
+            _fail("same-bytes", transfer, f"the storage has {storages[transfer.name].nbytes} bytes")
         if transfer.kind is TransferKind.SWAP:
             _check_storage(problem, storages[transfer.name], transfer)
             _check_swap(problem, storages[transfer.name], transfer)
@@ -47,8 +49,6 @@ def _fail(rule: str, transfer: Transfer | None, what: str) -> NoReturn:
 
 
 def _check_storage(problem: Problem, storage: Storage, transfer: Transfer) -> None:
-    if transfer.nbytes != storage.nbytes:
-        _fail("same-bytes", transfer, f"the storage has {storage.nbytes} bytes")
     if not storage.spillable:
         _fail("spillable", transfer, "the storage may not leave the device")
     if transfer.nbytes < problem.min_spill_bytes:
@@ -60,8 +60,6 @@ def _check_storage(problem: Problem, storage: Storage, transfer: Transfer) -> No
 def _check_one_way(problem: Problem, storage: Storage, transfer: Transfer) -> None:
     """A parameter comes in before its first reader in the same graph, a gradient is copied out behind its last."""
     start, end = (0, problem.boundary) if storage.birth < problem.boundary else (problem.boundary, len(problem.ops))
-    if transfer.nbytes != storage.nbytes:
-        _fail("same-bytes", transfer, f"the storage has {storage.nbytes} bytes")
     if transfer.tier is not Tier.HOST:
         _fail("tier", transfer, "parameters and gradients are offloaded to host memory")
     if storage.kind is not (Kind.FETCHED if transfer.kind is TransferKind.LOAD else Kind.STORED):
@@ -81,22 +79,18 @@ def _check_one_way(problem: Problem, storage: Storage, transfer: Transfer) -> No
             transfer,
             f"offload {transfer.copy_out_after}, freed {transfer.freed_at}, but its last use is {max(storage.uses)}",
         )
-    barriers = {*problem.barriers, problem.boundary, len(problem.ops)}
-    if problem.barriers and transfer.kind is TransferKind.STORE and transfer.freed_at not in barriers:
-        _fail("barriers", transfer, f"freed {transfer.freed_at} is no barrier")
-    behind = {barrier + 1 for barrier in problem.barriers} | {0, problem.boundary}
-    if problem.barriers and transfer.kind is TransferKind.LOAD and transfer.prefetch_at not in behind:
-        _fail("barriers", transfer, f"fetch {transfer.prefetch_at} does not follow a barrier")
+    _check_barriers(problem, transfer)
 
 
 def _check_barriers(problem: Problem, transfer: Transfer) -> None:
     """Bytes are sure to be freed at a barrier or the boundary, and are to be counted from behind one of these."""
     if not problem.barriers:
         return
-    barriers = set(problem.barriers)
-    if transfer.freed_at not in barriers | {problem.boundary, len(problem.ops)}:
+    ends = {*problem.barriers, problem.boundary, len(problem.ops)}
+    if transfer.out is not None and transfer.freed_at not in ends:
         _fail("barriers", transfer, f"freed {transfer.freed_at} is no barrier")
-    if transfer.prefetch_at not in {barrier + 1 for barrier in barriers} | {0, problem.boundary}:
+    begins = {barrier + 1 for barrier in problem.barriers} | {0, problem.boundary}
+    if transfer.back is not None and transfer.prefetch_at not in begins:
         _fail("barriers", transfer, f"fetch {transfer.prefetch_at} does not follow a barrier")
 
 

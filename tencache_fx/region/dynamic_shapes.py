@@ -24,7 +24,7 @@ from tencache_fx.passes.lifetimes import StorageNodes, formula_of
 from tencache_fx.passes.symbols import evaluate, storage_places, symbol_places
 from tencache_fx.planning.liveness import device_changes, live_bytes
 from tencache_fx.planning.plan import Plan
-from tencache_fx.planning.pool_sizing import pool_classes, staging_classes, total_bytes
+from tencache_fx.planning.pool_sizing import host_buffers, pool_classes, total_bytes
 from tencache_fx.planning.problem import Problem, Tier
 from tencache_fx.tensors import allocated_bytes, byte_hint, storage_of, tensors_of
 
@@ -173,8 +173,7 @@ def plan_at(problem: Problem, plan: Plan) -> Plan:
     """Return `plan` with its transfers, buffers and bytes at the sizes of `problem`; times are not changed."""
     nbytes = {storage.name: storage.nbytes for storage in problem.storages}
     transfers = tuple(dataclasses.replace(transfer, nbytes=nbytes[transfer.name]) for transfer in plan.transfers)
-    pool = pool_classes(transfers, Tier.HOST)
-    staging = staging_classes(transfers, problem.budgets.host_bytes - total_bytes(pool))
+    pool, staging = host_buffers(transfers, problem.budgets.host_bytes)
     forecast = dataclasses.replace(
         plan.forecast,
         peak_bytes=int(live_bytes(problem, transfers).max(initial=problem.external_bytes)),

@@ -22,6 +22,7 @@ from tencache_fx.planning.liveness import (
     is_candidate,
     live_bytes,
     minimal_swaps,
+    swap_to_host,
 )
 from tencache_fx.planning.plan import Transfer
 from tencache_fx.planning.problem import Problem, Step, Tier
@@ -60,15 +61,7 @@ def _minimal_transfers(problem: Problem, only: Sequence[Transfer] | None = None)
     """Return a transfer without slack for every inactive interval of every candidate, or for those of `only`."""
     wanted = None if only is None else {(transfer.name, transfer.needed_at) for transfer in only}
     transfers = (
-        Transfer.swap(
-            name=storage.name,
-            nbytes=storage.nbytes,
-            tier=Tier.HOST,
-            copy_out_after=earliest_offload(problem, storage, u),
-            freed_at=Step(u + 1),
-            prefetch_at=v,
-            needed_at=v,
-        )
+        swap_to_host(storage, earliest_offload(problem, storage, u), Step(u + 1), v, v)
         for storage in problem.storages
         if is_candidate(problem, storage)
         for u, v in inactive_intervals(storage)
