@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._dtype_abbrs import dtype_abbrs
 
 from tencache_fx.ops import (
     FETCH_PARAM,
@@ -16,17 +17,6 @@ from tencache_fx.ops import (
     label_of,
 )
 from tencache_fx.records import Listing, NodeRow
-
-_SHORT = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.uint8: "u8",
-    torch.bool: "b8",
-}
 
 
 def list_graph(graph: fx.Graph, phase: str) -> Listing:
@@ -67,5 +57,5 @@ def _describe(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"({', '.join(_describe(item) for item in value)})"
     if isinstance(value, torch.Tensor):
-        return f"{_SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{', '.join(map(str, value.shape))}]"
+        return f"{dtype_abbrs.get(value.dtype, value.dtype)}[{', '.join(map(str, value.shape))}]"
     return "" if value is None else str(value)

@@ -4,8 +4,8 @@ Shares no code with the passes it checks: aliasing is followed here from node to
 storage. Every rule raises `InvariantError` under its own name, so that a test can break each one.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
@@ -17,10 +17,8 @@ from tencache_fx.ops import (
     OFFLOAD,
     OFFLOAD_GRAD,
     PREFETCH,
-    REFRESH_PARAM,
     RELEASE,
     RUNTIME_OPS,
-    SYNC_PARAM,
     TAKE_GRAD,
     WAIT,
     arguments_of,
@@ -34,18 +32,9 @@ from tencache_fx.planning.plan import Plan, TransferKind
 from tencache_fx.planning.problem import Problem, Tier
 from tencache_fx.tensors import byte_hint
 
-
-@dataclass(kw_only=True)
-class _Ops:
-    """The runtime ops of one transfer, as found in the graphs."""
-
-    offload: list[fx.Node] = field(default_factory=list)
-    release: list[fx.Node] = field(default_factory=list)
-    prefetch: list[fx.Node] = field(default_factory=list)
-    wait: list[fx.Node] = field(default_factory=list)
-    take_grad: list[fx.Node] = field(default_factory=list)
-
-
+_Ops = defaultdict[str, list[fx.Node]]  # the runtime ops of one transfer, by role, as found in the graphs
+_BEGINS = {OFFLOAD: "offload", OFFLOAD_GRAD: "offload", FETCH_PARAM: "prefetch"}
+_GOES_ON = {RELEASE: "release", PREFETCH: "prefetch", WAIT: "wait", TAKE_GRAD: "take_grad"}
 _ROLES = {
     TransferKind.SWAP: ("offload", "release", "prefetch", "wait"),
     TransferKind.LOAD: ("prefetch", "wait"),
@@ -74,12 +63,12 @@ def verify_graphs(
         raise InvariantError(
             f"transfers: the plan has {sorted(s.name for s in plan.transfers)}, the graphs {sorted(by_name)}."
         )
-    reads = {graph: _Reads(graph) for graph in {node.graph for ops in by_name.values() for node in ops.release}}
+    reads = {graph: _Reads(graph) for graph in {node.graph for ops in by_name.values() for node in ops["release"]}}
     for transfer in plan.transfers:
         name, ops = transfer.name, by_name[transfer.name]
         _check_pairs(name, ops, transfer.kind)
         if transfer.kind is not TransferKind.LOAD:
-            _check_release(name, ops, reads[ops.release[0].graph])
+            _check_release(name, ops, reads[ops["release"][0].graph])
             _check_owner(name, ops, forward)
         _check_geometry(name, ops)
     check_parameters(problem, graphs)
@@ -90,32 +79,30 @@ def verify_graphs(
 
 
 def _find_ops(graphs: tuple[fx.Graph, ...]) -> dict[str, _Ops]:
-    by_name: dict[str, _Ops] = {}
+    by_name: defaultdict[str, _Ops] = defaultdict(lambda: defaultdict(list))
     label_of: dict[str, str] = {}
-    begins = {OFFLOAD: "offload", OFFLOAD_GRAD: "offload", FETCH_PARAM: "prefetch"}
     for graph in graphs:
         for node in graph.nodes:
-            if node.target in begins:
+            if node.target in _BEGINS:
                 label_of[node.name] = str(arguments_of(node)["label"])
-                getattr(by_name.setdefault(label_of[node.name], _Ops()), begins[node.target]).append(node)
-            elif node.target in RUNTIME_OPS and node.target not in (SYNC_PARAM, REFRESH_PARAM):
+                by_name[label_of[node.name]][_BEGINS[node.target]].append(node)
+            elif node.target in _GOES_ON:
                 source = source_of(node)
                 if not isinstance(source, fx.Node) or source.name not in label_of:
                     raise InvariantError(
                         f"pairs: {node.name} reads {source}, which no offload or prefetch of ours made."
                     )
                 label_of[node.name] = label_of[source.name]
-                role = {RELEASE: "release", PREFETCH: "prefetch", WAIT: "wait", TAKE_GRAD: "take_grad"}[node.target]
-                getattr(by_name[label_of[node.name]], role).append(node)
+                by_name[label_of[node.name]][_GOES_ON[node.target]].append(node)
     return by_name
 
 
 def _check_pairs(name: str, ops: _Ops, way: TransferKind) -> None:
     for role in ("offload", "release", "prefetch", "wait", "take_grad"):
-        found, wanted = getattr(ops, role), int(role in _ROLES[way])
+        found, wanted = ops[role], int(role in _ROLES[way])
         if len(found) != wanted:
             raise InvariantError(f"pairs: {name} has {len(found)} {role} nodes, must have {wanted}.")
-    for pair in ((ops.offload, ops.release), (ops.prefetch, ops.wait)):
+    for pair in ((ops["offload"], ops["release"]), (ops["prefetch"], ops["wait"])):
         if len({node.graph for nodes in pair for node in nodes}) > 1:
             raise InvariantError(f"pairs: {name} leaves or comes back across two graphs.")
 
@@ -135,7 +122,7 @@ class _Reads:
 
 def _check_release(name: str, ops: _Ops, reads: _Reads) -> None:
     """No reader of the source may follow its release, and the graph may not return it."""
-    release, source = ops.release[0], arguments_of(ops.offload[0])["src"]
+    release, source = ops["release"][0], arguments_of(ops["offload"][0])["src"]
     if (released := arguments_of(release)["src"]) is not source:
         raise InvariantError(f"released-last: {name} offloads {source} but releases {released}.")
     for key in reads.owner[source].values():
@@ -145,7 +132,7 @@ def _check_release(name: str, ops: _Ops, reads: _Reads) -> None:
 
 def _check_owner(name: str, ops: _Ops, forward: fx.Graph) -> None:
     """What the forward is given is the caller's, who may read it on; nothing else is."""
-    (release,) = ops.release
+    (release,) = ops["release"]
     given = arguments_of(release)["src"] in forward.find_nodes(op="placeholder")
     if given != _is_donated(release):
         raise InvariantError(f"owner: {name} is {'' if given else 'not '}the caller's, its release says otherwise.")
@@ -156,8 +143,8 @@ def _is_donated(release: fx.Node) -> bool:
 
 
 def _check_geometry(name: str, ops: _Ops) -> None:
-    source = (ops.offload or ops.prefetch)[0].all_input_nodes[0]
-    (wait,) = ops.wait or ops.take_grad
+    source = (ops["offload"] or ops["prefetch"])[0].all_input_nodes[0]
+    (wait,) = ops["wait"] or ops["take_grad"]
     want, got = source.meta["val"], wait.meta["val"]
     if want.is_conj() or want.is_neg():
         raise InvariantError(f"geometry: {name} leaves as a lazy conjugate or negative: its bytes do not say so.")
@@ -227,7 +214,7 @@ def _check_places(problem: Problem, plan: Plan, by_name: dict[str, _Ops], graphs
             loads = transfer.out is None  # the wait is that step
             planned_at |= {"prefetch": transfer.back.prefetch_at, "wait": transfer.back.needed_at + loads}
         for role, planned in planned_at.items():
-            found = gap[getattr(ops, role)[0]]
+            found = gap[ops[role][0]]
             if found != planned:
                 raise InvariantError(
                     f"places: {role} of {transfer.name} stands before step {found}, planned {planned}."
