@@ -21,7 +21,7 @@ from tencache_fx import compat
 from tencache_fx.ops import OFFLOAD, OFFLOAD_GRAD, RELEASE, RUNTIME_OPS, WAIT, arguments_of
 from tencache_fx.passes.graphs import step_nodes
 from tencache_fx.passes.inductor_model import InductorModel
-from tencache_fx.passes.op_kinds import base_of, count_flops, is_heavy, is_view
+from tencache_fx.passes.op_kinds import base_of, count_flops, is_heavy, is_view, users_through
 from tencache_fx.tensors import storage_of, tensors_of
 
 
@@ -82,19 +82,13 @@ class _Readers:
 
     def _of(self, release: fx.Node) -> list[fx.Node]:
         """Return the materialised values, made before `release`, that are computed from what it releases."""
-        source: fx.Node = arguments_of(release)["src"]
-        found: set[fx.Node] = set()
-        waiting, seen = [base_of(source)], set[fx.Node]()
-        while waiting:
-            for user in waiting.pop().users:
-                if user in seen or self._order[user] > self._order[release] or user.target in RUNTIME_OPS:
-                    continue
-                seen.add(user)
-                if is_view(user) or user in self.model.registers:
-                    waiting.append(user)
-                else:
-                    found.add(user)
-        return sorted(found, key=lambda node: self._order[node])
+        registers, order = self.model.registers, self._order
+        found = [
+            user
+            for user in users_through(base_of(arguments_of(release)["src"]), registers)
+            if order[user] < order[release] and not (user.target in RUNTIME_OPS or is_view(user) or user in registers)
+        ]
+        return sorted(found, key=order.__getitem__)
 
 
 def _renew_sparse(graph: fx.Graph) -> None:

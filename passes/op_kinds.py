@@ -1,7 +1,7 @@
 """What the nodes of a graph are by torch's own word: views, elementwise ops, writes, matmul-class ops, their flops."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -64,6 +64,19 @@ def readers_of(node: fx.Node) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for user in node.users:
         found |= readers_of(user) if is_view(user) else {user}
+    return found
+
+
+def users_through(node: fx.Node, registers: Collection[fx.Node]) -> set[fx.Node]:
+    """Return all that uses a value, one of its views, or what is computed from it and is in `registers`, with these."""
+    found: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in found:
+                found.add(user)
+                if is_view(user) or user in registers:
+                    waiting.append(user)
     return found
 
 

@@ -27,7 +27,7 @@ from tencache_fx.passes.collectives import waits_behind
 from tencache_fx.passes.fake_aliasing import repair_view_fakes
 from tencache_fx.passes.gaps import Gaps, fake_like, key_node, node_name
 from tencache_fx.passes.graphs import RegionGraphs
-from tencache_fx.passes.op_kinds import is_view
+from tencache_fx.passes.op_kinds import users_through
 from tencache_fx.planning.plan import Plan, Transfer, TransferKind
 
 
@@ -114,23 +114,12 @@ def write_renewals(capture: RegionGraphs, registers: Collection[fx.Node], engine
         parameter: fx.Node = arguments_of(settled)["param"]
         if (sink := updated.get(label_of(settled))) is None:
             continue
-        last = max(sink, *_readers(parameter, registers), key=lambda node: order[node])
+        readers = [user for user in users_through(parameter, registers) if user.op != "output"]
+        waits = (wait for reader in readers for wait in waits_behind(reader))  # until then a collective reads it
+        last = max(sink, *readers, *waits, key=order.__getitem__)
         with graph.inserting_after(last):
             renewal = graph.call_function(REFRESH_PARAM, settled.args, name=f"refresh_param_{parameter.name}")
         key_node(renewal, settled.meta["val"])
-
-
-def _readers(value: fx.Node, registers: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that read a value's bytes, or compute from them without writing them to memory first.
-
-    A collective reads them until it has been waited for.
-    """
-    found: set[fx.Node] = set()
-    for user in value.users:
-        if user.op != "output":
-            found |= {user, *waits_behind(user)}
-            found |= _readers(user, registers) if is_view(user) or user in registers else set()
-    return found
 
 
 def _settle(node: fx.Node, engine: int) -> None:

@@ -48,12 +48,10 @@ class Barriers:
 
     def __init__(self, problem: Problem) -> None:
         steps = len(problem.ops)
-        sides = {problem.boundary, Step(steps)}
         barriers = problem.barriers or tuple(map(Step, range(steps)))
-        self._freed = sorted({*barriers, *sides})
-        self._fetch = sorted({Step(0), problem.boundary, *(Step(barrier + 1) for barrier in barriers)})
-        if not problem.barriers:
-            self._fetch = sorted({*barriers, *sides})
+        self._freed = sorted({*barriers, problem.boundary, Step(steps)})
+        behind = {Step(0), problem.boundary, *(Step(barrier + 1) for barrier in problem.barriers)}
+        self._fetch = sorted(behind) if problem.barriers else self._freed
 
     def freed_from(self, step: int) -> Step:
         """Return the first step at or after `step` from which bytes may count as freed."""
