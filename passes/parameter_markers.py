@@ -13,7 +13,7 @@ that a graph reads at its begin and at its end, as it does a tied embedding, is 
     forward:  (w, x); a = load_param(w); y = mm(x, a);                      return y, x, w
     backward: (x, w, dy); b = load_param(w); dx = mm(dy, t(b)); dw = mm(t(x), dy); h = store_grad(dw); return h, dx
 
-`write_moves` decides nothing; when the copies run is the plan's affair, and `transfers` writes it down.
+`write_markers` decides nothing; when the copies run is the plan's affair, and `transfers` writes it down.
 """
 
 import operator
@@ -32,7 +32,9 @@ from tencache_fx.tensors import is_lazy, storage_of, tensors_of
 _LEAST_SHARE, _LEAST_NODES = 0.25, 50
 
 
-def write_moves(capture: RegionGraphs, offloaded: Mapping[int, str], state_bytes: Mapping[str, int]) -> frozenset[str]:
+def write_markers(
+    capture: RegionGraphs, offloaded: Mapping[int, str], state_bytes: Mapping[str, int]
+) -> frozenset[str]:
     """Write `load_param` and `store_grad` for the parameters in `offloaded`: their names by position among the inputs.
 
     `state_bytes` are what an optimizer keeps, or may keep, of each.
@@ -50,9 +52,9 @@ def write_moves(capture: RegionGraphs, offloaded: Mapping[int, str], state_bytes
         for graph in capture.graphs:
             twin = next((node for node in placeholders(graph) if node.name == inputs[index].name), None)
             if twin is not None:
-                _write_arrival(twin, name)
+                _write_loads(twin, name)
     if capture.backward is not None:
-        _write_departures(capture.backward, inputs, offloaded, state_bytes, shards=capture.scatters)
+        _write_stores(capture.backward, inputs, offloaded, state_bytes, shards=capture.scatters)
     return staying
 
 
@@ -136,17 +138,17 @@ def _views(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _write_arrival(parameter: fx.Node, name: str) -> None:
+def _write_loads(parameter: fx.Node, name: str) -> None:
     """Let every reader read what arrives; what the graph returns of it for the backward is the name still."""
     graph, value = parameter.graph, parameter.meta["val"]
     parameter.meta["tencache_parameter"] = name
     for readers in _readings(parameter):
         with graph.inserting_before(readers[0]):
-            arrival = graph.call_function(LOAD_PARAM, (parameter,), name=f"load_param_{parameter.name}")
-        arrival.meta["tencache_parameter"] = name
-        arrival.meta["val"] = fake_like(value)
+            load = graph.call_function(LOAD_PARAM, (parameter,), name=f"load_param_{parameter.name}")
+        load.meta["tencache_parameter"] = name
+        load.meta["val"] = fake_like(value)
         for reader in readers:
-            reader.replace_input_with(parameter, arrival)
+            reader.replace_input_with(parameter, load)
 
 
 def _readings(parameter: fx.Node) -> list[list[fx.Node]]:
@@ -164,7 +166,7 @@ def _readings(parameter: fx.Node) -> list[list[fx.Node]]:
     return readings
 
 
-def _write_departures(
+def _write_stores(
     backward: fx.Graph,
     inputs: tuple[fx.Node, ...],
     offloaded: Mapping[int, str],
@@ -192,14 +194,14 @@ def _write_departures(
             continue
         base = base_of(gradient)
         parts = (user for user in base.users if user.target is operator.getitem)  # of an op with several results
-        arrivals = (node for node in order if node.target is LOAD_PARAM and node.meta["tencache_parameter"] == name)
+        loads = (node for node in order if node.target is LOAD_PARAM and node.meta["tencache_parameter"] == name)
         readers = (reader for reader in readers_of(base) if reader.op != "output")
-        last = max((base, gradient, *parts, *readers, *arrivals), key=lambda node: order[node])
+        last = max((base, gradient, *parts, *readers, *loads), key=lambda node: order[node])
         with backward.inserting_after(last):
-            departure = backward.call_function(STORE_GRAD, (gradient,), name=f"store_grad_{inputs[index].name}")
-        departure.meta["tencache_parameter"], departure.meta["tencache_state_bytes"] = name, state_bytes[name]
-        departure.meta["tencache_shard"] = shards
-        values[index] = key_node(departure, value)
+            store = backward.call_function(STORE_GRAD, (gradient,), name=f"store_grad_{inputs[index].name}")
+        store.meta["tencache_parameter"], store.meta["tencache_state_bytes"] = name, state_bytes[name]
+        store.meta["tencache_shard"] = shards
+        values[index] = key_node(store, value)
     set_outputs(backward, values, ())
 
 

@@ -41,7 +41,7 @@ def find_one_way(plan: Plan, steps: Sequence[fx.Node]) -> dict[str, fx.Node]:
 
 
 def write_load(gaps: Gaps, transfer: Transfer, node: fx.Node, engine: int) -> None:
-    """Let the copy in be issued where the plan says; what stood for the arrival is the wait for it."""
+    """Let the copy in be issued where the plan says; what stood for both is the wait for it."""
     if node.target is not LOAD_PARAM:
         raise InvariantError(f"{transfer.name}: {node.name} is no load_param of a parameter.")
     value = node.meta["val"]
@@ -81,18 +81,18 @@ def _read_behind(node: fx.Node) -> bool:
     return False
 
 
-def write_settled(capture: RegionGraphs, steps: Sequence[fx.Node], engine: int) -> None:
-    """Write what is left of arrivals and departures: those of parameters that stay, or are updated, on the device."""
-    settled: set[fx.Node] = set()
+def write_pinned(capture: RegionGraphs, steps: Sequence[fx.Node], engine: int) -> None:
+    """Write what is left of the markers: those of parameters that are pinned, or updated, on the device."""
+    synced: set[fx.Node] = set()
     for node in steps:
-        if node.target is LOAD_PARAM and node.args[0] in settled:
+        if node.target is LOAD_PARAM and node.args[0] in synced:
             _stay(node)
         elif node.target is LOAD_PARAM:
-            settled |= {*node.all_input_nodes}
-            _settle(node, engine)
+            synced |= {*node.all_input_nodes}
+            _sync(node, engine)
         elif node.target is STORE_GRAD:
             _stay(node)
-    names = {node.meta["tencache_parameter"] for node in settled}
+    names = {node.meta["tencache_parameter"] for node in synced}
     for graph in capture.graphs:
         for node in graph.find_nodes(op="placeholder"):
             if node.meta.get("tencache_parameter") in names:
@@ -100,8 +100,8 @@ def write_settled(capture: RegionGraphs, steps: Sequence[fx.Node], engine: int) 
     repair_view_fakes(capture)
 
 
-def write_renewals(capture: RegionGraphs, registers: Collection[fx.Node], engine: int) -> None:
-    """Let each parameter that stays, and whose update a sink begins, be renewed behind the last that reads it.
+def write_refreshes(capture: RegionGraphs, registers: Collection[fx.Node], engine: int) -> None:
+    """Let each parameter that stays, and whose update an offloaded gradient begins, be refreshed behind its readers.
 
     Autograd tells the optimizer only once the whole backward has been issued: all the copies would come at its end.
     What is computed from a parameter in `registers` is not in memory: who reads that reads the parameter.
@@ -110,19 +110,19 @@ def write_renewals(capture: RegionGraphs, registers: Collection[fx.Node], engine
         return
     order = {node: index for index, node in enumerate(graph.nodes)}
     updated = {arguments_of(node)["param"]: node for node in graph.find_nodes(op="call_function", target=OFFLOAD_GRAD)}
-    for settled in graph.find_nodes(op="call_function", target=SYNC_PARAM):
-        parameter: fx.Node = arguments_of(settled)["param"]
-        if (sink := updated.get(label_of(settled))) is None:
+    for synced in graph.find_nodes(op="call_function", target=SYNC_PARAM):
+        parameter: fx.Node = arguments_of(synced)["param"]
+        if (store := updated.get(label_of(synced))) is None:
             continue
         readers = [user for user in users_through(parameter, registers) if user.op != "output"]
         waits = (wait for reader in readers for wait in waits_behind(reader))  # until then a collective reads it
-        last = max(sink, *readers, *waits, key=order.__getitem__)
+        last = max(store, *readers, *waits, key=order.__getitem__)
         with graph.inserting_after(last):
-            renewal = graph.call_function(REFRESH_PARAM, settled.args, name=f"refresh_param_{parameter.name}")
-        key_node(renewal, settled.meta["val"])
+            refresh = graph.call_function(REFRESH_PARAM, synced.args, name=f"refresh_param_{parameter.name}")
+        key_node(refresh, synced.meta["val"])
 
 
-def _settle(node: fx.Node, engine: int) -> None:
+def _sync(node: fx.Node, engine: int) -> None:
     """Let a parameter that stays be read as it is, once its last update is done."""
     parameter = node.args[0]
     assert isinstance(parameter, fx.Node)
@@ -132,7 +132,7 @@ def _settle(node: fx.Node, engine: int) -> None:
 
 
 def _stay(node: fx.Node) -> None:
-    """Let a gradient that is used where it is be handed out as it is, a parameter that is settled be read."""
+    """Let a gradient that is used where it is be handed out as it is, a parameter that is synced be read."""
     (value,) = node.all_input_nodes
     node.target = torch.ops.aten.alias.default
     with value.meta["val"].fake_mode:

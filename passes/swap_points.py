@@ -1,6 +1,6 @@
 """Where the runtime ops of a region stand among its steps: there a schedule may act."""
 
-from tencache_fx.ops import OFFLOAD, PREFETCH, RELEASE, WAIT, label_of
+from tencache_fx.ops import OFFLOAD, PREFETCH, RELEASE, WAIT, label_of, source_of
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.planning.problem import Step
 from tencache_fx.planning.step import GraphPoint
@@ -21,8 +21,7 @@ def find_points(capture: RegionGraphs) -> tuple[tuple[GraphPoint, ...], tuple[Gr
                 passed = steps[node] + 1
             elif node.target in _DEEDS:
                 deed = _DEEDS[node.target]
-                source = node.args[0]
-                label = label_of(node) if deed == "offload" else labels[source.name]
+                label = label_of(node) if deed == "offload" else labels[source_of(node).name]
                 assert label is not None
                 labels[node.name] = label
                 points.append(GraphPoint(Step(passed), deed, label))

@@ -36,7 +36,7 @@ from tencache_fx.passes.graphs import (
 )
 from tencache_fx.passes.lifetimes import StorageNodes, find_carrier
 from tencache_fx.passes.op_kinds import is_view
-from tencache_fx.passes.parameter_transfers import find_one_way, write_load, write_renewals, write_settled, write_store
+from tencache_fx.passes.parameter_transfers import find_one_way, write_load, write_pinned, write_refreshes, write_store
 from tencache_fx.passes.symbols import SymbolSource, symbol_source
 from tencache_fx.planning.plan import Plan, Transfer, TransferKind
 from tencache_fx.planning.problem import Step
@@ -102,7 +102,7 @@ def insert_transfers(
             tickets[coming.name] = _write_prefetch(gaps, swaps[coming.name], handles[coming.name], engine)
         else:
             write_load(gaps, coming, one_way[coming.name], engine)
-    write_settled(capture, steps, engine)
+    write_pinned(capture, steps, engine)
     returns: dict[fx.Node, _Return] = {}
     for swap in sorted(swaps.values(), key=lambda t: (t.transfer.needed_at, t.transfer.name)):
         wait, returned = _write_wait(gaps, swap, tickets[swap.transfer.name], symbols[swap.target], engine)
@@ -112,7 +112,7 @@ def insert_transfers(
         _drop_placeholders(swap)
     for graph in capture.graphs:
         registers |= _copy_registers(graph, returns, registers)
-    write_renewals(capture, registers, engine)
+    write_refreshes(capture, registers, engine)
     for graph in capture.graphs:
         graph.lint()
     return registers

@@ -12,10 +12,10 @@ from tencache_fx.tensors import storage_of
 
 
 def check_parameters(problem: Problem, graphs: tuple[fx.Graph, ...]) -> None:
-    """Raise `InvariantError` if a graph reads what is not on the device, or asks for what its sink has handed on."""
+    """Raise `InvariantError` if a graph reads what is not on the device, or what an update may be changing."""
     _check_readers(graphs)
-    _check_sinks(problem, graphs)
-    _check_renewals(graphs)
+    _check_updates(problem, graphs)
+    _check_refreshes(graphs)
 
 
 def _check_readers(graphs: tuple[fx.Graph, ...]) -> None:
@@ -28,8 +28,8 @@ def _check_readers(graphs: tuple[fx.Graph, ...]) -> None:
                     raise InvariantError(f"parameters: {user.name} reads {node.name}, which is not on the device.")
 
 
-def _check_sinks(problem: Problem, graphs: tuple[fx.Graph, ...]) -> None:
-    """Behind a sink that lets its parameter's update begin, the parameter is not asked for, nor waited for."""
+def _check_updates(problem: Problem, graphs: tuple[fx.Graph, ...]) -> None:
+    """Behind a gradient that lets its parameter's update begin, the parameter is not asked for, nor waited for."""
     parameter_of = {storage.name: storage.parameter for storage in problem.storages}
     for graph in graphs:
         updating: set[str] = set()
@@ -38,7 +38,7 @@ def _check_sinks(problem: Problem, graphs: tuple[fx.Graph, ...]) -> None:
             asked = ""
             if node.target is OFFLOAD_GRAD and (parameter := arguments_of(node)["param"]):
                 if parameter != (own := parameter_of.get(arguments_of(node)["label"])):
-                    raise InvariantError(f"sinks: {node.name} is a gradient of {own}, not of it.")
+                    raise InvariantError(f"updates: {node.name} is a gradient of {own}, not of it.")
                 updating.add(parameter)
             elif node.target is FETCH_PARAM:
                 asked = fetched[node] = parameter_of.get(arguments_of(node)["label"], "")
@@ -47,14 +47,14 @@ def _check_sinks(problem: Problem, graphs: tuple[fx.Graph, ...]) -> None:
             elif node.target is SYNC_PARAM:
                 asked = arguments_of(node)["label"]
             if asked in updating:
-                raise InvariantError(f"sinks: {node.name} asks for {asked} behind the beginning of its update.")
+                raise InvariantError(f"updates: {node.name} asks for {asked} behind the beginning of its update.")
 
 
-def _check_renewals(graphs: tuple[fx.Graph, ...]) -> None:
-    """Behind its renewal, which stands behind the sink that begins its update, nothing reads a parameter."""
+def _check_refreshes(graphs: tuple[fx.Graph, ...]) -> None:
+    """Behind its refresh, which stands behind the gradient that begins its update, nothing reads a parameter."""
     for graph in graphs:
         late = late_reads(graph, owners_of(graph, {}, frozenset()))
-        renewed: set[int] = set()
+        refreshed: set[int] = set()
         begun: set[object] = set()
         for node in graph.nodes:
             if node.op == "output":
@@ -62,12 +62,12 @@ def _check_renewals(graphs: tuple[fx.Graph, ...]) -> None:
             if node.target is OFFLOAD_GRAD:
                 begun.add(arguments_of(node)["param"])
             for argument in (*node.all_input_nodes, *late.get(node, ())):
-                if renewed & _storages(argument):
-                    raise InvariantError(f"renewals: {node.name} reads {argument.name}, which is renewed before it.")
+                if refreshed & _storages(argument):
+                    raise InvariantError(f"refreshes: {node.name} reads {argument.name}, which is refreshed before it.")
             if node.target is REFRESH_PARAM:
                 if arguments_of(node)["label"] not in begun:
-                    raise InvariantError(f"renewals: {node.name} stands before the beginning of an update.")
-                renewed |= _storages(node.all_input_nodes[0])
+                    raise InvariantError(f"refreshes: {node.name} stands before the beginning of an update.")
+                refreshed |= _storages(node.all_input_nodes[0])
 
 
 def _storages(node: fx.Node) -> set[int]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tencache_fx.planning.liveness import clip_to_barriers, inactive_intervals, is_candidate, live_bytes
+from tencache_fx.planning.liveness import clip_to_barriers, inactive_intervals, is_candidate, live_bytes, swap_to_host
 from tencache_fx.planning.plan import Plan, Transfer
 from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Step, Storage, Tier
 
@@ -115,15 +115,7 @@ def boundary_swaps(problem: Problem) -> tuple[Transfer, ...]:
         for last, following in inactive_intervals(storage):
             if not last < problem.boundary <= following:
                 continue
-            swap = Transfer.swap(
-                name=storage.name,
-                nbytes=storage.nbytes,
-                tier=Tier.HOST,
-                copy_out_after=last,
-                freed_at=Step(last + 1),
-                prefetch_at=following,
-                needed_at=following,
-            )
+            swap = swap_to_host(storage, last, Step(last + 1), following, following)
             if (clipped := clip_to_barriers(problem, swap)) is not None:
                 found.append(clipped)
     return tuple(found)

@@ -19,7 +19,7 @@ from tencache_fx.options import Options
 from tencache_fx.passes.code_interface import Interface
 from tencache_fx.passes.code_memory import UnreadableCodeError, code_peak_bytes
 from tencache_fx.passes.graphs import RegionGraphs
-from tencache_fx.passes.parameter_markers import write_moves
+from tencache_fx.passes.parameter_markers import write_markers
 from tencache_fx.passes.pause import is_barrier, write_pause
 from tencache_fx.passes.recipes import find_recipes, recomputed_nodes
 from tencache_fx.passes.symbols import unbacked_sizes
@@ -210,7 +210,7 @@ class RegionPlanner:
                     size,
                 )
                 return None
-        staying = write_moves(
+        staying = write_markers(
             capture, capture.offloaded, {name: each.state_bytes for name, each in self._offloaded.items()}
         )
         staying_bytes = sum(self._offloaded[name].nbytes for name in staying)

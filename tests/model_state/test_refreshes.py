@@ -1,4 +1,4 @@
-"""Parameters that stay on the device are renewed behind their last reader in a backward, not behind all of it."""
+"""Parameters that stay on the device are refreshed behind their last reader in a backward, not behind all of it."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ def network() -> nn.Module:
 
 
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_each_is_renewed_behind_its_last_reader(monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
+def test_each_is_refreshed_behind_its_last_reader(monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
     known: dict[str, list[bool]] = {}
     end = OffloadedParameter.set_readers
 
@@ -60,11 +60,11 @@ def test_each_is_renewed_behind_its_last_reader(monkeypatch: pytest.MonkeyPatch,
     assert all(found == [False, True] * 3 for found in known.values())  # the first step does not know the optimizer yet
     (backward,) = (listing for listing in regions()[-1].listings if listing.phase == "backward")
     rows = list(backward.nodes)
-    renewals = [row for row in rows if row.name.startswith("refresh_param_")]
+    refreshes = [row for row in rows if row.name.startswith("refresh_param_")]
     readers = [row for row in rows if "mm" in row.target]
-    assert len(renewals) == 6
-    assert rows.index(renewals[0]) < rows.index(readers[-1])  # while others are read still
-    for row in renewals:
+    assert len(refreshes) == 6
+    assert rows.index(refreshes[0]) < rows.index(readers[-1])  # while others are read still
+    for row in refreshes:
         assert not any(row.inputs[0] in other.inputs for other in rows[rows.index(row) + 1 : -1])
 
 
@@ -77,7 +77,7 @@ def test_late_copies_change_nothing(new_engine: Callable[..., object]) -> None:
 
 
 def graph_of(*ops: str) -> fx.Graph:
-    """A graph in which a weight is settled, and then what `ops` say."""
+    """A graph in which a weight is synced, and then what `ops` say."""
     graph, weight, gradient = fx.Graph(), torch.ones(2, 2), torch.ones(2, 2)
     inputs = [graph.placeholder(name) for name in ("weight", "gradient")]
     for node, value in zip(inputs, (weight, gradient), strict=True):
@@ -102,11 +102,11 @@ def check(*ops: str) -> None:
     check_parameters(SimpleNamespace(storages=[storage]), (graph_of(*ops),))
 
 
-def test_what_reads_a_parameter_behind_its_renewal_is_found() -> None:
+def test_what_reads_a_parameter_behind_its_refresh_is_found() -> None:
     check("read", "offload_grad", "read", "refresh_param")
-    with pytest.raises(InvariantError, match=r"renewals: mm_default reads weight, which is renewed before it"):
+    with pytest.raises(InvariantError, match=r"refreshes: mm_default reads weight, which is refreshed before it"):
         check("offload_grad", "refresh_param", "read")
-    with pytest.raises(InvariantError, match="renewals: refresh_param.* stands before the beginning of an update"):
+    with pytest.raises(InvariantError, match="refreshes: refresh_param.* stands before the beginning of an update"):
         check("read", "refresh_param", "offload_grad")
 
 

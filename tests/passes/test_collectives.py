@@ -21,7 +21,7 @@ from tencache_fx.ops import REFRESH_PARAM, SYNC_PARAM
 from tencache_fx.passes.fake_aliasing import repair_view_fakes
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.lifetimes import StorageNodes, measure_lifetimes
-from tencache_fx.passes.parameter_transfers import write_renewals
+from tencache_fx.passes.parameter_transfers import write_refreshes
 from tencache_fx.passes.verify_parameters import check_parameters
 from tencache_fx.planning.liveness import inactive_intervals
 from tencache_fx.planning.problem import Kind, Step
@@ -228,10 +228,10 @@ def with_gather(*, wait_last: bool) -> fx.Graph:
     return graph
 
 
-def test_a_parameter_is_renewed_behind_the_gather_that_reads_it() -> None:
+def test_a_parameter_is_refreshed_behind_the_gather_that_reads_it() -> None:
     problem = SimpleNamespace(storages=[SimpleNamespace(name="change", parameter="weight")])
     check_parameters(problem, (with_gather(wait_last=False),))
-    with breaks("renewals"):
+    with breaks("refreshes"):
         check_parameters(problem, (graph := with_gather(wait_last=True),))
     (refresh,) = graph.find_nodes(op="call_function", target=REFRESH_PARAM)
     refresh.replace_all_uses_with(refresh.args[0])
@@ -240,7 +240,7 @@ def test_a_parameter_is_renewed_behind_the_gather_that_reads_it() -> None:
         for node in graph.nodes:
             if "val" in node.meta:
                 node.meta["val"] = mode.from_tensor(node.meta["val"])
-    write_renewals(SimpleNamespace(backward=graph), frozenset(), 0)
+    write_refreshes(SimpleNamespace(backward=graph), frozenset(), 0)
     (refresh,) = graph.find_nodes(op="call_function", target=REFRESH_PARAM)
     (wait,) = graph.find_nodes(op="call_function", target=COLLECTIVES.wait_tensor.default)
     assert wait < refresh
