@@ -52,23 +52,6 @@ class Transfer:
         if self.out is None and self.back is None:
             raise ValueError(f"the transfer of {self.name} copies neither out nor back.")
 
-    @staticmethod
-    def swap(
-        *,
-        name: str,
-        nbytes: int,
-        tier: Tier,
-        copy_out_after: Step,
-        freed_at: Step,
-        prefetch_at: Step,
-        needed_at: Step,
-    ) -> "Transfer":
-        """Return a transfer out and back."""
-        out = CopyOut(after=copy_out_after, freed_at=freed_at)
-        return Transfer(
-            name=name, nbytes=nbytes, tier=tier, out=out, back=CopyIn(prefetch_at=prefetch_at, needed_at=needed_at)
-        )
-
     @property
     def kind(self) -> TransferKind:
         """Which copies it makes."""

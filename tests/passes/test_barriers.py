@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from harness import compiled
-from problems import legal_swap
+from problems import legal_swap, make_swap
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -176,9 +176,7 @@ def test_the_code_does_what_this_plan_says(function: Callable[..., Tensor], gone
             "prefetch_at": Step(back - 1),
             "needed_at": back,
         }
-        swap = clip_to_barriers(
-            problem, Transfer.swap(name=product.name, nbytes=product.nbytes, tier=Tier.HOST, **times)
-        )
+        swap = clip_to_barriers(problem, make_swap(name=product.name, nbytes=product.nbytes, tier=Tier.HOST, **times))
         assert swap is not None
         swaps.append(swap)
         return build_plan(problem, "teraio", (swap,))

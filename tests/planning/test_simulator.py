@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import links, problems_with_swaps
+from problems import links, make_swap, problems_with_swaps
 
 from tencache_fx.planning.plan import CopyIn, PoolClass, Transfer
 from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Step, Storage, Tier
@@ -175,7 +175,7 @@ def swap(name: str, nbytes: int, offload: int, gone: int, fetch: int, back: int,
         "prefetch_at": Step(fetch),
         "needed_at": Step(back),
     }
-    return Transfer.swap(name=name, nbytes=nbytes, tier=tier, **steps)
+    return make_swap(name=name, nbytes=nbytes, tier=tier, **steps)
 
 
 def test_hidden_copies_cost_nothing() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from problems import links
+from problems import links, make_swap
 
 from tencache_fx.errors import InvariantError
 from tencache_fx.planning.plan import Plan, PoolClass, Transfer
@@ -54,7 +54,7 @@ def transfer(name: str, offload: int, gone: int, fetch: int, back: int, tier: Ti
         "prefetch_at": Step(fetch),
         "needed_at": Step(back),
     }
-    return Transfer.swap(name=name, nbytes=PAGE, tier=tier, **times)
+    return make_swap(name=name, nbytes=PAGE, tier=tier, **times)
 
 
 def valid() -> Plan:
@@ -84,7 +84,7 @@ def at(index: int, **changes: Any) -> Callable[[Plan], Plan]:
         transfers = list(plan.transfers)
         victim = transfers[index]
         names = ("name", "nbytes", "tier", "copy_out_after", "freed_at", "prefetch_at", "needed_at")
-        transfers[index] = Transfer.swap(**({name: getattr(victim, name) for name in names} | changes))
+        transfers[index] = make_swap(**({name: getattr(victim, name) for name in names} | changes))
         return replace(plan, transfers=tuple(transfers))
 
     return change

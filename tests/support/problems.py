@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import strategies as st
 
 from tencache_fx.planning.liveness import earliest_offload, inactive_intervals, is_candidate, live_bytes, minimal_swaps
-from tencache_fx.planning.plan import Transfer
+from tencache_fx.planning.plan import CopyIn, CopyOut, Transfer
 from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Step, Storage, Tier
 
 GIB = 1 << 30
@@ -27,6 +27,14 @@ def links(rate: int = 10**9, **changes: int) -> Links:
         "disk_latency_ns": 0,
     }
     return Links(**{**rates, **changes})
+
+
+def make_swap(
+    *, name: str, nbytes: int, tier: Tier, copy_out_after: Step, freed_at: Step, prefetch_at: Step, needed_at: Step
+) -> Transfer:
+    """Return a transfer out and back."""
+    out, back = CopyOut(after=copy_out_after, freed_at=freed_at), CopyIn(prefetch_at=prefetch_at, needed_at=needed_at)
+    return Transfer(name=name, nbytes=nbytes, tier=tier, out=out, back=back)
 
 
 def boundary_bytes(problem: Problem, step: int) -> int:
@@ -182,7 +190,7 @@ def problems_with_swaps(draw: st.DrawFn) -> tuple[Problem, tuple[Transfer, ...]]
         fetch = draw(st.integers(max(gone, problem.boundary) if crossing else gone, v))
         tier = draw(st.sampled_from((Tier.HOST, Tier.NVME)))
         times = {"copy_out_after": Step(offload), "freed_at": Step(gone), "prefetch_at": Step(fetch), "needed_at": v}
-        transfers.append(Transfer.swap(name=storage.name, nbytes=storage.nbytes, tier=tier, **times))
+        transfers.append(make_swap(name=storage.name, nbytes=storage.nbytes, tier=tier, **times))
     return problem, tuple(transfers)
 
 
@@ -393,7 +401,7 @@ def legal_swap(
     offload = between(earliest_offload(problem, storage, u), u)
     gone = between(u + 1, min(v, problem.boundary) if crossing else v)
     fetch = between(max(gone, problem.boundary) if crossing else gone, v)
-    return Transfer.swap(
+    return make_swap(
         name=storage.name,
         nbytes=storage.nbytes,
         tier=Tier.HOST,

@@ -7,11 +7,12 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import make_swap
 
 from tencache_fx.errors import OptionError
 from tencache_fx.planning.explain import Choice, Price, Reasons, TensorReason
 from tencache_fx.planning.pareto import Frontier, Outcome, Point
-from tencache_fx.planning.plan import Forecast, Plan, PoolClass, Transfer
+from tencache_fx.planning.plan import Forecast, Plan, PoolClass
 from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Recipe, Step, Storage, Tier
 from tencache_fx.records import Listing, NodeRow, RegionRecord
 from tencache_fx.reporting.dump import read_measured, read_problem, read_regions, write_measured, write_region
@@ -64,7 +65,7 @@ PROBLEM = Problem(
 PLAN = Plan(
     policy="teraio",
     transfers=(
-        Transfer.swap(
+        make_swap(
             name="mm",
             nbytes=3_000_000,
             tier=Tier.HOST,
