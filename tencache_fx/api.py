@@ -22,6 +22,9 @@ def configure(*, reset: bool = False, **options: object) -> Mapping[str, object]
     `host_budget`, `spill_dir` and `spill_budget` count at once for what is open already, up or down: after a
     `BudgetError`, raise the budget and try again. Values that are in other directories are read there.
 
+    `device_budget` counts from the next step on for regions that are planned together (`scope="step"`), unless it was
+    given to `torch.compile`; nothing is compiled again for it.
+
     Raises `OptionError`, and changes nothing, when a name or a value is wrong, or a budget is below what is in use.
     Whether other sizes fit the machine is checked when a model is compiled, because only then the device is known.
     """

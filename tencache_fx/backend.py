@@ -42,7 +42,14 @@ def tencache(
     own = usage(device)
     resolved = Options.resolve(options, device=device, own_host_bytes=own.host_bytes, own_disk_bytes=own.disk_bytes)
     settings = compat.inductor_settings(mode, dict(resolved.inductor))
-    source = RegionSource(index=REGIONS.next_index(), graph=gm, options=resolved, device=device, settings=settings)
+    source = RegionSource(
+        index=REGIONS.next_index(),
+        graph=gm,
+        options=resolved,
+        device=device,
+        settings=settings,
+        own_budget="device_budget" in (options or {}),
+    )
     region = Region(source, example_inputs, find_all_offloaded(example_inputs, device))
     if region.record is not None and region.record.plan.transfers and (lost := compat.overruled(settings)):
         log.warning("region %d has a plan, and so it runs without %s.", region.index, ", ".join(lost))

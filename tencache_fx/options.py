@@ -123,6 +123,13 @@ class Options:
             }
         )
 
+    def with_budget_of_process(self, device: "torch.device") -> "Options":
+        """Return the same options with the device budget that is set for the process now.
+
+        Raises `OptionError` if it is more than the device has.
+        """
+        return dataclasses.replace(self, device_budget=_device_budget(_read_layers(None)["device_budget"], device))
+
     @staticmethod
     def suppose(given: Mapping[str, object] | None, *, device_bytes: int | None) -> "Options":
         """Return the options for a device of `device_bytes` that nothing will run on: no limit for None.

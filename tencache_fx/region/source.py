@@ -14,13 +14,17 @@ from tencache_fx.region.graph_copy import keep_numbers
 
 @dataclass(frozen=True, kw_only=True)
 class RegionSource:
-    """One captured region: its Dynamo graph, options and device. `settings` are Inductor's."""
+    """One captured region: its Dynamo graph, options and device. `settings` are Inductor's.
+
+    `own_budget` says that the device budget was given with the compilation, and not for the process.
+    """
 
     index: int
     graph: fx.GraphModule
     options: Options
     device: torch.device
     settings: Mapping[str, Any]
+    own_budget: bool = True
     name: str = field(default_factory=lambda: str(torch._guards.CompileContext.current_compile_id() or ""))
     context: torch._guards.TracingContext | None = field(default_factory=torch._guards.TracingContext.try_get)
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tencache_fx.options import SETTINGS, Options
 from tencache_fx.planning.step import SwapRegion
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Phase, Request, WrittenPlan, keep_boxed
 from tencache_fx.region.dynamic_shapes import Sizes
@@ -21,6 +22,7 @@ class StepMonitor:
         self._resized: dict[Sizes, SwapRegion] = {}
         self._recorder: StepRecorder | None = None
         self._refused = False
+        self._options, self._given = source.options, SETTINGS.given
 
     @property
     def recomputed(self) -> frozenset[str]:
@@ -41,7 +43,7 @@ class StepMonitor:
                 if phase == "backward":
                     recorder.begin_backward(self._source.index, args)
                 else:
-                    call = recorder.begin_forward(self._source.index, self._region(), self._source.options, args)
+                    call = recorder.begin_forward(self._source.index, self._region(), self._current_options(), args)
                 results = run(*args)
             except BaseException:
                 recorder.fail()
@@ -68,6 +70,13 @@ class StepMonitor:
         """Go on as it was compiled first."""
         self._refused = True
         return current
+
+    def _current_options(self) -> Options:
+        """Return the options, with the device budget as `configure` was told last, if it was not given by itself."""
+        if not self._source.own_budget and SETTINGS.given is not self._given:
+            self._given = SETTINGS.given
+            self._options = self._source.options.with_budget_of_process(self._source.device)
+        return self._options
 
     def _region(self) -> SwapRegion:
         """Return the region at the sizes of the call that begins."""

@@ -34,8 +34,12 @@ _PLANS = 4  # times that a program is planned at most
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """The plan of a program, `None` where none fits, with what it was made for and the schedule that carries it out."""
+    """The plan of a program, `None` where none fits, with what it was made for and the schedule that carries it out.
 
+    `limit` is the device budget it was made for.
+    """
+
+    limit: int | None
     visits: tuple[Visit, ...]
     joined: StepProblem
     plan: Plan | None
@@ -75,9 +79,10 @@ class StepPlanner:
 
     def consider(self, program: Program, options: Options) -> None:
         """Plan a program that has been measured, if it is new, or if that was for other memory than is there now."""
-        if program.plans >= _PLANS or not _is_outdated(program, options.device_budget):
-            return
         device, limit = self._points.engine.device, options.device_budget
+        other = program.planned is not None and program.planned.limit != limit
+        if not other and (program.plans >= _PLANS or not _is_outdated(program, limit)):
+            return
         links = rates.links(device, options.spill_dir, calibrate=options.calibrate)
         budgets = self._budgets(program, options)
         self._choose_recomputed(program, options, links, budgets)
@@ -100,8 +105,8 @@ class StepPlanner:
                 "no limit" if limit is None else format_bytes(limit),
                 show_summary(joined.problem, plan, joined.problem),
             )
-        program.planned = StepPlan(visits=program.visits, joined=joined, plan=plan, schedule=schedule)
-        program.plans += 1
+        program.planned = StepPlan(limit=limit, visits=program.visits, joined=joined, plan=plan, schedule=schedule)
+        program.plans = 1 if other else program.plans + 1
 
     def _reserve(self, program: Program, plan: Plan) -> None:
         """Hold the plan's buffers, and one for any storage to go through to disk: orders change."""

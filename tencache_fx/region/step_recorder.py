@@ -146,10 +146,12 @@ class StepRecorder:
             held_bytes=held_bytes,
             gap_bytes=gap_bytes,
         )
-        if not self._visits and self._last is not None:
-            self._expect(self._last.successor or self._last)
-        self._visits.append(visit)
         assert self._options is not None
+        if not self._visits and self._last is not None:
+            expected = self._last.successor or self._last
+            self.planner.consider(expected, self._options)  # the budget may be another one
+            self._expect(expected)
+        self._visits.append(visit)
         place, limit = len(self._visits), self._options.device_budget
         if self._expected is not None and self._expected.order[:place] != (begun := order_of(self._visits)):
             self._expect(next((each for each in self.programs.values() if each.order[:place] == begun), None))

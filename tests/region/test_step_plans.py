@@ -378,3 +378,22 @@ def test_what_the_last_op_and_the_first_one_behind_it_read_leaves_in_between(eng
     pending = [region.pending_bytes for region in found if region is not None]
     assert len(pending) == 2
     assert max(pending) < ROWS * WIDTH * 4, "less than any activation of a block"
+
+
+def test_the_budget_changes_from_one_step_to_the_next(engine: Engine, meter: Meter) -> None:
+    expected, model = wanted(8), blocks()
+    tencache_fx.configure(device_budget=BUDGETS["some"])
+    one_by_one(model)
+    gradients(model, model, inputs(0))
+    gradients(model, model, inputs(1))
+    compiled = REGIONS.compilations
+    for step, budget in enumerate((6_200_000, 5_100_000, 9_000_000, 5_600_000, 6_200_000), 2):
+        tencache_fx.configure(device_budget=budget)
+        meter.peak = meter.held
+        assert equal(gradients(model, model, inputs(step)), expected[step])
+        assert 0.7 * budget < meter.peak <= budget
+    assert REGIONS.compilations == compiled
+    tencache_fx.configure(device_budget=None)
+    meter.peak = meter.held
+    assert equal(gradients(model, model, inputs(7)), expected[7])
+    assert meter.peak > 9_000_000
