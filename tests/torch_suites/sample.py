@@ -10,7 +10,8 @@ HALVES: tuple[tuple[str, ...], ...] = (
         "op_db:sort:plain",  # several results
         "op_db:var_mean:plain",
         "op_db:nn.functional.dropout:plain",  # random
-        "hop_db:cond.simple:plain",
+        "hop_db:invoke_subgraph.simple:plain",
+    "hop_db:cond.simple:plain",
         "hop_db:auto_functionalize.simple:plain",
         "custom_op_db:NumpyCubeCustomOp:plain",
         "module_db:nn.BatchNorm1d:plain",  # buffers
