@@ -58,18 +58,6 @@ for op in (stumble, stumble_backward):
 stumble.register_autograd(lambda ctx, grad: stumble_backward(grad))
 
 
-class Failing(torch.autograd.Function):
-    """Identity that raises in forward or backward when its switch says so."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise RuntimeError("backward of the user failed")
-
-
 class Tower(nn.Module):
     """Linear layers and tanh; each saves 64 kB."""
 
@@ -145,41 +133,6 @@ def test_user_code_fails_between_forward_and_backward(bench: Callable[..., Bench
             out.view(7, 11)  # the user's loss fails
         del out
         made.step_is_right()
-
-
-def test_the_graph_is_dropped_without_backward(bench: Callable[..., Bench]) -> None:
-    made = bench()
-    for _ in range(3):
-        made.run(made.x)
-    made.step_is_right()
-    assert made.engine.pool.acquired_bytes == 0
-
-
-def test_the_backward_of_user_code_fails(bench: Callable[..., Bench]) -> None:
-    made = bench()
-    for _ in range(2):
-        out = Failing.apply(made.run(made.x))
-        with pytest.raises(RuntimeError, match="backward of the user failed"):
-            made.backward(out)
-        del out
-        made.step_is_right()
-
-
-def test_a_gradient_hook_fails(bench: Callable[..., Bench]) -> None:
-    made = bench()
-    parameter = next(made.model.parameters())
-
-    def fail(grad: Tensor) -> Tensor:
-        raise RuntimeError("the hook failed")
-
-    made.step_is_right()
-    handle = parameter.register_hook(fail)
-    out = made.run(made.x)
-    with pytest.raises(RuntimeError, match="the hook failed"):
-        made.backward(out)
-    handle.remove()
-    del out
-    made.step_is_right()
 
 
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
