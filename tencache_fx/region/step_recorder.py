@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.options import Options
-from tencache_fx.planning.step import FRUGAL, SwapRegion, Visit
+from tencache_fx.planning.step import FRUGAL, SwapKey, SwapRegion, Visit
 from tencache_fx.records import StepRecord
 from tencache_fx.region.step_planner import Order, Program, StepPlanner, order_of, record_of
 from tencache_fx.runtime.swap_points import SwapPoints
@@ -128,12 +128,16 @@ class StepRecorder:
         """Return whether no forward waits for its backward; those that have waited for long are abandoned."""
         if not self._visits:
             return False
-        self._calls = [call for call in self._calls if call.turns <= _TURNS and self._waits(call)]
+        while self._calls and not self._waits(self._calls[-1]):  # mostly the last one waits, and that is all to know
+            self._calls.pop()
         return not self._calls
 
     def _waits(self, call: Call) -> bool:
-        residual = call.residual
-        return self.points.holds(call.index, call.number) or (residual is not None and not residual.expired())
+        if call.turns > _TURNS:
+            return False
+        if call.residual is not None and not call.residual.expired():
+            return True
+        return self.points.holds(SwapKey(call.index, call.number, swap.name) for swap in call.region.swaps)
 
     def _arrive(self, call: Call, *, backward: bool) -> None:
         """Add a run to the round: compare it with what is expected, and what is held with what is planned for."""

@@ -130,10 +130,9 @@ class SwapPoints:
                 return swap.name.region, swap.name.call
         return None
 
-    def holds(self, region: int, call: int) -> bool:
-        """Return whether storages of a call are waiting for its backward."""
-        with self._lock:
-            return any(name.region == region and name.call == call for name in self._live)
+    def holds(self, names: Iterable[SwapKey]) -> bool:
+        """Return whether one of these storages waits for its backward."""
+        return any(name in self._live for name in names)
 
     def follow(self, schedule: StepSchedule) -> None:
         """Follow `schedule` from now on; what stays on the device, and would not by it, leaves."""
