@@ -12,6 +12,7 @@ region/compilation.py          `compile_region()`: up to three attempts, each a 
   region/candidate.py             `Candidate`: these graphs and their plan; the best one of several splits is taken
     passes/parameter_markers.py      markers where offloaded parameters are loaded, and their gradients stored
     region/analysis.py               `RegionAnalysis`: lifetimes of storages, costs of ops (more of passes/, hardware/)
+    passes/inductor_model.py         `InductorModel`: values in registers, ops that share a kernel, bytes kernels move
     region/dynamic_shapes.py         `SizeFormulas`: sizes of storages as formulas; later the plan's `Footprint`
     region/reservations.py           `Problem`, with memory left free for others as far as there is room
     planning/planner.py              `Plan`
