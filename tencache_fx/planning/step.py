@@ -94,6 +94,11 @@ class SwapRegion:
         return live[:boundary] - given + self.margin_bytes, live[boundary:] - handed + self.margin_bytes
 
     @cached_property
+    def swapped_bytes(self) -> int:
+        """The bytes of all storages with swap points."""
+        return sum(swap.nbytes for swap in self.swaps)
+
+    @cached_property
     def pending_bytes(self) -> int:
         """The bytes that a forward keeps on the device for its backward, with every storage away that can be."""
         boundary, away = self.problem.boundary, {swap.name for swap in self.swaps}

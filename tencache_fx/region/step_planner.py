@@ -1,7 +1,6 @@
 """Plans the steps of one device: what each region recomputes, and for each order of runs a schedule."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tencache_fx.errors import BudgetError, StoreError
@@ -24,8 +23,10 @@ from tencache_fx.units import PAGE_BYTES, format_bytes, round_up
 
 log = logging.getLogger("tencache_fx")
 
-Order = tuple[tuple[int, int, bool, int], ...]
-"""Region, call, whether it is a backward, and the bytes of its storages, of each run of a round."""
+Place = tuple[int, int, bool, int]
+"""Region, call, whether it is a backward, and the bytes of its storages, of one run of a round."""
+
+Order = tuple[Place, ...]
 
 _DRIFT = 256  # one part in so many of the budget is left for external memory that grows
 _ROOM = 64  # with so much of the budget more room than its plan was made for, a program is planned again
@@ -155,11 +156,9 @@ def record_of(program: Program, device: str) -> StepRecord | None:
     return StepRecord(device=device, runs=runs, problem=planned.joined.problem, plan=planned.plan)
 
 
-def order_of(visits: Sequence[Visit]) -> Order:
-    """Return the order of these runs."""
-    return tuple(
-        (visit.index, visit.call, visit.backward, sum(swap.nbytes for swap in visit.region.swaps)) for visit in visits
-    )
+def place_of(visit: Visit) -> Place:
+    """Return what tells a run from another in its place."""
+    return visit.index, visit.call, visit.backward, visit.region.swapped_bytes
 
 
 def _largest(program: Program) -> int:

@@ -23,7 +23,7 @@ from tencache_fx.errors import BudgetError
 from tencache_fx.options import Options
 from tencache_fx.planning.step import FRUGAL, SwapKey, SwapRegion, Visit
 from tencache_fx.records import StepRecord
-from tencache_fx.region.step_planner import Order, Program, StepPlanner, order_of, record_of
+from tencache_fx.region.step_planner import Order, Program, StepPlanner, place_of, record_of
 from tencache_fx.runtime.swap_points import SwapPoints
 from tencache_fx.tensors import storage_of
 from tencache_fx.units import at_least, format_bytes
@@ -157,7 +157,8 @@ class StepRecorder:
             self._expect(expected)
         self._visits.append(visit)
         place, limit = len(self._visits), self._options.device_budget
-        if self._expected is not None and self._expected.order[:place] != (begun := order_of(self._visits)):
+        if self._expected is not None and self._expected.order[place - 1 : place] != (place_of(visit),):
+            begun = tuple(map(place_of, self._visits))
             self._expect(next((each for each in self.programs.values() if each.order[:place] == begun), None))
         if self._expected is not None and (more := self._expected.excess_bytes(visit, place - 1, limit)) > 0:
             log.info("the device would hold %d bytes more than its budget; the step goes on frugally", more)
@@ -200,7 +201,7 @@ class StepRecorder:
         self._forget_round()
         if not any(visit.backward for visit in visits):
             return
-        order = order_of(visits)
+        order = tuple(map(place_of, visits))
         program = self.programs.pop(order, None) or Program(order=order, visits=visits)
         program.visits = visits
         self.programs[order] = program  # the last one used is the last to be forgotten
