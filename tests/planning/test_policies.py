@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import assume, event, given, settings
+from hypothesis import assume, given, settings
+from outcomes import Outcomes
 from problems import GIB, PLENTY, boundary_bytes, crowded_region, links, moving_problems, problems, transformer
 
 from tencache_fx.errors import BudgetError, OptionError
@@ -21,6 +22,7 @@ from tencache_fx.planning.simulator import simulate
 from tencache_fx.planning.tuning import TUNING, Tuning
 from tencache_fx.planning.verify import verify_plan
 
+SEEN = Outcomes()
 SPILLING = [name for name in POLICIES if name != "none"]
 
 
@@ -43,6 +45,7 @@ def held(problem: Problem, transfers: tuple[Transfer, ...], step: int) -> int:
     return sum(live) + problem.ops[step].scratch_bytes + beside
 
 
+@SEEN.reaching(0.2, "with transfers", "with disk")
 @settings(max_examples=200, deadline=None)
 @given(problem=problems())
 def test_plan_keeps_every_rule_or_the_budget_is_refused(problem: Problem) -> None:
@@ -51,6 +54,7 @@ def test_plan_keeps_every_rule_or_the_budget_is_refused(problem: Problem) -> Non
 
 
 @pytest.mark.slow
+@SEEN.reaching(0.2, "with transfers", "with disk")
 @settings(max_examples=1000, deadline=None)
 @given(problem=problems())
 def test_plans_of_many_regions_keep_every_rule(problem: Problem) -> None:
@@ -63,10 +67,11 @@ def check_plan(policy: str, problem: Problem) -> None:
     plan, refusal = plan_or_refusal(problem, policy)
     assert ("on the device" in refusal) == (limit is not None and floor_bytes(problem) > limit)
     if plan is None:
-        event("device refused" if "on the device" in refusal else "tier refused")
+        SEEN.note("device refused" if "on the device" in refusal else "tier refused")
         assert "on the device" in refusal or problem.budgets.host_bytes < PLENTY
         return
-    event(f"spills: {min(len(plan.transfers), 3)}, nvme: {any(s.tier is Tier.NVME for s in plan.transfers)}")
+    disk = any(transfer.tier is Tier.NVME for transfer in plan.transfers)
+    SEEN.note("with disk" if disk else "with transfers" if plan.transfers else "left alone")
     verify_plan(problem, plan)
     peak = max(held(problem, plan.transfers, step) for step in range(len(problem.ops)))
     assert plan.forecast.peak_bytes == peak == held(problem, plan.transfers, plan.forecast.peak_step)
@@ -75,6 +80,7 @@ def check_plan(policy: str, problem: Problem) -> None:
     assert plan == make_plan(problem, policy)
 
 
+@SEEN.reaching(0.2, "loaded")
 @settings(max_examples=60, deadline=None)
 @given(problem=moving_problems())
 def test_parameters_and_gradients_are_transferred_by_every_rule(problem: Problem) -> None:
@@ -83,6 +89,7 @@ def test_parameters_and_gradients_are_transferred_by_every_rule(problem: Problem
 
 
 @pytest.mark.slow
+@SEEN.reaching(0.2, "loaded")
 @settings(max_examples=500, deadline=None)
 @given(problem=moving_problems())
 def test_parameters_and_gradients_of_many_regions_are_transferred_by_every_rule(problem: Problem) -> None:
@@ -93,10 +100,11 @@ def test_parameters_and_gradients_of_many_regions_are_transferred_by_every_rule(
 def check_moves(policy: str, problem: Problem) -> None:
     plan, refusal = plan_or_refusal(problem, policy)
     if plan is None:
-        event("device refused" if "on the device" in refusal else "tier refused")
+        SEEN.note("device refused" if "on the device" in refusal else "tier refused")
         return
     staying = keep_resident(problem, plan.resident, plan.updated_here)
-    event(f"resident: {bool(plan.resident)}, travelling: {any(s.kind is TransferKind.LOAD for s in plan.transfers)}")
+    loaded = any(transfer.kind is TransferKind.LOAD for transfer in plan.transfers)
+    SEEN.note("loaded" if loaded else "resident" if plan.resident else "neither")
     verify_plan(staying, plan)
     assert plan.forecast.makespan_ns >= sum(op.duration_ns for op in problem.ops)
     streamed, _ = plan_or_refusal(problem, policy, replace(TUNING, resident_shares=(0.0,), state_shares=()))

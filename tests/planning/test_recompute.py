@@ -4,13 +4,16 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import given, settings
+from outcomes import Outcomes
 from problems import transformer
 from programs import Program, measure, op_of, programs_and_choices, rewrite, transformer_recipes
 
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.problem import Kind, Problem, Step, Storage
 from tencache_fx.planning.recompute import recompute
+
+SEEN = Outcomes()
 
 
 def facts(storage: Storage) -> tuple[object, ...]:
@@ -27,6 +30,7 @@ def held_at_each_step(storages: list[Storage], problem: Problem) -> list[int]:
     ]
 
 
+@SEEN.reaching(0.3, "run again")
 @settings(max_examples=250, deadline=None)
 @given(drawn=programs_and_choices())
 def test_recomputing_is_what_the_written_out_list_says(drawn: tuple[Program, tuple[str, ...]]) -> None:
@@ -34,7 +38,7 @@ def test_recomputing_is_what_the_written_out_list_says(drawn: tuple[Program, tup
     before = program.problem()
     after = recompute(before, chosen)
     line = rewrite(program, chosen)
-    event(f"recomputed: {min(len(chosen), 4)}, run again: {min(sum(again for _, again in line), 6)}")
+    SEEN.note("run again" if any(again for _, again in line) else "nothing chosen")
 
     assert list(after.ops) == [op_of(instruction, again=again) for instruction, again in line]
     boundary = next(k for k, (_, again) in enumerate(line) if k >= len(program.forward) and not again)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from outcomes import Outcomes
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning.liveness import live_bytes
@@ -27,6 +28,7 @@ from tencache_fx.planning.step import (
 from tencache_fx.planning.step_recompute import choose_for_step
 from tencache_fx.planning.verify import verify_plan
 
+SEEN = Outcomes()
 LINKS = Links(
     d2h_bytes_per_s=10**9,
     h2d_bytes_per_s=10**9,
@@ -172,6 +174,7 @@ def joined(visits: list[Visit], share: float) -> tuple[StepProblem, int]:
     return join(visits, LINKS, budgets(limit)), limit
 
 
+@SEEN.reaching(0.5, "with transfers")
 @settings(max_examples=150, deadline=None)
 @given(rounds(), st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]), st.sampled_from(["teraio", "10cache", "joint"]))
 def test_a_schedule_holds_no_more_than_its_plan(visits, share, policy):
@@ -180,7 +183,9 @@ def test_a_schedule_holds_no_more_than_its_plan(visits, share, policy):
         plan = make_plan(step.problem, policy)
     except BudgetError:
         assert share == 0.0, "with room above the floor there is a plan"
+        SEEN.note("refused")
         return
+    SEEN.note("with transfers" if plan.transfers else "left alone")
     verify_plan(step.problem, plan)
     held = carried_out(visits, to_schedule(step, plan))
     assert max(held) <= limit

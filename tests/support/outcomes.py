@@ -1,6 +1,8 @@
 """Counts what the examples of a property came to, so that one which rarely reaches its subject fails."""
 
+import functools
 from collections import Counter
+from collections.abc import Callable
 
 from hypothesis import event
 
@@ -15,6 +17,20 @@ class Outcomes:
         """Count one example, or one part of it, and show it in hypothesis' statistics."""
         event(outcome)
         self._counts[outcome] += 1
+
+    def reaching(self, share: float, *subject: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Decorate a property that notes outcomes here: it fails unless enough of them are its subject."""
+
+        def decorate(check_property: Callable[..., None]) -> Callable[..., None]:
+            @functools.wraps(check_property)
+            def run(*args: object, **kwargs: object) -> None:
+                self._counts.clear()
+                check_property(*args, **kwargs)
+                self.check(share, *subject)
+
+            return run
+
+        return decorate
 
     def check(self, share: float, *subject: str) -> None:
         """Fail unless at least `share` of all that was noted is one of `subject`."""

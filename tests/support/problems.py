@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tencache_fx.planning.liveness import earliest_offload, inactive_intervals, is_candidate, live_bytes, minimal_swaps
 from tencache_fx.planning.plan import CopyIn, CopyOut, Transfer
+from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Step, Storage, Tier
 
 GIB = 1 << 30
@@ -120,7 +121,12 @@ def moving_problems(draw: st.DrawFn) -> Problem:
             birth = draw(st.integers(boundary, steps - 1))
             uses = {birth} | draw(st.sets(st.integers(birth, steps - 1), max_size=2))
             storages.append(_moving(f"g{index}", nbytes, Kind.STORED, sorted(uses), f"w{index}"))
-    return replace(problem, storages=tuple(storages), recipes=())
+    problem = replace(problem, storages=tuple(storages), recipes=())
+    if (old := problem.budgets.device_bytes) is None:
+        return problem
+    floor, most = floor_bytes(problem), int(live_bytes(problem).max())
+    over = st.integers(floor, max(floor, most - 1))
+    return problem.within(device_bytes=draw(st.one_of(over, over, over, over, st.just(old))))
 
 
 def _moving(name: str, nbytes: int, kind: Kind, uses: list[int], parameter: str) -> Storage:
