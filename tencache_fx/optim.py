@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from tencache_fx.model_state.optimizer import OffloadedOptimizer
+from tencache_fx.renames import new_name
 
 __all__ = ["AdamW", "OffloadedOptimizer"]
 
@@ -54,5 +55,5 @@ class AdamW(OffloadedOptimizer):
 
 def __getattr__(name: str) -> Any:
     if name == "HomeOptimizer":
-        raise AttributeError("tencache_fx.optim.HomeOptimizer has a new name: tencache_fx.optim.OffloadedOptimizer.")
+        raise AttributeError(new_name("tencache_fx.optim", name, "OffloadedOptimizer"))
     raise AttributeError(f"module 'tencache_fx.optim' has no attribute {name!r}; it has {', '.join(__all__)}.")

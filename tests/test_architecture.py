@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RANKS = (
     "version",
     "errors",
+    "renames",
     "units",
     "serialization",
     "tensors",

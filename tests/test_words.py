@@ -35,6 +35,8 @@ OLD_NAMES = frozenset(
         "tencache_fx/runtime/stats.py",
         "tencache_fx/planning/plan.py",
         "tencache_fx/planning/problem.py",
+        "tencache_fx/renames.py",
+        "tests/test_renames.py",
         "tests/runtime/test_engine.py",
         "tests/planning/test_plan.py",
     }
@@ -67,7 +69,7 @@ GONE = (
     Word(
         r"\bHomeOptimizer\b",
         "OffloadedOptimizer",
-        frozenset({"tencache_fx/optim.py", "tests/model_state/test_optimizer.py"}),
+        frozenset({"tencache_fx/optim.py", "tests/model_state/test_optimizer.py", "tests/test_renames.py"}),
     ),
     Word(r"\bWay\.(?:ROUND|IN|OUT)\b", "TransferKind"),
     Word(r"\bsurroundings\b", "environment"),

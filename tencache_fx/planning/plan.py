@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, NoReturn
 
 from tencache_fx.planning.problem import Step, Tier
+from tencache_fx.renames import Renamed
 
 
 class TransferKind(StrEnum):
@@ -46,6 +46,11 @@ class Transfer:
     tier: Tier
     out: CopyOut | None = None
     back: CopyIn | None = None
+
+    offload = Renamed("copy_out_after")
+    gone = Renamed("freed_at")
+    fetch = Renamed("prefetch_at")
+    way = Renamed("kind")
 
     def check(self) -> None:
         """Raise `ValueError` for a transfer without any copy."""
@@ -152,9 +157,4 @@ class Plan:
     resident: tuple[str, ...] = ()
     updated_here: tuple[str, ...] = ()
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            if name == "spills":
-                raise AttributeError("Plan.spills has a new name: Plan.transfers.")
-            raise AttributeError(f"a Plan has no attribute {name!r}.")
+    spills = Renamed("transfers")

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NewType, NoReturn
+from typing import Any, NewType
 
+from tencache_fx.renames import Renamed
 from tencache_fx.serialization import MOST, Positive
 
 Step = NewType("Step", int)
@@ -205,9 +206,4 @@ class Problem:
         limit = self.budgets.device_bytes
         return self if limit is None else self.within(device_bytes=limit - nbytes)
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            if name == "between_bytes":
-                raise AttributeError("Problem.between_bytes has a new name: Problem.boundary_bytes.")
-            raise AttributeError(f"a Problem has no attribute {name!r}.")
+    between_bytes = Renamed("boundary_bytes")

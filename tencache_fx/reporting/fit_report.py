@@ -5,6 +5,8 @@ Sizes are bytes, times nanoseconds, of one training step: forward and backward o
 
 from dataclasses import dataclass
 
+from tencache_fx.renames import Renamed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionFit:
@@ -28,6 +30,8 @@ class RegionFit:
     in_bytes: int = 0
     disk_write_bytes: int = 0
     disk_read_bytes: int = 0
+
+    trip_bytes = Renamed("buffer_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,10 @@ class Fit:
     least_device_bytes: int | None
     measured: bool
     regions: tuple[RegionFit, ...]
+
+    home_bytes = Renamed("offloaded_bytes")
+    state_at_home_bytes = Renamed("resting_host_bytes")
+    needs_homes = Renamed("needs_offloading")
 
     @property
     def fits(self) -> bool:

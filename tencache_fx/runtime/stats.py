@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
+from tencache_fx.renames import new_name
 from tencache_fx.runtime.streams import Watch
 
 READY_NS = 20_000
@@ -39,7 +40,7 @@ class Counts(dict[str, int | float]):
     """Figures by name. One that has a new name is refused with it."""
 
     def __missing__(self, name: str) -> NoReturn:
-        raise KeyError(f"{name} has a new name: {_RENAMED[name]}" if name in _RENAMED else name)
+        raise KeyError(new_name("stats()", name, _RENAMED[name]) if name in _RENAMED else name)
 
 
 @dataclass(frozen=True, slots=True)

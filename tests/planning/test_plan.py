@@ -202,5 +202,5 @@ def test_old_names_tell_the_new_ones() -> None:
         _ = problem.between_bytes
     with pytest.raises(AttributeError, match="has a new name: Plan.transfers"):
         _ = make_plan(problem, "none").spills
-    with pytest.raises(AttributeError, match="a Problem has no attribute 'spills'"):
+    with pytest.raises(AttributeError, match="'Problem' object has no attribute 'spills'"):
         _ = problem.spills
