@@ -1,4 +1,4 @@
-"""What one of two ranks does: `python ranks.py GROUP RANK MEETING_FILE` prints what came of each case, as JSON."""
+"""What one of two ranks does: `python ranks.py RANK MEETING_FILE` prints what came of each case, as JSON."""
 
 import contextlib
 import datetime
@@ -335,19 +335,21 @@ GROUPS: dict[str, dict[str, Callable[[], dict[str, object]]]] = {
 }
 
 
-def main(group: str, rank: int, meeting_file: str) -> None:
+def main(rank: int, meeting_file: str) -> None:
     torch.set_num_threads(1)
     tencache_fx.configure(host_budget="64MB", calibrate=False)
     limit = datetime.timedelta(seconds=110)  # a rank may wait for the other one to compile
     dist.init_process_group("gloo", init_method=f"file://{meeting_file}", rank=rank, world_size=WORLD, timeout=limit)
-    found = {}
-    for name, case in GROUPS[group].items():
-        found[name] = case()
-        fresh()
+    found: dict[str, dict[str, dict[str, object]]] = {}
+    for group, cases in GROUPS.items():
+        found[group] = {}
+        for name, case in cases.items():
+            found[group][name] = case()
+            fresh()
     dist.barrier()
     dist.destroy_process_group()
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), sys.argv[2])

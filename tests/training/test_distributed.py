@@ -23,45 +23,47 @@ from tencache_fx.optim import AdamW
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
-LIMIT_S = 120
+LIMIT_S = 300
 CLOSE = 4e-4  # what two steps of AdamW make of sums in another order
 
 Found = dict[str, dict[str, object]]
 
 
-def run_ranks(group: str, folder: Path) -> list[Found]:
-    """Return what came of a group of cases on each of two ranks; both have ended by then, however that went."""
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
+    """Return what came of all cases, by group, on each of two ranks; both have ended by then, however that went."""
+    folder = tmp_path_factory.mktemp("ranks")
     settings = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     settings |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     with contextlib.ExitStack() as ends:
-        ranks = []
+        started = []
         for rank in range(2):
-            command = [sys.executable, str(SUPPORT / "ranks.py"), group, str(rank), str(folder / "meeting")]
+            command = [sys.executable, str(SUPPORT / "ranks.py"), str(rank), str(folder / "meeting")]
             printed, errors = (ends.enter_context((folder / f"{name}{rank}").open("w")) for name in ("out", "err"))
-            ranks.append(
+            started.append(
                 subprocess.Popen(command, env=os.environ | settings, cwd=folder, stdout=printed, stderr=errors)
             )
-            ends.callback(ranks[-1].wait)
-            ends.callback(ranks[-1].kill)
+            ends.callback(started[-1].wait)
+            ends.callback(started[-1].kill)
         until = time.monotonic() + LIMIT_S
-        codes = [rank.wait(timeout=max(0.0, until - time.monotonic())) for rank in ranks]
+        codes = [rank.wait(timeout=max(0.0, until - time.monotonic())) for rank in started]
     assert codes == [0, 0], "\n".join((folder / f"err{rank}").read_text()[-3000:] for rank in range(2))
     return [json.loads((folder / f"out{rank}").read_text().splitlines()[-1]) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
-def reducers(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    return run_ranks("reducers", tmp_path_factory.mktemp("reducers"))
+def reducers(ranks: list[dict[str, Found]]) -> list[Found]:
+    return [found["reducers"] for found in ranks]
 
 
 @pytest.fixture(scope="module")
-def dtensors(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    return run_ranks("dtensors", tmp_path_factory.mktemp("dtensors"))
+def dtensors(ranks: list[dict[str, Found]]) -> list[Found]:
+    return [found["dtensors"] for found in ranks]
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    return run_ranks("shards", tmp_path_factory.mktemp("shards"))
+def shards(ranks: list[dict[str, Found]]) -> list[Found]:
+    return [found["shards"] for found in ranks]
 
 
 def test_a_reducer_and_updates_during_backward_are_refused_in_any_order(reducers):
