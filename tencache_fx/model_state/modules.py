@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 
 from tencache_fx import compat
@@ -34,6 +35,8 @@ from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import find_engine, open_engine, usage
 
 _READ_THEIR_CHILDRENS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # parameters, without calling these
+
+_HOOK_ID = -1  # of our hooks, in each module
 
 _BAR_DELAY_S = 1.0  # what is done sooner needs no progress bar
 
@@ -207,8 +210,23 @@ def watch(module: nn.Module) -> None:
     module._tencache_calls = _Calls()  # type: ignore[assignment]
     guard(module)
     keep_loadable(module)
-    module.register_forward_pre_hook(_before_forward, prepend=True)  # other hooks may read them, too
-    module.register_forward_hook(_after_forward, always_call=True, with_kwargs=True)
+    _share_id(module.register_forward_pre_hook(_before_forward, prepend=True))  # other hooks may read them, too
+    _share_id(module.register_forward_hook(_after_forward, always_call=True, with_kwargs=True))
+
+
+def _share_id(handle: RemovableHandle) -> None:
+    """Give a hook the same number in each module.
+
+    Dynamo guards on the numbers of a module's hooks: with others in each layer, no two layers share their code, and
+    after `recompile_limit` of them the rest runs uncompiled. Torch counts upwards from 0, so that -1 is free.
+    """
+    for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+        hooks = reference()
+        assert hooks is not None
+        renumbered = [(_HOOK_ID if number == handle.id else number, hook) for number, hook in hooks.items()]
+        hooks.clear()
+        hooks.update(renumbered)
+    handle.id = _HOOK_ID
 
 
 def parameters_read_by(module: nn.Module) -> Iterator[nn.Parameter]:

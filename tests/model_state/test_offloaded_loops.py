@@ -16,6 +16,7 @@ import tencache_fx
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.update import ParameterUpdate
 from tencache_fx.optim import AdamW
+from tencache_fx.region.registry import REGIONS
 from tencache_fx.runtime.engine_registry import engines
 
 WIDTH = 256
@@ -441,3 +442,36 @@ def test_who_is_gone_is_not_taken_over_from() -> None:
         assert all(parameter.grad is not None for parameter in model.parameters())
         second.step()
     assert {int(state["step"]) for state in second.state.values()} == {1}
+
+
+def test_layers_of_one_kind_share_their_code() -> None:
+    """Twelve of them, each a frame of its own: more than Dynamo compiles of one function."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = linear(), linear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.tanh(self.first(x)))
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(Layer() for _ in range(12))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                torch._dynamo.graph_break()
+                x = x + layer(x)
+            return x.square().mean()
+
+    plain, model, x = Layers(), Layers(), torch.randn(8, WIDTH)
+    plain(x).backward()
+    tencache_fx.offload(model, "cpu")
+    before = REGIONS.compilations
+    compiled(model, {**EAGER, "compiler": "eager"})(x).backward()
+    assert REGIONS.compilations - before <= 3, "the first one's input needs no gradient"
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad.to(one.grad.device))
