@@ -1,11 +1,11 @@
 """How much a device holds, also where its allocator does not count."""
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tencache_fx.hardware.device_memory import allocated_ever_bytes, held_bytes, peak_held_bytes
 from tencache_fx.tensors import storage_of
@@ -25,7 +25,7 @@ class MemoryGauge:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._seen: dict[weakref.ref[torch.UntypedStorage], int] = {}
         self._parameter_bytes = 0
 
     def see(self, values: Iterable[object]) -> None:
@@ -37,8 +37,12 @@ class MemoryGauge:
                 self.see(value)
             elif isinstance(value, Tensor) and value.device == self._device:
                 storage = storage_of(value)
-                if storage is not None and storage._cdata not in self._seen:
-                    self._seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                if storage is None:
+                    continue
+                # A storage has one Python object for as long as it lives.
+                reference = weakref.ref(storage, self._seen.pop)
+                if reference not in self._seen:
+                    self._seen[reference] = storage.nbytes()
                     if isinstance(value, torch.nn.Parameter):
                         self._parameter_bytes += storage.nbytes()
 
@@ -65,5 +69,4 @@ class MemoryGauge:
         """Return the bytes that are there now."""
         if self._device.type == "cuda":
             return held_bytes(self._device)
-        self._seen = {key: seen for key, seen in list(self._seen.items()) if not seen[0].expired()}
-        return sum(nbytes for _, nbytes in self._seen.values())
+        return sum(list(self._seen.values()))  # in one go: storages die in other threads

@@ -48,7 +48,7 @@ def _plan_with_parameters(problem: Problem, policy: str, lead: float) -> Plan:
     parameter_transfers = schedule_parameters(problem, lead)
     swaps = _plan_swaps(with_parameters_scheduled(problem, parameter_transfers), policy)
     plan = build_plan(problem, policy, [*swaps.transfers, *parameter_transfers], floor=0)
-    _check_tiers(problem, plan)
+    check_tiers(problem, plan)
     return plan
 
 
@@ -63,7 +63,7 @@ def _plan_swaps(problem: Problem, policy: str) -> Plan:
     if floor > limit:
         _refuse_device(problem, minimal_swaps(problem), note="with everything spilled that may be")
     plan = fastest_variant(problem, policy, POLICIES[policy], floor)
-    _check_tiers(problem, plan)
+    check_tiers(problem, plan)
     return plan
 
 
@@ -219,7 +219,7 @@ def over_tiers(problem: Problem, plan: Plan) -> int:
     return max(0, forecast.host_bytes - budgets.host_bytes) + max(0, forecast.disk_bytes - budgets.disk_bytes)
 
 
-def _check_tiers(problem: Problem, plan: Plan) -> None:
+def check_tiers(problem: Problem, plan: Plan) -> None:
     """Raise `BudgetError` if the buffers or extents of `plan` do not fit."""
     budgets, forecast = problem.budgets, plan.forecast
     if forecast.host_bytes > budgets.host_bytes:

@@ -26,7 +26,7 @@ from tencache_fx.passes.symbols import unbacked_sizes
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import keep_resident, step_ns
 from tencache_fx.planning.plan import Plan
-from tencache_fx.planning.planner import build_plan, floor_bytes
+from tencache_fx.planning.planner import build_plan, check_tiers, floor_bytes
 from tencache_fx.planning.pool_sizing import staging_classes, total_bytes
 from tencache_fx.planning.problem import Budgets, Kind, Problem, Step, Tier
 from tencache_fx.planning.recalibration import StoredCorrection
@@ -364,14 +364,20 @@ class RegionPlanner:
 def plan_swap_points(problem: Problem, policy: str) -> Plan:
     """Return the plan in which all leaves that can, for a region whose transfers a schedule of the step decides.
 
-    It has the buffers for one call, and those through which storages go to disk once host memory is full.
+    It has the buffers for one call, and those through which storages go to disk once host memory is full. Raises
+    `BudgetError` if neither holds what one call has away.
     """
     unlimited = problem.within(device_bytes=None)
     plan = build_plan(unlimited, policy, boundary_swaps(unlimited), floor=0)
     if not problem.budgets.disk_bytes:
+        check_tiers(unlimited, plan)
         return plan
     to_disk = [dataclasses.replace(transfer, tier=Tier.NVME) for transfer in plan.transfers]
     staging = staging_classes(to_disk, problem.budgets.host_bytes - total_bytes(plan.pool))
+    if total_bytes(plan.pool) + total_bytes(staging) > problem.budgets.host_bytes:
+        plan = build_plan(unlimited, policy, to_disk, floor=0)
+        check_tiers(unlimited, plan)
+        return plan
     forecast = dataclasses.replace(plan.forecast, host_bytes=total_bytes(plan.pool) + total_bytes(staging))
     return dataclasses.replace(plan, staging=staging, forecast=forecast)
 

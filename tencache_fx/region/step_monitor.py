@@ -9,6 +9,8 @@ from tencache_fx.region.dynamic_shapes import Sizes
 from tencache_fx.region.source import RegionSource
 from tencache_fx.region.step_recorder import StepRecorder
 
+_SIZES = 64  # remembered
+
 
 class StepMonitor:
     """The monitor of one region; it has the region planned again for what the step is to recompute."""
@@ -86,6 +88,8 @@ class StepMonitor:
         if footprint is None or self._sizes is None or self._sizes == footprint.formulas.planned:
             return region
         if self._sizes not in self._resized:
+            if len(self._resized) >= _SIZES:
+                self._resized.clear()
             self._resized[self._sizes] = region.resized(
                 footprint.formulas.resize(footprint.problem, footprint.formulas.planned, self._sizes)
             )

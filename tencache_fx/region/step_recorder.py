@@ -90,7 +90,9 @@ class StepRecorder:
         found = self.points.call_of(values)
         with self._lock:
             own = [call for call in self._calls if call.index == index]
-            call = next((each for each in own if (each.index, each.number) == found), own[-1] if own else None)
+            call = next((each for each in own if (each.index, each.number) == found), None)
+            if call is None and own:  # of a region that offloads nothing
+                call = next((each for each in reversed(own) if self._waits(each)), own[-1])
             if call is None:  # a second backward, or one of a round that was abandoned
                 self._expect(None)
                 number = found[1] if found else -1
@@ -115,8 +117,8 @@ class StepRecorder:
         """Note that the graph of this thread has raised: the round is abandoned, and goes with its handles."""
         self.points.abandon()
         with self._lock:
-            self._expect(None)
             self._forget_round()
+            self._expected, self.points.schedule = None, FRUGAL  # what stays leaves when the next graph begins
 
     def records(self) -> tuple[StepRecord, ...]:
         """Return the records of the plans of all programs, the one that ran last at the end."""

@@ -55,6 +55,7 @@ class Swap:
     version: int
     donated: bool = False
     shared: bool = False  # its caller keeps it as well
+    modified: bool = False  # since the forward, before its bytes were free: the copy may be of either
     state: State = State.HERE
     released: bool = False  # the forward has no reader left
     asked: bool = False  # the backward's prefetch has passed
@@ -205,14 +206,14 @@ class SwapPoints:
             swap.state = State.ENDED
             if self._live.get(swap.name) is swap:
                 del self._live[swap.name]
-        if coming is not None:
-            return self.engine.wait(coming)
-        assert src is not None
-        if src._version != swap.version:
+        if swap.modified or (src is not None and src._version != swap.version):
             raise UsageError(
                 f"{swap.name.label}, which the backward of region {swap.name.region} reads, was modified in place "
                 "after the forward; clone it before it is written to."
             )
+        if coming is not None:
+            return self.engine.wait(coming)
+        assert src is not None
         if not (swap.donated and _is_shared(src)):
             return src
         with self._lock:
@@ -250,6 +251,7 @@ class SwapPoints:
             self._leave(swap)
         assert swap.handle is not None
         assert swap.src is not None
+        swap.modified = swap.src._version != swap.version
         self.engine.release(swap.handle, swap.src, donated=swap.donated)
         swap.src, swap.state = None, State.AWAY
 

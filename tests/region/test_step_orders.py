@@ -1,0 +1,77 @@
+"""Steps in unusual orders, and with too little of everything: numbers stay right, and what is refused is told."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from harness import faulty_engine
+from test_step_plans import BUDGETS, blocks, equal, gradients, inputs, one_by_one, recorder, wanted
+from torch._dynamo.exc import BackendCompilerFailed
+
+import tencache_fx
+from tencache_fx.errors import BudgetError, UsageError
+from tencache_fx.planning.step import FRUGAL
+from tencache_fx.runtime.engine import Engine
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with faulty_engine(host_budget_bytes=1 << 28) as found:
+        yield found
+
+
+def test_what_was_modified_before_it_had_to_leave_is_refused(engine: Engine) -> None:
+    """It was to stay, and leaves because the order is another one: what was written would be what comes back."""
+    model = one_by_one(blocks(4), device_budget=12_000_000)
+    for step in range(2):
+        gradients(model, model, inputs(step))
+    assert recorder(engine).points.schedule is not FRUGAL
+    result = model[0](inputs())
+    kept = result
+    result = model[1](result)
+    with torch.no_grad():
+        kept.add_(1)
+    del kept
+    for index in (2, 3, 2):
+        result = model[index](result)
+    assert recorder(engine).points.schedule is FRUGAL
+    with pytest.raises(UsageError, match="modified in place"):
+        result.sum().backward()
+
+
+def test_a_failure_while_nothing_can_leave_ends_the_round(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error that is seen is the first one, and the steps after it are planned as if nothing had been."""
+    expected, model = wanted(3), one_by_one(blocks(), device_budget=BUDGETS["plenty"])
+    for step in range(2):
+        gradients(model, model, inputs(step))
+    result = model[1](model[0](inputs()))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise BudgetError("asked for")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "offload", refuse)
+        with pytest.raises(BudgetError, match="asked for") as caught:
+            model[0](inputs())
+        assert caught.value.__context__ is None
+    del caught, result
+    assert equal(gradients(model, model, inputs(2)), expected[2])
+    assert recorder(engine).points.schedule is not FRUGAL
+    assert len(recorder(engine).programs) == 1
+
+
+def test_host_memory_that_does_not_hold_one_call_is_refused() -> None:
+    model = one_by_one(blocks(2), device_budget=BUDGETS["some"], host_budget=1_000_000)
+    with pytest.raises(BackendCompilerFailed, match="BudgetError: .* host_budget is 1 MB, and the disk may hold 0 B"):
+        model(inputs())
+
+
+def test_host_memory_that_does_not_hold_one_call_is_no_limit_beside_a_disk(tmp_path: Path) -> None:
+    options = {"host_budget": 1_200_000, "spill_dir": tmp_path, "spill_budget": 1 << 26}
+    expected, model = wanted(3), one_by_one(blocks(), device_budget=BUDGETS["some"], **options)
+    for step, each in enumerate(expected):
+        assert equal(gradients(model, model, inputs(step)), each), f"step {step}"
+    assert tencache_fx.stats()["disk_read_bytes"] > 0
+    tencache_fx.close()
+    torch.compiler.reset()
