@@ -24,7 +24,7 @@ from tencache_fx.model_state.host_gradient import HostGradient, HostGradientBuff
 from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.modules import engine_of, roomy_engine
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
-from tencache_fx.model_state.optimizer_checks import check_group
+from tencache_fx.model_state.optimizer_checks import check_group, check_params
 from tencache_fx.model_state.optimizer_state import OptimizerState
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.staged_update import PIECE_BYTES, Piece, Round, open_round, work_on_host
@@ -86,6 +86,7 @@ class OffloadedOptimizer(OptimizerState):
         **options: Any,
     ) -> None:
         self._in_backward = step_in_backward
+        check_params(params)
         rule, defaults = find_rule(optimizer_class, state_dtype, options)
         super().__init__(params, rule, defaults)
 

@@ -12,6 +12,14 @@ from tencache_fx.errors import OptionError
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def check_params(params: object) -> None:
+    """Raise `OptionError` if an optimizer is given what cannot be several parameters, or groups of them."""
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise OptionError(
+            f"params is a {type(params).__name__}; give model.parameters(), a list of parameters, or groups of them."
+        )
+
+
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise `OptionError` if a group has parameters that cannot be used."""
     for parameter in group["params"]:

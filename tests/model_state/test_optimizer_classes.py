@@ -372,6 +372,13 @@ def hardens(self: Other, p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
     p.copy_(nn.functional.hardtanh(p, -2.0, 2.0))
 
 
+@pytest.mark.parametrize("params", [7, None, nn.Linear(4, 4), torch.ones(4)], ids=lambda params: type(params).__name__)
+def test_parameters_that_are_none_are_refused(params: Any) -> None:
+    for make in (AdamW, lambda params: OffloadedOptimizer(params, torch.optim.SGD)):
+        with pytest.raises(OptionError, match=rf"params is a {type(params).__name__}; give model\.parameters\(\)"):
+            make(params)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
