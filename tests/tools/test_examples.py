@@ -10,16 +10,19 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from problems import transformer
 from programs import transformer_recipes
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from tencache_fx.option_values import read_size
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.search import plan_region
 from tencache_fx.serialization import to_json
+from tencache_fx.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--layers", "2", "--hidden", "64", "--batch", "4", "--seq", "128", "--device", "cpu")
@@ -118,6 +121,60 @@ def bench(monkeypatch):
     """Return a function that imports one of the benchmark's modules, as its scripts do."""
     monkeypatch.syspath_prepend(ROOT / "examples" / "bench")
     return importlib.import_module
+
+
+@pytest.fixture
+def draw_memory(monkeypatch):
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "9")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module("draw_memory")
+
+
+def test_draw_memory_draws_what_the_run_held(draw_memory, tmp_path, monkeypatch, capsys):
+    """Each path goes through the memory of its step, the line through the budget, and the labels name both peaks."""
+    curves, traced = [], draw_memory.trace_step
+
+    def trace_step(compile_model, args):
+        curves.append(traced(compile_model, args))
+        return curves[-1]
+
+    monkeypatch.setattr(draw_memory, "trace_step", trace_step)
+    picture = tmp_path / "memory.svg"
+    monkeypatch.setattr(sys, "argv", ["draw_memory.py", *TINY, "--compiler", "eager", "--output", str(picture)])
+    draw_memory.main()
+    svg = ElementTree.fromstring(picture.read_text())
+    space = {"svg": "http://www.w3.org/2000/svg"}
+    top, height = draw_memory.peak(curves[0]) * 1.08, draw_memory.HEIGHT - draw_memory.TOP - draw_memory.BOTTOM
+    paths = svg.findall("svg:path", space)
+    assert len(paths) == len(curves) == 2
+    for curve, path in zip(curves, paths, strict=True):
+        drawn = [
+            (draw_memory.HEIGHT - draw_memory.BOTTOM - float(y)) / height * top
+            for y in re.findall(r"V([\d.]+)", path.get("d"))
+        ]
+        assert max(drawn) == pytest.approx(draw_memory.peak(curve), abs=top / height)
+        assert min(drawn) == pytest.approx(min(held for _, held in curve), abs=top / height)
+        assert drawn[-1] == pytest.approx(curve[-1][1], abs=top / height)
+    plain, ours = map(draw_memory.peak, curves)
+    budget = plain * 60 // 100
+    assert ours <= budget < plain
+    texts = [text.text for text in svg.findall("svg:text", space)]
+    assert {f"torch.compile, peak {format_bytes(plain)}", f"tencache, peak {format_bytes(ours)}"} <= set(texts)
+    assert f"budget {format_bytes(budget)}" in texts
+    assert f"peak {format_bytes(plain)} plain, {format_bytes(ours)} with tencache." in capsys.readouterr().out
+
+
+def test_draw_memory_adds_up_what_is_allocated_and_freed(draw_memory):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        before = torch.empty(1 << 20, dtype=torch.uint8)
+        with record_function(draw_memory.START):
+            pass
+        first = torch.empty(3 << 20, dtype=torch.uint8)
+        del before
+        second = torch.empty(1 << 19, dtype=torch.uint8)
+        del first, second
+    held = [nbytes for _, nbytes in draw_memory.read_curve(profiled, held_bytes=1 << 20)]
+    assert held == [1 << 20, 4 << 20, 3 << 20, (3 << 20) + (1 << 19), 1 << 19, 0]
 
 
 def request_of(bench, way: str, budget_bytes: int | None = None):

@@ -27,6 +27,9 @@ STEPS = 2
 # The floor, and this much beside it. The first two steps are tried where generated code holds more than graphs show.
 MARGINS = (1.002, 1.05, 1.15, 1.4)
 REFERENCES: Mapping[str, str] = {"eager": "aot_eager_decomp_partition", "inductor": "inductor"}
+# A verdict is made of whatever a case raises: of an entry of torch's databases nobody knows what that may be.
+# Interrupts and exits, and pytest's time-outs and outcomes, are no `Exception`: they end the run.
+EVERY_FAILURE = Exception
 
 
 def judge(case: Case) -> Verdict:
@@ -45,14 +48,14 @@ def _run(case: Case) -> Verdict:
         with _plain_draws(wanted=compiler == "eager"), _compiled(case, work, {"backend": REFERENCES[compiler]}) as run:
             wanted = train(case, run, given)
             again = train(case, run, given)
-    except Exception as error:
+    except EVERY_FAILURE as error:
         return Verdict(case.name, "torch", detail=_line(error))
     if unstable := _differences(again, wanted, exact=compiler == "eager"):
         return Verdict(case.name, "unstable", detail=unstable)
     try:
         problems = _problems(case, work, given, options)
         ours, moved, raised, able = _in_a_budget(case, work, given, options, problems)
-    except Exception as error:
+    except EVERY_FAILURE as error:
         return Verdict(case.name, "error", detail=_line(error))
     if differences := _differences(ours, wanted, exact=compiler == "eager"):
         return Verdict(case.name, "mismatch", moved, raised, differences)

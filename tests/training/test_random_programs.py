@@ -80,8 +80,7 @@ def check(program: Program, chosen: Limits, engine: Engine, seen: Outcomes) -> N
     try:
         alone = train(plain := Interpreted(program), plain)
     except RuntimeError as error:
-        if "in-place operation" not in str(error) and "inplace operation" not in str(error):
-            raise
+        need_refusal(error)
         seen.note("refused by autograd")
         return
     if not all(value.isfinite().all() for value in alone):
@@ -91,14 +90,33 @@ def check(program: Program, chosen: Limits, engine: Engine, seen: Outcomes) -> N
     engine.stats.take()
     model, both, results = Interpreted(program), Both(chosen), []
     run, begin = torch.compile(model, backend=both), copy.deepcopy(model.state_dict())
-    for both.ours in (False, True):
+    for both.ours in (True, False):
         model.load_state_dict(begin)
-        results.append([train(run, model) for _ in range(2)])
-    for theirs, ours in zip(*results, strict=True):
+        try:
+            results.append([train(run, model) for _ in range(2)])
+        except RuntimeError as error:
+            if both.ours:
+                raise
+            need_refusal(error)  # torch's partitioner saves an input that is written to (2.14)
+            assert_near(results[0][0], alone)
+            seen.note("torch's own compiler cannot")
+            return
+    for ours, theirs in zip(*results, strict=True):
         assert_same_bits(ours, theirs)
     assert both.regions > 0
     assert (engine.stats.take()["offloads"] > 0) == (both.transfers > 0)
     seen.note("transferred" if both.transfers else "recomputed" if both.recomputed else "left alone")
+
+
+def need_refusal(error: RuntimeError) -> None:
+    """Raise `error` again unless it is autograd's about a value that was overwritten."""
+    if "in-place operation" not in str(error) and "inplace operation" not in str(error):
+        raise error
+
+
+def assert_near(ours: list[Tensor], alone: list[Tensor]) -> None:
+    for mine, other in zip(ours, alone, strict=True):
+        torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
 
 
 def assert_same_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
