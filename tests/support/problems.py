@@ -39,11 +39,18 @@ def make_swap(
 
 
 def boundary_bytes(problem: Problem, step: int) -> int:
-    """Return the external memory that counts at a step because it stands for the time between the graphs, too."""
+    """Return what counts at a step beside what it holds, because it stands for the time between the graphs, too.
+
+    Counted moment by moment: between the graphs there are the storages of before, and parameters that were prefetched;
+    while the step runs there are those that it makes, and its scratch memory.
+    """
     if step != problem.boundary:
         return 0
-    born = sum(s.nbytes for s in problem.storages if s.birth == step and s.kind is not Kind.FETCHED)
-    return max(0, problem.boundary_bytes - problem.ops[step].scratch_bytes - born)
+    there = [s for s in problem.storages if s.birth <= step < s.death]
+    before = [s for s in there if s.birth < step or s.kind is Kind.FETCHED]
+    waiting_bytes = sum(s.nbytes for s in before) + problem.boundary_bytes
+    running_bytes = sum(s.nbytes for s in there) + problem.ops[step].scratch_bytes
+    return max(waiting_bytes, running_bytes) - running_bytes
 
 
 @st.composite
