@@ -9,14 +9,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from outcomes import Outcomes
-from problems import GIB, links, problems, transformer
+from problems import GIB, links, make_region, make_storage, problems, transformer
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning.bounds import joint_lower_bound_ns
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.planner import lower_bound_ns
-from tencache_fx.planning.problem import Budgets, Kind, Op, Problem, Recipe, Step, Storage
+from tencache_fx.planning.problem import Budgets, Kind, Problem, Recipe, Step
 from tencache_fx.planning.recompute import recompute
 from tencache_fx.planning.search import make_plan, plan_region, policy_floor_bytes
 
@@ -108,24 +108,12 @@ def test_without_recipes_the_bound_is_one_for_transfers_alone(problem: Problem) 
 
 def test_memory_held_between_the_graphs_counts_where_the_backward_begins_after_recomputing() -> None:
     """External memory held between the graphs is not held at a step that recomputing puts behind the first one."""
-    saved = Storage(
-        name="free",
-        nbytes=2,
-        kind=Kind.ACTIVATION,
-        birth=Step(0),
-        death=Step(5),
-        uses=(Step(0), Step(3)),
-        spillable=False,
-    )
-    costly = replace(saved, name="costly", birth=Step(1), death=Step(5), uses=(Step(1), Step(4)))
-    gradient = Storage(
-        name="g", nbytes=1, kind=Kind.INPUT, birth=Step(3), death=Step(4), uses=(Step(3),), spillable=False
-    )
-    problem = Problem(
-        ops=tuple(Op(name=f"op_{step}", duration_ns=int(step == 1)) for step in range(5)),
-        boundary=Step(3),
-        storages=(replace(saved, death=Step(4)), costly, gradient),
-        links=links(0),
+    problem = make_region(
+        (0, 1, 0, 0, 0),
+        3,
+        make_storage("free", 2, (0, 3)),
+        make_storage("costly", 2, (1, 4)),
+        make_storage("g", 1, (3,), kind=Kind.INPUT),
         budgets=Budgets(device_bytes=6, host_bytes=GIB),
         boundary_bytes=4,
         recipes=(Recipe(name="free", steps=(Step(0),)), Recipe(name="costly", steps=(Step(1),))),
@@ -136,15 +124,12 @@ def test_memory_held_between_the_graphs_counts_where_the_backward_begins_after_r
 
 
 def test_a_step_that_two_recipes_share_is_counted_once() -> None:
-    saved = Storage(
-        name="a", nbytes=8, kind=Kind.ACTIVATION, birth=Step(1), death=Step(5), uses=(Step(1), Step(4)), spillable=True
-    )
-    other = replace(saved, name="b", nbytes=2, birth=Step(2), uses=(Step(2), Step(4)))
-    problem = Problem(
-        ops=tuple(Op(name=f"op_{step}", duration_ns=100) for step in range(5)),
-        boundary=Step(3),
-        storages=(saved, other, replace(saved, name="c", nbytes=9, birth=Step(3), death=Step(4), uses=(Step(3),))),
-        links=links(0),
+    problem = make_region(
+        (100,) * 5,
+        3,
+        make_storage("a", 8, (1, 4), spillable=True),
+        make_storage("b", 2, (2, 4), spillable=True),
+        make_storage("c", 9, (3,), spillable=True),
         budgets=Budgets(device_bytes=10, host_bytes=0),
         recipes=(Recipe(name="a", steps=(Step(0), Step(1))), Recipe(name="b", steps=(Step(0), Step(2)))),
     )

@@ -1,10 +1,10 @@
 """Soft reservations: made from the first to the last as the floor leaves room, dropped from the last to the first."""
 
-from problems import links
+from problems import links, make_region, make_storage
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning.plan import Plan
-from tencache_fx.planning.problem import Budgets, Kind, Op, Problem, Step, Storage
+from tencache_fx.planning.problem import Budgets, Problem
 from tencache_fx.planning.search import make_plan
 from tencache_fx.region.reservations import Reservation, StatedProblem
 
@@ -18,22 +18,9 @@ WANTED = {
 
 def stated(device_bytes: int | None) -> StatedProblem:
     """Return a region that needs 600 bytes throughout; 150 more are held, 100 of them by waiting forwards."""
-    held = Storage(
-        name="held",
-        nbytes=600,
-        kind=Kind.ACTIVATION,
-        birth=Step(0),
-        death=Step(4),
-        uses=(Step(0), Step(3)),
-        spillable=False,
-    )
-    problem = Problem(
-        ops=tuple(Op(name=f"op{k}", duration_ns=1) for k in range(4)),
-        boundary=Step(2),
-        storages=(held,),
-        links=links(),
-        budgets=Budgets(device_bytes=device_bytes, host_bytes=0),
-    )
+    held = make_storage("held", 600, (0, 3))
+    budgets = Budgets(device_bytes=device_bytes, host_bytes=0)
+    problem = make_region((1, 1, 1, 1), 2, held, links=links(), budgets=budgets)
     return StatedProblem(
         problem=problem,
         formulas=None,

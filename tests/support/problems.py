@@ -1,8 +1,9 @@
 """Problems to plan: random small ones (hypothesis), and a transformer's training step with its real sizes and times."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -36,6 +37,20 @@ def make_swap(
     """Return a transfer out and back."""
     out, back = CopyOut(after=copy_out_after, freed_at=freed_at), CopyIn(prefetch_at=prefetch_at, needed_at=needed_at)
     return Transfer(name=name, nbytes=nbytes, tier=tier, out=out, back=back)
+
+
+def make_storage(name: str, nbytes: int, uses: Sequence[int], **changes: Any) -> Storage:
+    """Return an activation that lives from its first use to its last, and may not be offloaded."""
+    first, last = uses[0], uses[-1]
+    fields = {"kind": Kind.ACTIVATION, "birth": Step(first), "death": Step(last + 1), "spillable": False, **changes}
+    return Storage(name=name, nbytes=nbytes, uses=tuple(map(Step, uses)), **fields)
+
+
+def make_region(durations_ns: Sequence[int], boundary: int, *storages: Storage, **changes: Any) -> Problem:
+    """Return a region of ops that take so long; without links, a device budget, and host memory."""
+    fields = {"links": links(0), "budgets": Budgets(device_bytes=None, host_bytes=0), **changes}
+    ops = tuple(Op(name=f"op_{step}", duration_ns=duration) for step, duration in enumerate(durations_ns))
+    return Problem(ops=ops, boundary=Step(boundary), storages=storages, **fields)
 
 
 def boundary_bytes(problem: Problem, step: int) -> int:
