@@ -49,13 +49,18 @@ class StepPlan:
 
 @dataclass(slots=True, eq=False)
 class Program:
-    """An order of runs, as it was last measured, and its plan; `successor` is the program that followed it last."""
+    """An order of runs, as it was last measured, and its plan; `successor` is the program that followed it last.
+
+    `first` are the options of its first forward, `options` those with the least budget.
+    """
 
     order: Order
     visits: tuple[Visit, ...]
     planned: StepPlan | None = None
     plans: int = 0
     successor: "Program | None" = None
+    first: Options | None = None
+    options: Options | None = None
 
     @property
     def schedule(self) -> StepSchedule:

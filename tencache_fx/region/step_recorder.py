@@ -11,6 +11,7 @@ expected, the round goes on with the schedule of a program that has begun the sa
 
 import gc
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -58,7 +59,8 @@ class StepRecorder:
         self._visits: list[Visit] = []
         self._expected: Program | None = None
         self._last: Program | None = None
-        self._options: Options | None = None
+        self._first: Options | None = None  # of the round's first forward
+        self._options: Options | None = None  # of the forward that has the least budget
         self._mark = points.gauge.mark()
         self._collected = False
 
@@ -76,7 +78,7 @@ class StepRecorder:
                 for each in self._calls:
                     each.turns += 1
             self.settle()
-            self._options = options
+            self._heed(options)
             call = Call(index, self._counts[index], region)
             self._counts[index] += 1
             self._arrive(call, backward=False)
@@ -140,6 +142,15 @@ class StepRecorder:
         if call.residual is not None and not call.residual.expired():
             return True
         return self.points.holds(SwapKey(call.index, call.number, swap.name) for swap in call.region.swaps)
+
+    def _heed(self, options: Options) -> None:
+        """Note a forward's options: the least budget of a round counts, and those that recur are known beforehand."""
+        if not self._visits:
+            self._first = self._options = options
+            if self._last is not None and (expected := self._last.successor or self._last).first == options:
+                self._options = expected.options
+        elif self._options is not None and _limit(options) < _limit(self._options):
+            self._options = options
 
     def _arrive(self, call: Call, *, backward: bool) -> None:
         """Add a run to the round: compare it with what is expected, and what is held with what is planned for."""
@@ -205,7 +216,7 @@ class StepRecorder:
             return
         order = tuple(map(place_of, visits))
         program = self.programs.pop(order, None) or Program(order=order, visits=visits)
-        program.visits = visits
+        program.visits, program.first, program.options = visits, self._first, self._options
         self.programs[order] = program  # the last one used is the last to be forgotten
         while len(self.programs) > _PROGRAMS:
             del self.programs[next(iter(self.programs))]
@@ -226,6 +237,10 @@ def recorder_of(points: SwapPoints) -> StepRecorder:
         points.observer = StepRecorder(points)
     assert isinstance(points.observer, StepRecorder)
     return points.observer
+
+
+def _limit(options: Options) -> float:
+    return math.inf if options.device_budget is None else options.device_budget
 
 
 def _tensors(values: Sequence[object]) -> Iterator[Tensor]:

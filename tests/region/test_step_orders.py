@@ -6,13 +6,26 @@ from pathlib import Path
 import pytest
 import torch
 from harness import faulty_engine
-from test_step_plans import BUDGETS, blocks, equal, gradients, inputs, one_by_one, recorder, wanted
+from meter import Meter
+from test_step_plans import (
+    BUDGETS,
+    blocks,
+    equal,
+    gradients,
+    inputs,
+    meter,
+    one_by_one,
+    recorder,
+    wanted,
+)
 from torch._dynamo.exc import BackendCompilerFailed
 
 import tencache_fx
 from tencache_fx.errors import BudgetError, UsageError
 from tencache_fx.planning.step import FRUGAL
 from tencache_fx.runtime.engine import Engine
+
+__all__ = ["meter"]
 
 
 @pytest.fixture
@@ -75,3 +88,18 @@ def test_host_memory_that_does_not_hold_one_call_is_no_limit_beside_a_disk(tmp_p
     assert tencache_fx.stats()["disk_read_bytes"] > 0
     tencache_fx.close()
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("order", [("some", "plenty"), ("plenty", "some")])
+def test_of_several_budgets_the_least_counts(engine: Engine, meter: Meter, order: tuple[str, str]) -> None:
+    expected, model = wanted(5), blocks()
+    for half, budget in zip((model[:4], model[4:]), order, strict=True):
+        one_by_one(half, device_budget=BUDGETS[budget])
+    planned = []
+    for step, each in enumerate(expected):
+        meter.peak = meter.held
+        assert equal(gradients(model, model, inputs(step)), each), f"step {step}"
+        assert meter.peak <= BUDGETS["some"] or step == 0, f"step {step}"
+        planned += [program.plans for program in recorder(engine).programs.values()]
+    assert 0.8 * BUDGETS["some"] < meter.peak, "a plan was found"
+    assert planned[-1] == planned[-2], "and stays"
