@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tencache_fx import compat
 from tencache_fx.errors import BudgetError
 from tencache_fx.options import Options
 from tencache_fx.planning.step import FRUGAL, SwapKey, SwapRegion, Visit
@@ -74,7 +75,7 @@ class StepRecorder:
         """Note that a forward begins in this thread; raises `BudgetError` if it cannot run within the budget."""
         self.points.gauge.see(values)
         with self._lock:
-            if self._visits and self._visits[-1].backward:
+            if self._visits and self._visits[-1].backward and not compat.in_backward():  # else of a checkpoint
                 for each in self._calls:
                     each.turns += 1
             self.settle()

@@ -9,6 +9,7 @@ from harness import faulty_engine
 from meter import Meter
 from test_step_plans import (
     BUDGETS,
+    DEPTH,
     blocks,
     equal,
     gradients,
@@ -18,7 +19,9 @@ from test_step_plans import (
     recorder,
     wanted,
 )
+from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils.checkpoint import checkpoint
 
 import tencache_fx
 from tencache_fx.errors import BudgetError, UsageError
@@ -103,3 +106,19 @@ def test_of_several_budgets_the_least_counts(engine: Engine, meter: Meter, order
         planned += [program.plans for program in recorder(engine).programs.values()]
     assert 0.8 * BUDGETS["some"] < meter.peak, "a plan was found"
     assert planned[-1] == planned[-2], "and stays"
+
+
+def test_a_step_whose_last_blocks_are_checkpointed_is_one_round(engine: Engine) -> None:
+    """Their forwards run again within the backward, in which those of the first blocks wait for long."""
+    expected, model = wanted(3), one_by_one(blocks(), device_budget=BUDGETS["some"])
+
+    def run(x: Tensor) -> Tensor:
+        for index, block in enumerate(model):
+            x = checkpoint(block, x, use_reentrant=False) if index >= 2 else block(x)
+        return x
+
+    for step, each in enumerate(expected):
+        assert equal(gradients(model, run, inputs(step)), each), f"step {step}"
+    (program,) = recorder(engine).programs.values()
+    assert len(program.visits) == DEPTH + 2 * (DEPTH - 2) + 2
+    assert program.schedule is not FRUGAL
