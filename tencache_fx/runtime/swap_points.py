@@ -167,7 +167,8 @@ class SwapPoints:
         with self._lock:
             name = SwapKey(run.region, run.call, label)
             alias = src.detach()  # a tensor of our own, so that it shows who else has the storage
-            swap = Swap(next(self._keys), name, src.numel() * src.itemsize, alias, src._version)
+            # Where generated code calls this, it may have a version counter of its own, too.
+            swap = Swap(next(self._keys), name, src.numel() * src.itemsize, alias, alias._version)
             if name not in self.schedule.kept and (name.region, label) not in self.shared:
                 self._leave(swap)
             self._live[name] = self._by_key[swap.key] = swap

@@ -122,3 +122,13 @@ def test_a_step_whose_last_blocks_are_checkpointed_is_one_round(engine: Engine) 
     (program,) = recorder(engine).programs.values()
     assert len(program.visits) == DEPTH + 2 * (DEPTH - 2) + 2
     assert program.schedule is not FRUGAL
+
+
+def test_what_generated_code_makes_may_stay(engine: Engine) -> None:
+    """Its calls count as writes to a tensor, and not to those that share its storage."""
+    model, plain = one_by_one(blocks(3), device_budget=BUDGETS["plenty"], compiler="inductor"), blocks(3)
+    for step in range(2):
+        found, expected = gradients(model, model, inputs(step)), gradients(plain, plain, inputs(step))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert recorder(engine).points.schedule.kept
