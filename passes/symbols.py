@@ -84,7 +84,8 @@ class SymbolSource:
         expression: sympy.Expr = size.node.expr
         if not expression.free_symbols:
             return int(expression)
-        env = {symbol: fx.Proxy(self._symbol(symbol)) for symbol in expression.free_symbols}
+        tracer = fx.proxy.GraphAppendingTracer(self._graph)  # one for all: the lesser of two sizes is computed of both
+        env = {symbol: fx.Proxy(self._symbol(symbol), tracer) for symbol in expression.free_symbols}
         seen = set(self._graph.nodes)
         written: fx.Node = sympy_interp(PythonReferenceAnalysis, env, expression).node
         for node in self._graph.nodes:
