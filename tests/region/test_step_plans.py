@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import faulty_engine
+from harness import Block, faulty_engine
 from meter import Meter
 from problems import links as slow_links
 from torch import Tensor, nn
@@ -31,18 +31,9 @@ WIDTH, ROWS, DEPTH = 64, 512, 8
 BUDGETS = {"plenty": 1 << 30, "some": 6_200_000, "little": 5_100_000}
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
 def blocks(depth: int = DEPTH) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(depth)))
+    return nn.Sequential(*(Block(WIDTH, 4) for _ in range(depth)))
 
 
 def inputs(seed: int = 1, rows: int = ROWS) -> Tensor:

@@ -4,44 +4,26 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from conftest import MIB, eventually, settled
-from faulty_streams import FaultyCudaStreams
+from harness import Block, faulty_cuda_engine
 from torch import Tensor, nn
 
 import tencache_fx
-from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.engine_registry import install_engine
 
 pytestmark = pytest.mark.gpu
 
 LAYERS, WIDTH, BATCH = 8, 1024, 4096
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
 @pytest.fixture
 def faulty() -> Iterator[Engine]:
-    torch.compiler.reset()
-    device = resolve_device(torch.device("cuda"))
-    engine = Engine(device, host_budget_bytes=2048 * MIB, streams=FaultyCudaStreams(device, delay_cycles=1_000_000))
-    install_engine(engine)
-    yield engine
-    assert eventually(lambda: settled(engine)), engine.stats.take()
-    engine.close()
-    torch.compiler.reset()
+    with faulty_cuda_engine() as engine:
+        yield engine
 
 
 def build() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(LAYERS))).cuda()
+    return nn.Sequential(*(Block(WIDTH, 2) for _ in range(LAYERS))).cuda()
 
 
 def train(model: nn.Sequential, steps: int) -> tuple[list[list[Tensor]], list[int]]:

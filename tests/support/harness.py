@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from conftest import MIB, eventually, settled, without_kernels
-from faulty_streams import FaultyCpuStreams
+from faulty_streams import FaultyCpuStreams, FaultyCudaStreams
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import default_partition
 from zoo import Case
 
 import tencache_fx
+from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.planner import floor_bytes
@@ -53,6 +54,20 @@ def faulty_engine(*, delay_s: float = 0.0002, host_budget_bytes: int = 64 * MIB)
         torch.compiler.reset()
         gc.collect()
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("tencache")]
+
+
+@contextlib.contextmanager
+def faulty_cuda_engine(*, host_budget_bytes: int = 2048 * MIB) -> Iterator[Engine]:
+    """Serve the CUDA device, inside, with an engine that poisons what is freed and copies late."""
+    torch.compiler.reset()
+    device = resolve_device(torch.device("cuda"))
+    streams = FaultyCudaStreams(device, delay_cycles=1_000_000)
+    engine = Engine(device, host_budget_bytes=host_budget_bytes, streams=streams)
+    install_engine(engine)
+    yield engine
+    assert eventually(lambda: settled(engine)), engine.stats.take()
+    engine.close()
+    torch.compiler.reset()
 
 
 def compiled(model: Callable[..., Tensor], options: Options, **more: object) -> Callable[..., Tensor]:
@@ -166,12 +181,12 @@ def capture_of(function: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Te
 
 
 class Block(torch.nn.Module):
-    """A residual block whose two matrices are large enough to have a home."""
+    """A residual block of a norm and two matrices, `widen` times as wide between them, with GELU."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, widen: int = 1) -> None:
         super().__init__()
         self.norm = torch.nn.LayerNorm(hidden)
-        self.into, self.out = torch.nn.Linear(hidden, hidden), torch.nn.Linear(hidden, hidden)
+        self.into, self.out = torch.nn.Linear(hidden, widen * hidden), torch.nn.Linear(widen * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(torch.nn.functional.gelu(self.into(self.norm(x))))

@@ -4,14 +4,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from conftest import MIB, eventually, settled
-from faulty_streams import FaultyCudaStreams
+from conftest import MIB
+from harness import Block, faulty_cuda_engine
 from torch import Tensor, nn
 
 import tencache_fx
-from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.engine_registry import install_engine
 
 pytestmark = pytest.mark.gpu
 
@@ -20,26 +18,8 @@ LAYERS, WIDTH, BATCH = 8, 1024, 4096
 
 @pytest.fixture
 def faulty() -> Iterator[Engine]:
-    torch.compiler.reset()
-    device = resolve_device(torch.device("cuda"))
-    streams = FaultyCudaStreams(device, delay_cycles=1_000_000)
-    engine = Engine(device, host_budget_bytes=2048 * MIB, streams=streams)
-    install_engine(engine)
-    yield engine
-    assert eventually(lambda: settled(engine)), engine.stats.take()
-    engine.close()
-    torch.compiler.reset()
-
-
-class Block(nn.Module):
-    """A norm, a wide GELU layer and a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+    with faulty_cuda_engine() as engine:
+        yield engine
 
 
 class Net(nn.Module):
@@ -47,7 +27,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.blocks = nn.Sequential(*(Block(WIDTH, 2) for _ in range(LAYERS)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(x).square().mean()
