@@ -175,7 +175,7 @@ class StepRecorder:
             begun = tuple(map(place_of, self._visits))
             self._expect(next((each for each in self.programs.values() if each.order[:place] == begun), None))
         if self._expected is not None and (more := self._expected.excess_bytes(visit, place - 1, limit)) > 0:
-            log.info("the device would hold %d bytes more than its budget; the step goes on frugally", more)
+            log.info("the device would be %d bytes over its budget; the rest of the step offloads all it may", more)
             self._expect(None)
         if self.points.schedule is FRUGAL and limit is not None:
             self._check(visit, limit)
