@@ -21,8 +21,6 @@ from models import Decoder
 
 import tencache_fx
 
-STATS = ("d2h_bytes", "h2d_bytes", "stall_in_ns", "stall_out_ns", "hit_rate")
-
 
 def measure(way: str, arguments: argparse.Namespace, plain_bytes: int) -> dict[str, Any]:
     """Train some steps in one way; times are in ns, peaks in bytes, `plain_bytes` being that of the first way."""
