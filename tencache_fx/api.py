@@ -1,7 +1,8 @@
 """Looks into this process: its options, its regions, their reports, the runtime's counters."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from tencache_fx.errors import OptionError
 from tencache_fx.model_state.modules import options_of_process
@@ -10,6 +11,7 @@ from tencache_fx.planning.explain import find_reasons
 from tencache_fx.records import RegionRecord, StepRecord
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.step_recorder import recorder_of
+from tencache_fx.reporting.step_tables import name_step, show_step, tell_storage
 from tencache_fx.reporting.tables import show_measured, show_pool, show_reasons, show_summary
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import engines, open_engine, open_swap_points
@@ -85,30 +87,45 @@ def report() -> str:
         if region.record is not None:
             record = region.record
             parts.append(f"region {record.region} {record.name} on {record.device}")
+            if region.in_steps:
+                parts.append("It is planned with the step that it is in; this is what it does where there is no plan:")
             parts.append(show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes))
             if record.plan.transfers:
                 parts.append(show_pool(record.plan))
             parts.append(show_measured(region.measured()))
-    for step in steps():
-        parts.append(f"a step on {step.device}: {', '.join(step.runs)}")
-        parts.append(show_summary(step.problem, step.plan, step.problem))
+    parts.extend(f"{name_step(step)}\n\n{show_step(step)}" for step in steps())
     return "\n\n".join(parts) if parts else "No region has been compiled."
 
 
-def explain(region: int = -1, *, most: int = 12) -> str:
-    """Return why the plan of a live region is what it is, for its `most` largest tensors.
+def explain(region: int | None = None, *, step: int | None = None, tensor: str | None = None, most: int = 12) -> str:
+    """Return why a plan is what it is, for its `most` largest tensors, or for one `tensor`, such as "mm_5".
 
-    `region` counts the live regions, oldest first; the newest by default. For each tensor every other choice is planned
-    or replayed, and each resource is priced: see `tencache_fx.planning.explain.Reasons`. Takes seconds, for large
-    regions a minute. Raises `OptionError` if there is no such region.
+    `region` counts the live regions, oldest first; `step` the plans of whole steps, the one that ran last at the end.
+    Without either it is the last step, or if there is none the newest region. A tensor of a step is named with the
+    region and the call that it is of, such as "3.0:mm_5". For each tensor every other choice is planned or replayed,
+    and each resource is priced: see `tencache_fx.planning.explain.Reasons`. Takes seconds, for large regions a minute.
+    Raises `OptionError` if there is no such region, step or tensor.
     """
-    known = regions()
-    if not -len(known) <= region < len(known):
-        raise OptionError(f"there is no region {region}: {len(known)} are live; run a compiled model first.")
-    record = known[region]
-    return (
-        f"region {record.region} {record.name}\n{show_reasons(find_reasons(record.captured, record.plan, most=most))}"
-    )
+    if region is not None and step is not None:
+        raise OptionError("give a region or a step, not both.")
+    planned = steps() if region is None else ()
+    if region is None and (planned or step is not None):
+        record = _pick("step", -1 if step is None else step, planned)
+        told = [tell_storage(record, tensor)] if tensor is not None and tensor in record.joined.keys else []
+        reasons = find_reasons(record.problem, record.plan, most=most, tensor=tensor)
+        return "\n".join([name_step(record), *told, show_reasons(reasons)])
+    found = _pick("region", -1 if region is None else region, regions())
+    reasons = find_reasons(found.captured, found.plan, most=most, tensor=tensor)
+    return f"region {found.region} {found.name}\n{show_reasons(reasons)}"
+
+
+_Record = TypeVar("_Record")
+
+
+def _pick(kind: str, index: int, found: Sequence[_Record]) -> _Record:
+    if not -len(found) <= index < len(found):
+        raise OptionError(f"there is no {kind} {index}: {len(found)} are live; run a compiled model first.")
+    return found[index]
 
 
 def stats() -> Counts:

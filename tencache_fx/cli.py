@@ -1,21 +1,26 @@
 """The command `tencache`: see if a model fits, look at dumps, try policies on a problem, examine the machine."""
 
 import argparse
+import dataclasses
 import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from tqdm import tqdm
 
 from tencache_fx.errors import OptionError, TencacheError
+from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Problem
-from tencache_fx.records import RegionRecord
-from tencache_fx.reporting.dump import read_measured, read_problem, read_regions
+from tencache_fx.records import RegionRecord, StepRecord
+from tencache_fx.reporting.dump import captured_of, read_measured, read_planned, read_regions, read_steps
+from tencache_fx.reporting.step_tables import list_step, name_step, show_step, tell_storage
 from tencache_fx.reporting.tables import (
     graph_dot,
+    show_change,
     show_fit,
     show_frontier,
     show_graph,
@@ -58,7 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     dump = commands.add_parser("dump", help="show what was decided, from the dump_dir of a run")
     dump.add_argument("dir", type=Path, metavar="DIR", help="the run's dump_dir")
     dump.add_argument("--format", choices=("text", "dot", "json"), default="text", help="dot shows the graphs only")
-    dump.add_argument("--region", type=int, help="one region only, by number")
+    one = dump.add_mutually_exclusive_group()
+    one.add_argument("--region", type=int, help="one region only, by number")
+    one.add_argument("--step", type=int, help="one step only, of those planned as a whole, by number")
+    dump.add_argument("--tensor", metavar="NAME", help="with --what why: this tensor only, such as mm_5 or 3.0:mm_5")
     dump.add_argument(
         "--what",
         choices=_VIEWS,
@@ -68,7 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     dump.set_defaults(run=_dump)
 
     plan = commands.add_parser("plan", help="plan a problem again, with another policy or other budgets")
-    plan.add_argument("problem", type=Path, metavar="PROBLEM.json", help="a problem, or a region's record.json")
+    plan.add_argument(
+        "problem", type=Path, metavar="PROBLEM.json", help="a problem, or the record.json of a region or a step"
+    )
     plan.add_argument(
         "--policy",
         action="append",
@@ -126,42 +136,76 @@ def _describe_fit(fit: argparse.ArgumentParser) -> None:
 
 
 def _dump(arguments: argparse.Namespace) -> str:
-    records = read_regions(arguments.dir)
-    if arguments.region is not None:
-        known = ", ".join(str(record.region) for record in records)
-        records = tuple(record for record in records if record.region == arguments.region)
-        if not records:
-            raise OptionError(f"{arguments.dir} holds no region {arguments.region}; it holds: {known}.")
+    regions = {} if arguments.step is not None else {each.region: each for each in read_regions(arguments.dir)}
+    steps = {} if arguments.region is not None else read_steps(arguments.dir)
+    if one := arguments.region is not None:
+        regions = _only("region", arguments.region, regions, arguments.dir)
+    elif one := arguments.step is not None:
+        steps = _only("step", arguments.step, steps, arguments.dir)
+    if arguments.tensor is not None and not (one and arguments.what == "why"):
+        raise OptionError("--tensor is for --what why, and for one record: add --region or --step.")
     if arguments.format == "json":
+        records: list[RegionRecord | StepRecord] = [*regions.values(), *steps.values()]
         texts = [to_json(record) for record in records]
-        return texts[0] if arguments.region is not None else json.dumps([json.loads(text) for text in texts], indent=1)
+        return texts[0] if one else json.dumps([json.loads(text) for text in texts], indent=1)
     if arguments.format == "dot":
-        return "\n".join(graph_dot(listing) for record in records for listing in record.listings)
-    return "\n\n".join(_record_text(arguments.dir, record, arguments.what) for record in records)
+        return "\n".join(graph_dot(listing) for record in regions.values() for listing in record.listings)
+    parts = [_region_text(arguments, record) for record in regions.values()]
+    return "\n\n".join([*parts, *(_step_text(arguments, number, record) for number, record in steps.items())])
 
 
-def _record_text(dump_dir: Path, record: RegionRecord, what: str) -> str:
-    parts = [f"region {record.region}: {record.name}, torch {record.torch_version}, {record.device}"]
+_Record = TypeVar("_Record")
+
+
+def _only(kind: str, number: int, found: Mapping[int, _Record], dump_dir: Path) -> dict[int, _Record]:
+    """Return the record of this number alone."""
+    if number not in found:
+        raise OptionError(f"{dump_dir} holds no {kind} {number}; it holds: {', '.join(map(str, found)) or 'none'}.")
+    return {number: found[number]}
+
+
+def _region_text(arguments: argparse.Namespace, record: RegionRecord) -> str:
+    what, parts = (
+        arguments.what,
+        [f"region {record.region}: {record.name}, torch {record.torch_version}, {record.device}"],
+    )
     if what in ("summary", "all"):
         parts.append(show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes))
-        parts.extend(f"measured:\n{show_measured(row)}" for row in read_measured(dump_dir, record.region)[-1:])
-    if what in ("tensors", "all"):
-        parts.append(show_tensors(record.problem, record.plan))
-    if what in ("pool", "all"):
-        parts.append(show_pool(record.plan))
+        measured = read_measured(arguments.dir, record.region)
+        parts.extend(f"measured:\n{show_measured(row)}" for row in measured[-1:])
     if what in ("graphs", "all"):
         parts.extend(show_graph(listing) for listing in record.listings)
-    if what == "why":
+    return "\n\n".join([*parts, *_plan_texts(arguments, record.captured, record.problem, record.plan)])
+
+
+def _step_text(arguments: argparse.Namespace, number: int, record: StepRecord) -> str:
+    what, parts = arguments.what, [f"step {number}, {name_step(record)}"]
+    if what in ("summary", "all"):
+        parts.append(show_step(record))
+    if what in ("graphs", "all"):
+        parts.append(list_step(record))
+    if arguments.tensor is not None and arguments.tensor in record.joined.keys:
+        parts.append(tell_storage(record, arguments.tensor))
+    return "\n\n".join([*parts, *_plan_texts(arguments, record.problem, record.problem, record.plan)])
+
+
+def _plan_texts(arguments: argparse.Namespace, captured: Problem, problem: Problem, plan: Plan) -> Iterator[str]:
+    """Yield the parts that are asked for, and are the same for a region and for a step."""
+    if arguments.what in ("tensors", "all"):
+        yield show_tensors(problem, plan)
+    if arguments.what in ("pool", "all"):
+        yield show_pool(plan)
+    if arguments.what == "why":
         from tencache_fx.planning.explain import find_reasons  # here: the planner is for this view only
 
-        parts.append(show_reasons(find_reasons(record.captured, record.plan)))
-    return "\n\n".join(parts)
+        yield show_reasons(find_reasons(captured, plan, tensor=arguments.tensor))
 
 
 def _plan(arguments: argparse.Namespace) -> str:
     from tencache_fx.planning.search import plan_region  # here: only this command needs the planner and what it imports
 
-    captured = _with_tiers(read_problem(arguments.problem), arguments)
+    record = read_planned(arguments.problem)
+    captured = _with_tiers(captured_of(record), arguments)
     given: list[str] = arguments.device_budget or []
     policies: list[str] = arguments.policy or []
     if arguments.sweep is not None or arguments.plot is not None or len(given) > 1 or len(policies) > 1:
@@ -171,7 +215,12 @@ def _plan(arguments: argparse.Namespace) -> str:
     problem, plan = plan_region(captured, policies[0] if policies else "joint")
     if arguments.json:
         return to_json(plan)
-    return "\n\n".join((show_summary(problem, plan, captured), show_tensors(problem, plan), show_pool(plan)))
+    parts = [show_summary(problem, plan, captured), show_tensors(problem, plan), show_pool(plan)]
+    if isinstance(record, StepRecord):
+        parts[0] = show_step(dataclasses.replace(record, problem=problem, plan=plan, device_budget=device_bytes))
+    if not isinstance(record, Problem):
+        parts.append(f"what changes:\n\n{show_change(captured, record.plan, plan)}")
+    return "\n\n".join(parts)
 
 
 def _with_tiers(problem: Problem, arguments: argparse.Namespace) -> Problem:

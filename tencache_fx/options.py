@@ -15,7 +15,7 @@
 | compiler      | inductor | what runs the rewritten graphs: inductor, or eager (for debugging)                    |
 | calibrate     | True     | measure this machine's links, compute and memory rates (kept in a cache); False: use  |
 |               |          | fixed, low rates                                                                      |
-| dump_dir      | None     | directory for each region's problem, plan and graphs, for `tencache dump`             |
+| dump_dir      | None     | directory for problems, plans and graphs of regions and steps, for `tencache dump`    |
 | checksum      | False    | verify every byte that comes back from disk                                           |
 | inductor      | {}       | options passed on to Inductor, such as {"max_autotune": True}                         |
 

@@ -4,10 +4,11 @@ What would change only transfers is replayed as it stands; what would change whi
 is planned anew.
 """
 
+import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from tencache_fx.errors import BudgetError
+from tencache_fx.errors import BudgetError, OptionError
 from tencache_fx.planning.liveness import (
     clip_to_barriers,
     earliest_offload,
@@ -97,15 +98,19 @@ _GIB = 1 << 30
 _FASTER_PERCENT = 10
 
 
-def find_reasons(captured: Problem, plan: Plan, *, most: int = 12) -> Reasons:
-    """Return why `plan` treats the `most` largest tensors as it does, and what each resource is worth.
+def find_reasons(captured: Problem, plan: Plan, *, most: int = 12, tensor: str | None = None) -> Reasons:
+    """Return why `plan` treats the `most` largest tensors as it does, or one `tensor`; and what resources are worth.
 
-    Tensors are those that live at the region's fullest step and may leave, be recomputed, or do. Takes about two plans
-    for each, and one search for each price: seconds, for large regions a minute. Raises `BudgetError` if what the plan
-    recomputes does not fit as modelled.
+    The largest are those that live at the region's fullest step and may leave, be recomputed, or do. Takes about two
+    plans for each, and one search for each price: seconds, for large regions a minute. Raises `BudgetError` if what the
+    plan recomputes does not fit as modelled, and `OptionError` if there is no such tensor.
     """
     case = _Case(captured, plan.policy, frozenset(plan.recomputed))
-    names = _in_question(captured, case.plan)
+    if tensor is not None and tensor not in case.storages:
+        near = difflib.get_close_matches(tensor, case.storages, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise OptionError(f"there is no tensor {tensor!r} among the {len(case.storages)} of the plan.{hint}")
+    names = _in_question(captured, case.plan) if tensor is None else [tensor]
     return Reasons(
         policy=plan.policy,
         makespan_ns=case.plan.forecast.makespan_ns,

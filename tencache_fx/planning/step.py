@@ -32,6 +32,10 @@ class SwapKey(NamedTuple):
     call: int
     label: str
 
+    def __str__(self) -> str:
+        """Return the name of the storage in the step's problem, such as "3.0:mm_5"."""
+        return f"{self.region}.{self.call}:{self.label}"
+
 
 class Point(NamedTuple):
     """A place where a schedule may act: the begin of a graph's run (0), before each runtime op of it, and its end."""
@@ -56,7 +60,7 @@ class SwapRegion:
 
     `original` is the problem in which nothing more is recomputed than torch's partitioner does, with recipes.
     `swaps` are what the graphs do where no schedule says otherwise, `points` the runtime ops of forward and backward in
-    their order. Generated code holds `margin_bytes` more than the graphs show.
+    their order. Generated code holds `margin_bytes` more than the graphs show. People know it by its `name`.
     """
 
     problem: Problem
@@ -65,6 +69,7 @@ class SwapRegion:
     original: Problem
     recomputed: frozenset[str] = frozenset()
     margin_bytes: int = 0
+    name: str = ""
 
     def resized(self, problem: Problem) -> "SwapRegion":
         """Return the same region with the storages of `problem`, which differs in its sizes."""
@@ -232,14 +237,13 @@ def join(
         shift, back = begins[visit.index, visit.call, False], begins[visit.index, visit.call, True]
         for swap in (each for each in visit.region.swaps if (visit.index, each.name) not in shared):
             key = SwapKey(visit.index, visit.call, swap.name)
-            name = f"{key.region}.{key.call}:{key.label}"
             gone, asked, death = swap.freed_at + shift, swap.prefetch_at + back, swap.needed_at + back + 1
             base[gone - 1] -= swap.nbytes  # what is counted for the storage is not counted for its region
             base[asked:death] -= swap.nbytes
-            keys[name] = key
+            keys[str(key)] = key
             storages.append(
                 Storage(
-                    name=name,
+                    name=str(key),
                     nbytes=swap.nbytes,
                     kind=Kind.ACTIVATION,
                     birth=Step(gone - 1),

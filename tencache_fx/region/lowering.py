@@ -94,6 +94,7 @@ class PlannedLowering:
                     points=find_points(capture),
                     original=candidate.original,
                     recomputed=frozenset(plan.recomputed),
+                    name=self._source.name,
                 )
         drop_pause(capture)
         self._listings = tuple(list_graph(graph, phase) for graph, phase in capture.phases)

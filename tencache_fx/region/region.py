@@ -56,6 +56,11 @@ class Region:
         return self.current.record
 
     @property
+    def in_steps(self) -> bool:
+        """Whether a schedule of the step decides what its swap points do."""
+        return self.current.swap_region is not None
+
+    @property
     def monitors(self) -> tuple[Monitor, ...]:
         """The monitors that may have the region planned again, the most urgent first; one is heard in a call.
 

@@ -35,6 +35,10 @@ class Region(Protocol):
         """Return the record of its plan."""
 
     @property
+    def in_steps(self) -> bool:
+        """Return whether it is planned with the others of its step."""
+
+    @property
     def boundary_memory(self) -> Waiting:
         """Return the monitor of its forwards."""
 

@@ -1,7 +1,10 @@
 """A region as torch hands it over, with the options that the user asks for: the same in each of its compilations."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +28,13 @@ class RegionSource:
     device: torch.device
     settings: Mapping[str, Any]
     own_budget: bool = True
-    name: str = field(default_factory=lambda: str(torch._guards.CompileContext.current_compile_id() or ""))
+    compile_id: str = field(default_factory=lambda: str(torch._guards.CompileContext.current_compile_id() or ""))
     context: torch._guards.TracingContext | None = field(default_factory=torch._guards.TracingContext.try_get)
+
+    @cached_property
+    def name(self) -> str:
+        """What people know it by: where its code is, or its module's class, and torch's number for it."""
+        return ", ".join(part for part in (_code_of(self.graph.graph), self.compile_id) if part)
 
     @property
     def takes_fakes(self) -> bool:
@@ -37,3 +45,19 @@ class RegionSource:
         """Return the inputs' fakes, with the sizes torch traced the region with."""
         fakes = [node.meta["example_value"] for node in self.graph.graph.find_nodes(op="placeholder")]
         return keep_numbers(fakes, self.context)
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+
+
+def _code_of(graph: fx.Graph) -> str:
+    """Return where the first op of a Dynamo graph is, such as "forward (model.py:12)"; else its module's class."""
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if (frame := _FRAME.search(node.meta.get("stack_trace") or "")) is not None:  # the first is the outermost
+            function = re.sub(r"^torch_dynamo_resume_in_(.+)_at_\d+$", r"\1", frame["function"])
+            return f"{function} ({Path(frame['file']).name}:{frame['line']})"
+        for _, kind in (node.meta.get("nn_module_stack") or {}).values():
+            return str(getattr(kind, "__name__", kind))
+    return ""

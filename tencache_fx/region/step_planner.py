@@ -1,13 +1,13 @@
 """Plans the steps of one device: what each region recomputes, and for each order of runs a schedule."""
 
+import itertools
 import logging
 from dataclasses import dataclass
 
-from tencache_fx.errors import BudgetError, StoreError
+from tencache_fx.errors import BudgetError, OptionError, StoreError
 from tencache_fx.hardware import rates
 from tencache_fx.hardware.device_memory import held_bytes
 from tencache_fx.options import Options
-from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.plan import Plan, PoolClass
 from tencache_fx.planning.problem import Budgets, Links
 from tencache_fx.planning.search import make_plan
@@ -16,10 +16,12 @@ from tencache_fx.planning.step_recompute import choose_for_step
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.records import StepRecord
 from tencache_fx.region.optimizer_forecast import expected_state_bytes
-from tencache_fx.reporting.tables import show_summary
+from tencache_fx.region.step_records import record_step
+from tencache_fx.reporting.dump import write_step
+from tencache_fx.reporting.step_tables import show_figures
 from tencache_fx.runtime.engine_registry import usage
 from tencache_fx.runtime.swap_points import SwapPoints
-from tencache_fx.units import PAGE_BYTES, format_bytes, round_up
+from tencache_fx.units import PAGE_BYTES, round_up
 
 log = logging.getLogger("tencache_fx")
 
@@ -51,7 +53,8 @@ class StepPlan:
 class Program:
     """An order of runs, as it was last measured, and its plan; `successor` is the program that followed it last.
 
-    `first` are the options of its first forward, `options` those with the least budget.
+    `first` are the options of its first forward, `options` those with the least budget. It is dumped under its
+    `number`.
     """
 
     order: Order
@@ -61,6 +64,7 @@ class Program:
     successor: "Program | None" = None
     first: Options | None = None
     options: Options | None = None
+    number: int | None = None
 
     @property
     def schedule(self) -> StepSchedule:
@@ -82,6 +86,7 @@ class StepPlanner:
         self.recomputed: dict[int, frozenset[str]] = {}
         self._points = points
         self._warned = False
+        self._numbers = itertools.count()
 
     def consider(self, program: Program, options: Options) -> None:
         """Plan a program that has been measured, if it is new, or if that was for other memory than is there now."""
@@ -103,16 +108,22 @@ class StepPlanner:
             self._tell(program, error)
         else:
             schedule = to_schedule(joined, plan)
-            most_bytes = int(live_bytes(joined.problem).max(initial=0))
-            log.info(
-                "%s, which would hold %s with nothing offloaded, in %s:\n%s",
-                _name(program),
-                format_bytes(most_bytes),
-                "no limit" if limit is None else format_bytes(limit),
-                show_summary(joined.problem, plan, joined.problem),
-            )
         program.planned = StepPlan(limit=limit, visits=program.visits, joined=joined, plan=plan, schedule=schedule)
         program.plans = 1 if other else program.plans + 1
+        self._report(program, options)
+
+    def _report(self, program: Program, options: Options) -> None:
+        """Log the plan of a program, and write it where it is to be dumped."""
+        if (record := record_of(program, str(self._points.engine.device))) is None:
+            return
+        if log.isEnabledFor(logging.INFO):
+            log.info("%s:\n%s", _name(program), show_figures(record))
+        if options.dump_dir is not None:
+            program.number = next(self._numbers) if program.number is None else program.number
+            try:
+                write_step(options.dump_dir, program.number, record)
+            except OptionError as error:  # training goes on
+                log.warning("%s", str(error))
 
     def _reserve(self, program: Program, plan: Plan) -> None:
         """Hold the plan's buffers, and one for any storage to go through to disk: orders change."""
@@ -157,8 +168,7 @@ def record_of(program: Program, device: str) -> StepRecord | None:
     planned = program.planned
     if planned is None or planned.plan is None:
         return None
-    runs = tuple(f"{'backward' if v.backward else 'forward'} {v.index}.{v.call}" for v in planned.visits)
-    return StepRecord(device=device, runs=runs, problem=planned.joined.problem, plan=planned.plan)
+    return record_step(planned.visits, planned.joined, planned.plan, device=device, device_budget=planned.limit)
 
 
 def place_of(visit: Visit) -> Place:

@@ -27,10 +27,8 @@ def show_summary(problem: Problem, plan: Plan, captured: Problem, code_peak_byte
     `code_peak_bytes` are held by the generated code, if it was looked at.
     """
     forecast, budgets = plan.forecast, problem.budgets
-    over = forecast.makespan_ns / max(1, forecast.ideal_ns)
     device_budget = "no limit" if budgets.device_bytes is None else format_bytes(budgets.device_bytes)
     between = format_bytes(problem.boundary_bytes)
-    by_tier = {tier: [each for each in plan.transfers if each.tier is tier] for tier in (Tier.HOST, Tier.NVME)}
     rows = [
         ("policy", plan.policy),
         ("steps", f"{len(problem.ops)}, backward from {problem.boundary}"),
@@ -39,21 +37,29 @@ def show_summary(problem: Problem, plan: Plan, captured: Problem, code_peak_byte
         ("device peak", f"{format_bytes(forecast.peak_bytes)} at {_step_name(problem, forecast.peak_step)}"),
         *(() if code_peak_bytes is None else (("held by the code", format_bytes(code_peak_bytes)),)),
         ("device floor", format_bytes(forecast.floor_bytes)),
-        ("host", f"{format_bytes(forecast.host_bytes)} of {format_bytes(budgets.host_bytes)}"),
-        ("disk", f"{format_bytes(forecast.disk_bytes)} of {format_bytes(budgets.disk_bytes)}"),
-        *((f"spilled to {tier}", _count_and_bytes(moved)) for tier, moved in by_tier.items()),
-        ("recomputed", _recomputed(plan, captured)),
-        ("time", f"{format_ns(forecast.makespan_ns)}, {over:.3f} of the {format_ns(forecast.ideal_ns)} without limits"),
-        ("lower bound", format_ns(forecast.lower_bound_ns)),
-        ("best possible", format_ns(joint_lower_bound_ns(captured))),
-        ("stalls", f"{format_ns(forecast.stall_out_ns)} going out, {format_ns(forecast.stall_in_ns)} coming in"),
-        ("link traffic", f"{format_bytes(forecast.d2h_bytes)} out, {format_bytes(forecast.h2d_bytes)} in"),
-        (
-            "disk traffic",
-            f"{format_bytes(forecast.disk_write_bytes)} written, {format_bytes(forecast.disk_read_bytes)} read",
-        ),
     ]
-    return _table(rows)
+    more = dict(amount_rows(problem, plan))
+    after = {"spilled to nvme": ("recomputed", _recomputed(plan, captured))}
+    after["lower bound"] = ("best possible", format_ns(joint_lower_bound_ns(captured)))
+    for name, value in more.items():
+        rows += [(name, value), *((after[name],) if name in after else ())]
+    return show_table(rows)
+
+
+def amount_rows(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what a plan moves, and needs of host memory, disk and time: pairs of a name and a figure."""
+    forecast, budgets = plan.forecast, problem.budgets
+    over = forecast.makespan_ns / max(1, forecast.ideal_ns)
+    yield "host", f"{format_bytes(forecast.host_bytes)} of {format_bytes(budgets.host_bytes)}"
+    yield "disk", f"{format_bytes(forecast.disk_bytes)} of {format_bytes(budgets.disk_bytes)}"
+    for tier in (Tier.HOST, Tier.NVME):
+        yield f"spilled to {tier}", count_and_bytes([each for each in plan.transfers if each.tier is tier])
+    yield "time", f"{format_ns(forecast.makespan_ns)}, {over:.3f} of the {format_ns(forecast.ideal_ns)} without limits"
+    yield "lower bound", format_ns(forecast.lower_bound_ns)
+    yield "stalls", f"{format_ns(forecast.stall_out_ns)} going out, {format_ns(forecast.stall_in_ns)} coming in"
+    yield "link traffic", f"{format_bytes(forecast.d2h_bytes)} out, {format_bytes(forecast.h2d_bytes)} in"
+    written, read = format_bytes(forecast.disk_write_bytes), format_bytes(forecast.disk_read_bytes)
+    yield "disk traffic", f"{written} written, {read} read"
 
 
 def show_tensors(problem: Problem, plan: Plan) -> str:
@@ -70,7 +76,41 @@ def show_tensors(problem: Problem, plan: Plan) -> str:
         life = f"[{storage.birth}, {storage.death})"
         times = (_step_name(problem, step) for step in steps)
         rows.append((storage.name, _size(storage), storage.kind, life, decision, *indent, *times))
-    return _table(rows, headers=("storage", "bytes", "kind", "lives", "decision", "offload", "gone", "fetch", "back"))
+    return show_table(
+        rows, headers=("storage", "bytes", "kind", "lives", "decision", "offload", "gone", "fetch", "back")
+    )
+
+
+def show_change(problem: Problem, before: Plan, after: Plan) -> str:
+    """Return how one plan differs from another: figures, then a row for each tensor that is treated otherwise."""
+    old, new = before.forecast, after.forecast
+    pairs = [
+        ("device peak", format_bytes(old.peak_bytes), format_bytes(new.peak_bytes)),
+        ("device floor", format_bytes(old.floor_bytes), format_bytes(new.floor_bytes)),
+        ("time", format_ns(old.makespan_ns), format_ns(new.makespan_ns)),
+        ("stalls", format_ns(old.stall_out_ns + old.stall_in_ns), format_ns(new.stall_out_ns + new.stall_in_ns)),
+        ("link traffic", format_bytes(old.d2h_bytes + old.h2d_bytes), format_bytes(new.d2h_bytes + new.h2d_bytes)),
+        ("disk", format_bytes(old.disk_bytes), format_bytes(new.disk_bytes)),
+    ]
+    first, second = _decisions(before), _decisions(after)
+    tensors = sorted(problem.storages, key=lambda s: (-s.nbytes, s.name))
+    rows = [
+        (s.name, format_bytes(s.nbytes), first.get(s.name, "keep"), second.get(s.name, "keep"))
+        for s in tensors
+        if first.get(s.name) != second.get(s.name)
+    ]
+    times = {transfer.name: transfer.steps for transfer in before.transfers}
+    moved = sum(times.get(each.name, each.steps) != each.steps for each in after.transfers)
+    figures = show_table(pairs, headers=("figure", "recorded", "planned anew"))
+    changes = (
+        show_table(rows, headers=("storage", "bytes", "recorded", "planned anew")) if rows else "No other decision."
+    )
+    return f"{figures}\n\n{changes}\n{moved} of the others leave or come back at other steps."
+
+
+def _decisions(plan: Plan) -> dict[str, str]:
+    """Return what is done with each storage that is not just kept."""
+    return dict.fromkeys(plan.recomputed, "recompute") | {s.name: f"spill to {s.tier}" for s in plan.transfers}
 
 
 def show_pool(plan: Plan) -> str:
@@ -78,7 +118,9 @@ def show_pool(plan: Plan) -> str:
     uses = (("host swaps", plan.pool), ("disk staging", plan.staging))
     rows = [(use, format_bytes(c.nbytes), c.count, format_bytes(c.nbytes * c.count)) for use, cs in uses for c in cs]
     total = sum(c.count for _, cs in uses for c in cs), sum(_class_bytes(cs) for _, cs in uses)
-    return _table([*rows, ("all", "", total[0], format_bytes(total[1]))], headers=("use", "buffer", "count", "bytes"))
+    return show_table(
+        [*rows, ("all", "", total[0], format_bytes(total[1]))], headers=("use", "buffer", "count", "bytes")
+    )
 
 
 def show_frontier(frontier: "Frontier") -> str:
@@ -95,7 +137,7 @@ def show_frontier(frontier: "Frontier") -> str:
         for policy, outcome in zip(frontier.policies, point.outcomes, strict=True):
             rows.append(("", policy, *_outcome_cells(outcome, frontier)))
     headers = ("device budget", "policy", "step", "of ideal", "recomputed", "stalls", "moved", "by disk")
-    return f"{_table(head)}\n\n{_table(rows, headers=headers)}"
+    return f"{show_table(head)}\n\n{show_table(rows, headers=headers)}"
 
 
 def _outcome_cells(outcome: "Outcome | None", frontier: "Frontier") -> tuple[str, ...]:
@@ -113,8 +155,8 @@ def _times_ideal(makespan_ns: int, frontier: "Frontier") -> str:
 def show_fit(fit: "Fit") -> str:
     """Return whether a model fits, in a sentence, then what is where in which tier, then a row per region."""
     headers = ("region", "steps", "floor", "peak", "step", "buffers", "out", "in")
-    regions = _table([_region_cells(region) for region in fit.regions], headers=headers)
-    return f"{_fit_sentence(fit)}\n\n{_table(list(_fit_rows(fit)))}\n\n{regions}"
+    regions = show_table([_region_cells(region) for region in fit.regions], headers=headers)
+    return f"{_fit_sentence(fit)}\n\n{show_table(list(_fit_rows(fit)))}\n\n{regions}"
 
 
 def _fit_sentence(fit: "Fit") -> str:
@@ -187,9 +229,11 @@ def show_reasons(reasons: "Reasons") -> str:
     no other is named); a recipe as the time of its steps, and the bytes that have to be held longer for it.
     """
     headers = ("storage", "bytes", "decision", "out", "in", "waited", "keep", "recompute", "host", "nvme", "recipe")
-    table = _table([_reason_cells(tensor) for tensor in reasons.tensors], headers=headers)
+    table = show_table([_reason_cells(tensor) for tensor in reasons.tensors], headers=headers)
     left_out = f"\n{reasons.left_out} smaller ones are not shown." if reasons.left_out else ""
-    prices = _table([_price_cells(price) for price in reasons.prices], headers=("resource", "change", "step", "price"))
+    prices = show_table(
+        [_price_cells(price) for price in reasons.prices], headers=("resource", "change", "step", "price")
+    )
     return f"{reasons.policy}, {format_ns(reasons.makespan_ns)} a step as modelled\n\n{table}{left_out}\n\n{prices}"
 
 
@@ -234,7 +278,7 @@ def _signed(text: str) -> str:
 
 def show_measured(measured: Mapping[str, object]) -> str:
     """Return measured figures, one per line; the unit is the end of each name ("step_ns", "peak_bytes")."""
-    return _table([(name, _by_unit(name, value)) for name, value in measured.items()])
+    return show_table([(name, _by_unit(name, value)) for name, value in measured.items()])
 
 
 def show_graph(listing: "Listing") -> str:
@@ -258,7 +302,8 @@ def graph_dot(listing: "Listing") -> str:
     return "\n".join([*lines, "}"])
 
 
-def _table(rows: Sequence[Sequence[object]], headers: Sequence[str] = ()) -> str:
+def show_table(rows: Sequence[Sequence[object]], headers: Sequence[str] = ()) -> str:
+    """Return rows of cells as text; without headers there are no lines between."""
     return str(tabulate(rows, headers=headers, tablefmt="simple" if headers else "plain", disable_numparse=True))
 
 
@@ -270,8 +315,9 @@ def _size(storage: Storage) -> str:
     return format_bytes(storage.nbytes) + (f" = {storage.formula}" if storage.formula else "")
 
 
-def _count_and_bytes(transfers: Sequence[Transfer]) -> str:
-    return f"{len(transfers)}, {format_bytes(sum(transfer.nbytes for transfer in transfers))}"
+def count_and_bytes(items: Sequence[Transfer] | Sequence[Storage]) -> str:
+    """Return how many there are, and their bytes."""
+    return f"{len(items)}, {format_bytes(sum(item.nbytes for item in items))}"
 
 
 def _recomputed(plan: Plan, captured: Problem) -> str:

@@ -2,6 +2,7 @@
 
 import gc
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import tencache_fx
-from tencache_fx.errors import BudgetError, UsageError
+from tencache_fx.errors import BudgetError, OptionError, UsageError
 from tencache_fx.hardware import rates
 from tencache_fx.planning.problem import Tier
 from tencache_fx.planning.step import FRUGAL
@@ -24,6 +25,8 @@ from tencache_fx.region.region import Region
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.step_monitor import StepMonitor
 from tencache_fx.region.step_recorder import StepRecorder, recorder_of
+from tencache_fx.reporting.dump import read_steps
+from tencache_fx.reporting.step_tables import list_step
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import swap_points
 
@@ -244,15 +247,42 @@ def test_steps_are_reported(engine: Engine) -> None:
         gradients(model, model, inputs(step))
     (record,) = tencache_fx.steps()
     assert len(record.runs) == 2 * DEPTH
-    assert record.runs[DEPTH - 1].replace("forward", "backward") == record.runs[DEPTH]
+    assert str(record.runs[DEPTH - 1]).replace("forward", "backward") == str(record.runs[DEPTH])
     assert record.plan.transfers
-    assert "a step on cpu: forward 0.0, forward 1.0, forward 1.1" in _renumbered(tencache_fx.report())
+    (program,) = recorder(engine).programs.values()
+    assert record.schedule == program.schedule
+    report, first = tencache_fx.report(), record.runs[0].region
+    assert "It is planned with the step that it is in" in report
+    assert "\na step on cpu, 8 calls of 2 regions:\n" in report
+    assert f"  region {first}: forward (harness.py:" in report
+    assert f"\nbackward {first + 1}.{DEPTH - 2} to {first + 1}.0  " in report
+    leaving = record.plan.transfers[0].name
+    told = tencache_fx.explain(tensor=leaving)
+    assert f"{leaving}, of forward {leaving.split(':')[0]}, forward (harness.py:" in told
+    assert "goes to host, freed at " in told
+    assert tencache_fx.explain(step=0, most=1).startswith("a step on cpu")
+    assert tencache_fx.explain(0, most=1).startswith(f"region {first} ")
+    with pytest.raises(OptionError, match="no step 1: 1 are live"):
+        tencache_fx.explain(step=1)
 
 
-def _renumbered(text: str) -> str:
-    """Number the regions of a step from 0."""
-    first = int(re.search(r"forward (\d+)\.0", text)[1])
-    return re.sub(r"(ward) (\d+)\.", lambda found: f"{found[1]} {int(found[2]) - first}.", text)
+def test_steps_are_dumped_as_they_are_planned(engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dump_dir = tmp_path / "dumped"
+    model = one_by_one(blocks(), device_budget=BUDGETS["some"], dump_dir=dump_dir)
+    for _ in range(2):
+        gradients(model, model, inputs())
+        gradients(model, model[:4], inputs())
+    found = read_steps(dump_dir)
+    assert sorted(found) == [0, 1]
+    assert list(found.values()) == sorted(tencache_fx.steps(), key=lambda record: -len(record.runs))
+    listed = (dump_dir / "step-000" / "schedule.txt").read_text()
+    assert listed == list_step(found[0]) + "\n"
+    assert len(re.findall(r"^(?:for|back)ward", listed, re.MULTILINE)) == 2 * DEPTH
+    shutil.rmtree(dump_dir)
+    dump_dir.touch()
+    gradients(model, model[:2], inputs())
+    gradients(model, model, inputs())
+    assert "cannot be written to" in caplog.text
 
 
 def test_lengths_may_change_from_step_to_step(engine: Engine) -> None:

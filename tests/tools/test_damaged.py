@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from problems import crowded_region, links
+from test_step_tables import small_step
 from test_tables import PROBLEM, RECORD
 
 from tencache_fx.cli import main
@@ -77,6 +78,7 @@ def records() -> Iterator[RegionRecord]:
 
 
 RAW_RECORDS = [json.loads(to_json(record)) for record in records()]
+RAW_STEPS = [json.loads(to_json(small_step()))]
 COMMANDS = (
     "dump {dir}",
     "dump {dir} --what all",
@@ -137,10 +139,13 @@ def test_a_damaged_record_ends_a_command_with_a_sentence_or_not_at_all(
     run: Run, tmp_path: Path, seed: int, command: str
 ) -> None:
     rng = random.Random(seed)
-    folder = tmp_path / "region-000"
+    write_region(tmp_path, RECORD)
+    raw = rng.choice(rng.choice((RAW_RECORDS, RAW_STEPS)))
+    folder = tmp_path / ("step-000" if raw in RAW_STEPS else "region-000")
     folder.mkdir(exist_ok=True)
-    (folder / "record.json").write_text(json.dumps(damage(rng.choice(RAW_RECORDS), rng)))
+    (folder / "record.json").write_text(json.dumps(damage(raw, rng)))
     code, out, err = run(*command.format(dir=tmp_path, file=folder / "record.json").split())
+    (folder / "record.json").unlink()
     assert (code, bool(out)) in ((0, True), (2, False))
     assert err.startswith("tencache: ") == (code == 2)
     assert "breaks the rule" not in err
