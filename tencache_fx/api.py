@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from tencache_fx.errors import OptionError
 from tencache_fx.model_state.modules import options_of_process
+from tencache_fx.native_code import stop_builds
 from tencache_fx.options import SETTINGS
 from tencache_fx.planning.explain import find_reasons
 from tencache_fx.records import RegionRecord, StepRecord
@@ -143,6 +144,10 @@ def stats() -> Counts:
 
 
 def close() -> None:
-    """Give back all pinned memory, threads and files. Models compiled so far must be compiled again before they run."""
+    """Give back all pinned memory, threads and files; end compilers that run.
+
+    Models compiled so far must be compiled again before they run.
+    """
     for engine in engines():
         engine.close()
+    stop_builds()

@@ -16,7 +16,7 @@ _EXACT_ARITHMETIC = {
 }
 
 
-def _threads_beside_others() -> int:
+def threads_beside_others() -> int:
     """Return how many threads a kernel gets that runs while the model does: its threads and the driver's take three."""
     cores = torch.get_num_threads()
     return max(1, cores - 3) if cores >= 8 else cores
@@ -34,7 +34,7 @@ def compile_for_threads(function: Callable[..., None], examples: Sequence[torch.
     length = len(examples[0])
     assert all(len(each) != length or each.dim() == 1 for each in examples)
     on_cpu = examples[0].device.type == "cpu"
-    settings = {"cpp_wrapper": True, "cpp.threads": _threads_beside_others()} if on_cpu else _EXACT_ARITHMETIC
+    settings = {"cpp_wrapper": True, "cpp.threads": threads_beside_others()} if on_cpu else _EXACT_ARITHMETIC
     found: list[tuple[Callable[..., Any], list[int | None]]] = []
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ RANKS = (
     "option_values",
     "options",
     "compat",
+    "native_code",
     "thread_safe",
     "passes",
     "runtime",

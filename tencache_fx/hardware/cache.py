@@ -63,7 +63,7 @@ def _keep(key: Mapping[str, str], value: "DataclassInstance") -> None:
     full, path = _file(key)
     entry = {"key": full, "value": dataclasses.asdict(value), "digest": _digest(full, value)}
     try:
-        _replace_file(path, json.dumps(entry, indent=1))
+        replace_file(path, json.dumps(entry, indent=1).encode())
     except OSError as error:
         log.info("measured rates cannot be kept in %s: %s", path, error.strerror)
 
@@ -77,20 +77,21 @@ def _file(key: Mapping[str, str]) -> tuple[dict[str, str], Path]:
     """Return `key` with this package's version, and the file for it."""
     full = {**key, "version": __version__}
     name = hashlib.sha256(json.dumps(full, sort_keys=True).encode()).hexdigest()[:16]
-    return full, _folder() / f"{key['what']}-{name}.json"
+    return full, folder() / f"{key['what']}-{name}.json"
 
 
-def _folder() -> Path:
+def folder() -> Path:
+    """Return the folder of all that is kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tencache_fx"
 
 
-def _replace_file(path: Path, text: str) -> None:
-    """Write `path` so that a reader sees the old text or the new, never a part."""
+def replace_file(path: Path, content: bytes) -> None:
+    """Write `path` so that a reader sees the old bytes or the new, never a part; raises `OSError` if it cannot be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)
     try:
-        with open(descriptor, "w") as file:
-            file.write(text)
+        with open(descriptor, "wb") as file:
+            file.write(content)
         os.replace(temporary, path)
     except OSError:
         os.unlink(temporary)

@@ -1,8 +1,8 @@
 """An optimizer whose state is in host memory: the device holds weights and gradients only.
 
-A step takes gradients out and weights in, piece by piece, beside the update: one pass of a kernel that Inductor
-compiles for the CPU (bf16 gradient in, fp32 state updated, bf16 weight out; ZeRO-Offload, arXiv 2101.06840, does this
-with kernels of its own, and casts apart from them). Of an offloaded parameter (`tencache_fx.offload`) the gradient is
+A step takes gradients out and weights in, piece by piece, beside the update: one pass of a kernel generated for the CPU
+(bf16 gradient in, fp32 state updated, bf16 weight out; ZeRO-Offload, arXiv 2101.06840, does this with kernels of its
+own, and casts apart from them). Of an offloaded parameter (`tencache_fx.offload`) the gradient is
 there already, and the update runs by itself: `step` returns at once, and the next reader waits for that update only.
 """
 

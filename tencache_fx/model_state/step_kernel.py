@@ -8,6 +8,7 @@ themselves, so a run can be repeated to the last bit.
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,9 +18,14 @@ import torch
 from torch import Tensor, fx
 
 from tencache_fx.errors import OptionError
+from tencache_fx.model_state.kernel_source import UncoveredError
+from tencache_fx.model_state.native_kernel import NativeFunctions, NativeKernel
 from tencache_fx.model_state.step_tracing import TracedStep, trace_step
+from tencache_fx.native_code import BuildError
 from tencache_fx.option_values import listed, nearest
 from tencache_fx.thread_safe import compile_for_threads
+
+log = logging.getLogger("tencache_fx")
 
 MASTER = "master"
 
@@ -182,24 +188,33 @@ def _check_class(given: object, options: Mapping[str, Any]) -> None:
 
 
 class Kernel:
-    """A step's arithmetic, compiled for each dtype and device it is asked for, by Inductor."""
+    """A step's arithmetic, compiled for each dtype and device it is asked for.
+
+    On the CPU it is native code, which takes a fraction of a second to build; where that cannot be had, and on other
+    devices, it is compiled by Inductor.
+    """
 
     def __init__(self, traced: TracedStep, dtypes: Mapping[str, torch.dtype]) -> None:
         self._dtypes = tuple(dtypes.values())
         self._count = len(traced.numbers) + 1
         self._update = _updating(traced, [name for name in dtypes if name != MASTER])
+        self._staged = _staged(self._update)
         self._compiled: dict[tuple[torch.dtype, torch.device], Callable[..., None]] = {}
-        self.staged: Callable[..., None] = torch.compile(_staged(self._update), dynamic=True)
-        """Update what is in host memory for a while: a gradient, a weight, the weight as last written, state, numbers.
-
-        The new weight is left in the gradient's place. Where the weight is what was written last, its master has more
-        digits, which are worth keeping; else somebody has set it since.
-        """
+        self._begun: dict[torch.dtype, NativeKernel | UncoveredError] = {}
+        self._native: dict[torch.dtype, NativeFunctions | None] = {}
 
     def try_out(self) -> None:
         """Run it uncompiled on a few elements; raises `RuntimeError` if it cannot be run on tensors."""
         tensors = [torch.zeros(3, dtype=each, device="cpu") for each in (torch.float32, torch.float32, *self._dtypes)]
         self._update(*tensors, torch.ones(self._count, dtype=torch.float32, device="cpu"))
+
+    def begin(self, dtype: torch.dtype) -> None:
+        """Begin to build, in the background, what updates parameters of `dtype` on the CPU."""
+        if dtype not in self._begun:
+            try:
+                self._begun[dtype] = NativeKernel(self._update, self._staged, dtype, self._dtypes, self._count)
+            except UncoveredError as error:
+                self._begun[dtype] = error
 
     def compiled(self, dtype: torch.dtype, device: torch.device) -> Callable[..., None]:
         """Return the update of parameters of `dtype` on `device`, compiled at the first call.
@@ -207,11 +222,42 @@ class Kernel:
         It is called with a gradient, a weight, the arrays, master first, all [n], and a step's numbers.
         """
         if (dtype, device) not in self._compiled:
-            length = _EXAMPLE_LENGTH if device.type == "cpu" else _LEAST_LENGTH  # a device's budget may be all but full
-            tensors = [torch.zeros(length, dtype=each, device=device) for each in (dtype, dtype, *self._dtypes)]
-            numbers = torch.ones(self._count, dtype=torch.float32, device=device)
-            self._compiled[dtype, device] = compile_for_threads(self._update, [*tensors, numbers])
+            native = self._find_native(dtype) if device.type == "cpu" else None
+            self._compiled[dtype, device] = self._by_inductor(dtype, device) if native is None else native.update
         return self._compiled[dtype, device]
+
+    def staged(self, dtype: torch.dtype) -> Callable[..., None]:
+        """Return what updates what is in host memory for a while: parameters of `dtype` that are not offloaded.
+
+        It is called with a gradient, a weight, the weight as last written, the arrays and a step's numbers, and leaves
+        the new weight in the gradient's place. Where the weight is what was written last, its master has more digits,
+        which are worth keeping; else somebody has set it since.
+        """
+        native = self._find_native(dtype)
+        return self._staged_by_inductor if native is None else native.staged
+
+    def _find_native(self, dtype: torch.dtype) -> NativeFunctions | None:
+        """Return the native code for a dtype, once it is built, or None if there is none."""
+        if dtype not in self._native:
+            self.begin(dtype)
+            begun, self._native[dtype] = self._begun[dtype], None
+            try:
+                if isinstance(begun, UncoveredError):
+                    raise begun
+                self._native[dtype] = begun.load()
+            except (BuildError, UncoveredError) as error:
+                log.info("an optimizer's kernel for the CPU is compiled by Inductor, which takes longer: %s", error)
+        return self._native[dtype]
+
+    def _by_inductor(self, dtype: torch.dtype, device: torch.device) -> Callable[..., None]:
+        length = _EXAMPLE_LENGTH if device.type == "cpu" else _LEAST_LENGTH  # a device's budget may be all but full
+        tensors = [torch.zeros(length, dtype=each, device=device) for each in (dtype, dtype, *self._dtypes)]
+        numbers = torch.ones(self._count, dtype=torch.float32, device=device)
+        return compile_for_threads(self._update, [*tensors, numbers])
+
+    @functools.cached_property
+    def _staged_by_inductor(self) -> Callable[..., None]:
+        return torch.compile(self._staged, dynamic=True)
 
 
 def _updating(traced: TracedStep, names: Sequence[str]) -> Callable[..., None]:

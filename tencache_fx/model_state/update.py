@@ -229,6 +229,6 @@ def dense_like(parameter: Tensor, value: Tensor) -> Tensor:
 
 def run_piece(update: PieceUpdate, copies: tuple[Tensor, ...]) -> None:
     """Update a piece whose copies, the gradient and the weight, are in host memory."""
-    update.step.kernel.staged(*copies, *update.state, update.step.numbers)
+    update.step.kernel.staged(copies[0].dtype)(*copies, *update.state, update.step.numbers)
     if update.done is not None:
         update.done()

@@ -1,0 +1,283 @@
+"""C++ code of a function that does arithmetic on single elements of 1-D tensors: one loop, in one pass over memory.
+
+The function runs once, on a few elements, and each op is written down as it comes. A local variable stands for what one
+element of a storage is at that moment, so a copy into a tensor is seen by all that read its storage later, as it is
+when the function runs. Each op rounds as eager mode's does; what has no exact counterpart in C++ is refused.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+_COUNT = 3
+_LEAST_COUNT = 1 << 14  # elements for which threads are begun
+
+
+class UncoveredError(Exception):
+    """A function does what cannot be written down: the message says what."""
+
+
+def write_function(name: str, function: Callable[..., None], dtypes: Sequence[torch.dtype], numbers: int) -> str:
+    """Return the code of `name(arrays, count, threads)`, which does what `function` does.
+
+    That is called with 1-D tensors of `dtypes`, all of one length and none of them sharing memory, and behind them an
+    fp32 tensor of so many `numbers`. It changes some of the tensors, and returns nothing. `arrays` has the addresses of
+    all. Raises `UncoveredError`. The code stands behind `PRELUDE`.
+    """
+    if unknown := set(dtypes) - set(_STORED):
+        raise UncoveredError(f"{unknown.pop()} is not written")
+    with _disable_current_modes(), torch.no_grad():
+        tensors = [torch.zeros(_COUNT, dtype=dtype, device="cpu") for dtype in dtypes]
+        writer = _Writer(tensors, given := torch.ones(numbers, dtype=torch.float32, device="cpu"))
+        with writer:
+            function(*tensors, given)
+    known = [*(f"auto* a{k} = static_cast<{_STORED[each]}*>(arrays[{k}]);" for k, each in enumerate(dtypes))]
+    known.append(f"const float* numbers = static_cast<const float*>(arrays[{len(dtypes)}]);")
+    known += [f"const float n{k} = numbers[{k}];" for k in range(numbers)]
+    return (
+        f'extern "C" void {name}(void* const* arrays, std::int64_t count, int threads) {{\n'
+        + "".join(f"  {line}\n" for line in known)
+        + f"  #pragma omp parallel for simd schedule(static) num_threads(threads) if(count >= {_LEAST_COUNT})\n"
+        + "  for (std::int64_t i = 0; i < count; ++i) {\n"
+        + "".join(f"    {line}\n" for line in writer.finish())
+        + "  }\n}\n"
+    )
+
+
+class _Writer(TorchDispatchMode):
+    """Writes down what is done to elements of `tensors`, given `numbers`."""
+
+    def __init__(self, tensors: Sequence[Tensor], numbers: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensors, self._numbers = tensors, numbers
+        self._alive = [*tensors]  # so that no two have the same memory
+        self._values: dict[int, tuple[str, torch.dtype]] = {}
+        self._written: set[int] = set()
+        self._lines: list[str] = []
+        for index, each in enumerate(tensors):
+            self._set(each, f"a{index}[i]")
+
+    def finish(self) -> list[str]:
+        """Return the lines, with those that keep what was changed."""
+        stores = []
+        for index, each in enumerate(self._tensors):
+            if _memory(each) in self._written:
+                stores.append(f"a{index}[i] = {self._values[_memory(each)][0]};")
+        return [*self._lines, *stores]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if name not in _SAME and (func._schema.is_mutable or not self._is_number(result)):
+            self._note(name, func, args, kwargs or {}, result)
+        return result
+
+    def _note(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        if not isinstance(result, Tensor) or result.dtype not in _LOCAL or result.shape not in ((_COUNT,), ()):
+            raise UncoveredError(f"{func} returns what is not written")
+        if name == "copy_":
+            target, source = args[:2]
+            if not isinstance(source, Tensor) or target.shape != (_COUNT,) or self._is_number(target):
+                raise UncoveredError(f"{func} of these operands is not written")
+            self._set(target, self._as(target.dtype, source))
+            self._written.add(_memory(target))
+        elif name in ("_to_copy", "clone"):
+            self._set(result, self._as(result.dtype, args[0]))
+        elif name in _FULL:
+            self._set(result, _literal(_FULL[name], result.dtype))
+        elif name == "where":
+            condition, *others = args
+            if condition.dtype != torch.bool:
+                raise UncoveredError(f"{func} of {condition.dtype} is not written")
+            first, second = (self._as(result.dtype, each) for each in others)
+            self._set(result, f"{self._as(torch.bool, condition)} ? {first} : {second}")
+        else:
+            self._set(result, self._operation(name, func, args, kwargs, result.dtype))
+        self._alive.append(result)
+
+    def _operation(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], to: torch.dtype) -> str:
+        """Return the expression of an op; between operands of one dtype, and what compares may return another."""
+        among = {_computed(each.dtype) for each in args if isinstance(each, Tensor)}
+        if len(among) != 1 or kwargs or to in _HALVES:
+            raise UncoveredError(f"{func} of these operands is not written")
+        (dtype,) = among
+        if name == "pow" and len(args) == 2 and not isinstance(args[1], Tensor):
+            name, args = f"pow {float(args[1])}", args[:1]
+        text = _OPERATIONS.get(dtype, {}).get(name)
+        if text is None or (name not in _COMPARES and to != dtype):
+            raise UncoveredError(f"{func} of {dtype} is not written")
+        return text.format(*(self._as(dtype, each) for each in args))
+
+    def _as(self, dtype: torch.dtype, given: Any) -> str:
+        """Return the expression of an operand as a value of a dtype."""
+        if not isinstance(given, Tensor):
+            return _literal(given, dtype)
+        value, has = self._read(given)
+        if has == dtype:
+            return value
+        if dtype in _HALVES and has in _HALVES | {torch.float32}:
+            value, has = f"{_TO_HALF[dtype]}({_to_float(value, has)})", dtype
+        elif dtype == torch.float32 and has in _HALVES:
+            value, has = _to_float(value, has), dtype
+        if has != dtype:
+            raise UncoveredError(f"{has} as {dtype} is not written")
+        return value
+
+    def _read(self, tensor: Tensor) -> tuple[str, torch.dtype]:
+        """Return what a tensor has, and the dtype that it is seen as."""
+        if self._is_number(tensor):
+            return f"n{tensor.storage_offset()}", torch.float32
+        if _memory(tensor) not in self._values or tensor.storage_offset():
+            raise UncoveredError("a tensor that comes from elsewhere is not written")
+        value, dtype = self._values[_memory(tensor)]
+        if tensor.dtype == dtype:
+            return value, dtype
+        if {tensor.dtype, dtype} != {torch.float32, torch.int32}:
+            raise UncoveredError(f"the bits of {dtype} as {tensor.dtype} are not written")
+        return f"bits<{_LOCAL[tensor.dtype]}>({value})", tensor.dtype
+
+    def _set(self, tensor: Tensor, expression: str) -> None:
+        if _memory(tensor) in self._values and self._values[_memory(tensor)][1] != tensor.dtype:
+            raise UncoveredError("a change by way of other bits is not written")
+        name = f"v{len(self._lines)}"
+        self._lines.append(f"const {_LOCAL[tensor.dtype]} {name} = {expression};")
+        self._values[_memory(tensor)] = name, tensor.dtype
+
+    def _is_number(self, tensor: Any) -> bool:
+        return isinstance(tensor, Tensor) and _memory(tensor) == _memory(self._numbers)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+def _computed(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in _HALVES else dtype
+
+
+def _to_float(value: str, dtype: torch.dtype) -> str:
+    return f"{_TO_FLOAT.get(dtype, '')}({value})"
+
+
+def _literal(value: Any, dtype: torch.dtype) -> str:
+    if dtype == torch.bool and type(value) is bool:
+        return str(int(value))
+    if dtype == torch.int32 and type(value) is int and -(1 << 31) < value < 1 << 31:
+        return f"std::int32_t({value})"
+    if dtype == torch.float32 and isinstance(value, int | float):
+        nearest = float(torch.tensor(float(value), dtype=torch.float32, device="cpu"))
+        if math.isfinite(nearest):
+            return f"{nearest.hex()}f"
+        return "NAN" if math.isnan(nearest) else f"({'-' if nearest < 0 else ''}INFINITY)"
+    raise UncoveredError(f"{value!r} as {dtype} is not written")
+
+
+_HALVES = frozenset({torch.bfloat16, torch.float16})
+_STORED = MappingProxyType({torch.float32: "float", torch.bfloat16: "std::uint16_t", torch.float16: "std::uint16_t"})
+_TO_FLOAT = MappingProxyType({torch.bfloat16: "from_bfloat16", torch.float16: "from_float16"})
+_TO_HALF = MappingProxyType({torch.bfloat16: "to_bfloat16", torch.float16: "to_float16"})
+_LOCAL = MappingProxyType({**_STORED, torch.int32: "std::int32_t", torch.bool: "bool"})
+_SAME = ("view", "detach", "alias", "lift_fresh")  # of the same memory
+_FULL = MappingProxyType({"zeros_like": 0.0, "ones_like": 1.0})
+_COMPARISONS = MappingProxyType(
+    {
+        "eq": "{0} == {1}",
+        "ne": "{0} != {1}",
+        "lt": "{0} < {1}",
+        "le": "{0} <= {1}",
+        "gt": "{0} > {1}",
+        "ge": "{0} >= {1}",
+    }
+)
+_COMPARES = frozenset(_COMPARISONS)
+_OPERATIONS: Mapping[torch.dtype, Mapping[str, str]] = MappingProxyType(
+    {
+        torch.float32: {
+            **_COMPARISONS,
+            "add": "{0} + {1}",
+            "sub": "{0} - {1}",
+            "mul": "{0} * {1}",
+            "div": "{0} / {1}",
+            "neg": "-{0}",
+            "abs": "std::fabs({0})",
+            "sqrt": "std::sqrt({0})",
+            "rsqrt": "1.0f / std::sqrt({0})",
+            "reciprocal": "1.0f / {0}",
+            "sign": "float({0} > 0.0f) - float({0} < 0.0f)",
+            "pow 2.0": "{0} * {0}",
+            "pow 0.5": "std::sqrt({0})",
+            "maximum": "greatest({0}, {1})",
+            "minimum": "least({0}, {1})",
+            "clamp": "least(greatest({0}, {1}), {2})",
+        },
+        torch.int32: {
+            **_COMPARISONS,
+            "add": "{0} + {1}",
+            "sub": "{0} - {1}",
+            "mul": "{0} * {1}",
+            "__rshift__": "{0} >> {1}",
+            "bitwise_right_shift": "{0} >> {1}",
+            "bitwise_and": "{0} & {1}",
+            "bitwise_xor": "{0} ^ {1}",
+            "bitwise_or": "{0} | {1}",
+        },
+        torch.bool: {
+            "mul": "{0} & {1}",
+            "logical_and": "{0} & {1}",
+            "logical_or": "{0} | {1}",
+            "logical_not": "!{0}",
+            "bitwise_and": "{0} & {1}",
+            "bitwise_or": "{0} | {1}",
+            "bitwise_not": "!{0}",
+        },
+    }
+)
+
+PRELUDE = """\
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+template <typename To, typename From>
+static inline To bits(From from) {
+  To to;
+  static_assert(sizeof(to) == sizeof(from), "of other sizes");
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+static inline float from_bfloat16(std::uint16_t stored) {
+  return bits<float>(static_cast<std::uint32_t>(stored) << 16);
+}
+
+static inline std::uint16_t to_bfloat16(float value) {
+  const std::uint32_t all = bits<std::uint32_t>(value);
+  const std::uint32_t nearest = all + 0x7fffu + ((all >> 16) & 1u);
+  return static_cast<std::uint16_t>((value == value ? nearest : 0x7fc00000u) >> 16);
+}
+
+static inline float from_float16(std::uint16_t stored) {
+  const std::uint32_t wide = static_cast<std::uint32_t>(stored) << 16, twice = wide + wide;
+  const float normal = bits<float>((twice >> 4) + (0xe0u << 23)) * 0x1p-112f;
+  const float subnormal = bits<float>((twice >> 17) | (126u << 23)) - 0.5f;
+  return bits<float>((wide & 0x80000000u) | bits<std::uint32_t>(twice < (1u << 27) ? subnormal : normal));
+}
+
+static inline std::uint16_t to_float16(float value) {
+  const std::uint32_t all = bits<std::uint32_t>(value), twice = all + all, exponent = twice & 0xff000000u;
+  const std::uint32_t least = exponent < 0x71000000u ? 0x71000000u : exponent;
+  const float scaled = std::fabs(value) * 0x1p+112f * 0x1p-110f;  // infinite where a half would be
+  const std::uint32_t sum = bits<std::uint32_t>(bits<float>((least >> 1) + 0x07800000u) + scaled);
+  const std::uint32_t nearest = ((sum >> 13) & 0x7c00u) + (sum & 0x0fffu);
+  return static_cast<std::uint16_t>(((all >> 16) & 0x8000u) | (twice > 0xff000000u ? 0x7e00u : nearest));
+}
+
+static inline float greatest(float one, float other) { return one > other || one != one ? one : other; }
+static inline float least(float one, float other) { return one < other || one != one ? one : other; }
+"""
+"""What the code of functions stands behind."""
