@@ -73,10 +73,12 @@ class OptimizerState(torch.optim.Optimizer):
             self._place(group)
 
     def _place(self, group: dict[str, Any]) -> None:
-        """Take note of the parameters of a group, behind all others."""
+        """Take note of the parameters of a group, behind all others; the kernels of their first steps are begun."""
         for parameter in group["params"]:
             self._urgency[parameter] = len(self._urgency)
             self._places.add(parameter, self._rule.arrays(group, parameter.dim()))
+        for dim, dtype in {(p.dim(), p.dtype) for p in group["params"] if p.requires_grad}:
+            self._rule.begin(group, dim, dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, once the updates under way are done, as torch does.

@@ -72,6 +72,7 @@ class Rule:
         self._state_dtype = state_dtype
         self._given = given
         self._arrays: dict[tuple[object, ...], Mapping[str, torch.dtype]] = {}
+        self._first: dict[tuple[object, ...], tuple[Kernel, ...]] = {}
         self._steps: dict[tuple[object, ...], Step] = {}
         self._kernels: dict[tuple[object, ...], Kernel] = {}
 
@@ -83,7 +84,7 @@ class Rule:
 
         Raises `OptionError` when the class cannot be used, or not with these options.
         """
-        key = _options_key(group, float_digits=False), dim
+        key = _first_key(group, dim)
         if key not in self._arrays:
             small, other = ((2,) * max(0, dim - 1) + (each,) for each in (3, 4))
             first, again = (self._trace(group, shape, {}, ()) for shape in (small, other))
@@ -97,12 +98,18 @@ class Rule:
             if (again.key, again.numbers) != (first.key, first.numbers):
                 raise OptionError(f"what {name} does depends on a parameter's size; use another optimizer.")
             kept = {MASTER: torch.float32, **dict.fromkeys(first.names, self._state_dtype)}
-            for traced in (first, second):
-                self._kernel(traced, kept)
             if len(self._arrays) >= _MOST_STEPS:
                 self._arrays.clear()
+                self._first.clear()
+            self._first[key] = self._kernel(first, kept), self._kernel(second, kept)
             self._arrays[key] = MappingProxyType(kept)
         return self._arrays[key]
+
+    def begin(self, group: Mapping[str, Any], dim: int, dtype: torch.dtype) -> None:
+        """Begin to build, in the background, the kernels of the first steps of such parameters on the CPU."""
+        self.arrays(group, dim)
+        for kernel in self._first[_first_key(group, dim)]:
+            kernel.begin(dtype)
 
     def initial(self, group: Mapping[str, Any], dim: int) -> Mapping[str, float]:
         """Return what is in each array before the first step."""
@@ -308,6 +315,11 @@ def _options_key(group: Mapping[str, Any], *, float_digits: bool = True) -> str:
     """Return a text that differs where the options of two groups do; without `float_digits`, or where one is 0."""
     options = {name: value for name, value in group.items() if name != "params"}
     return _exactly(options if float_digits else {name: _is_there(value) for name, value in options.items()})
+
+
+def _first_key(group: Mapping[str, Any], dim: int) -> tuple[object, ...]:
+    """Return what decides on the arrays and the first steps of a group's parameters of so many dimensions."""
+    return _options_key(group, float_digits=False), dim
 
 
 def _is_there(value: Any) -> Any:

@@ -401,6 +401,49 @@ def test_a_compiler_that_does_not_end_is_given_up(
     assert not builds[0]._folder.exists()
 
 
+def test_an_optimizer_begins_its_kernels_when_it_is_made(
+    builds: list[Any], new_rules: None, cache_folder: Path
+) -> None:
+    """One for each dtype that it updates, and those of another group when that is added."""
+    dtypes = (torch.float32, torch.float32, torch.bfloat16)
+    parameters = [nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in dtypes]
+    frozen = nn.Parameter(torch.ones(4).half(), requires_grad=False)
+    optimizer = AdamW([*parameters, frozen])
+    assert len(builds) == 2
+    more = nn.Parameter(torch.ones(4))
+    optimizer.add_param_group({"params": [more], "amsgrad": True})
+    assert len(builds) == 3
+    assert not list(cache_folder.glob("native-*"))  # nobody has waited
+    for _ in range(3):
+        for parameter in (*parameters, more):
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert len(builds) == 3
+    assert len(list(cache_folder.glob("native-*"))) == 3
+
+
+def test_an_optimizer_that_never_steps_leaves_no_compiler(
+    builds: list[Any], new_rules: None, slow_compiler: Path
+) -> None:
+    """It does not wait for one either."""
+    AdamW([nn.Parameter(torch.ones(4))])
+    (build,) = builds
+    assert build._process.poll() is None
+    tencache_fx.close()
+    assert build._process.poll() is not None
+    assert not build._folder.exists()
+
+
+def test_a_step_after_close_builds_anew(builds: list[Any], new_rules: None, cache_folder: Path) -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = AdamW([parameter], lr=0.1)
+    tencache_fx.close()
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    assert len(builds) == 2
+    torch.testing.assert_close(parameter.detach(), torch.full((4,), 0.899))
+
+
 @pytest.mark.slow
 def test_builds_end_with_the_process(tmp_path: Path) -> None:
     """Also where nothing was closed."""

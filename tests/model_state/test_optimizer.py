@@ -4,9 +4,11 @@ import copy
 import io
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from conftest import eventually
 from faulty_streams import FaultyCpuStreams
 from torch import Tensor, nn
 
@@ -14,6 +16,7 @@ import tencache_fx
 from tencache_fx.errors import BudgetError, OptionError, UsageError
 from tencache_fx.model_state import optimizer as optimizer_module
 from tencache_fx.model_state import placement, staged_update
+from tencache_fx.model_state.update import run_piece
 from tencache_fx.optim import AdamW
 from tencache_fx.runtime.engine_registry import engines, install_engine
 
@@ -363,9 +366,19 @@ def test_without_room_for_its_buffers_nothing_is_updated() -> None:
 
 
 @pytest.mark.usefixtures("no_leaks", "all_large")
-def test_a_failing_copy_says_what_was_updated_and_the_next_step_runs(new_engine: Callable[..., object]) -> None:
-    engine = new_engine(streams=FaultyCpuStreams(failing=[4]), host_budget_bytes=1 << 29)
+def test_a_failing_copy_says_what_was_updated_and_the_next_step_runs(
+    new_engine: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the third gradient: the first pieces have come out before one goes in."""
+    streams = FaultyCpuStreams(failing=[4])
+    engine = new_engine(streams=streams, host_budget_bytes=1 << 29)
     install_engine(engine)
+
+    def run_late(*given: Any) -> None:
+        assert eventually(lambda: streams.copies >= 6)
+        run_piece(*given)
+
+    monkeypatch.setattr(optimizer_module, "run_piece", run_late)
     parameters = [nn.Parameter(torch.ones(8)) for _ in range(5)]
     optimizer = AdamW(parameters, lr=0.1)
     for parameter in parameters:
