@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import fx
 from torch._prims_common import is_non_overlapping_and_dense_or_false
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from tencache_fx.ops import LOAD_PARAM, STORE_GRAD
 from tencache_fx.passes.addmm_fusion import fused_product
@@ -340,7 +340,15 @@ def _spans_storage(tensor: torch.Tensor) -> bool:
     whole = tensor.numel() * tensor.element_size()
     if byte_hint(whole) != byte_hint(tensor.untyped_storage().nbytes()) or byte_hint(tensor.storage_offset()) != 0:
         return False
-    return is_non_overlapping_and_dense_or_false(tensor)
+    if not any(isinstance(number, torch.SymInt) for number in (*tensor.shape, *tensor.stride())):
+        return is_non_overlapping_and_dense_or_false(tensor)
+    # Torch's function, asked about symbols, would guard on the answer: the code would be for these strides only.
+    dense: int | torch.SymInt = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True), key=lambda pair: byte_hint(pair[0])):
+        if not (statically_known_true(size == 1) or statically_known_true(stride == dense)):
+            return False
+        dense = dense * size
+    return True
 
 
 def formula_of(size: int | torch.SymInt) -> str:

@@ -525,3 +525,19 @@ def test_code_that_sees_to_fakes_gets_them() -> None:
         except RuntimeError as error:
             found.append((type(error), str(error)))
     assert found[0] == found[1]
+
+
+def test_strides_may_change_of_inputs_that_are_no_views() -> None:
+    """Whether such an input is dense is known of one stride only, which says nothing about the others."""
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        return ((x * 1.5).sin() * w).tanh()
+
+    weights = torch.randn(32, 64, requires_grad=True)
+    compiled_run = compiled(run, {**EAGER, "device_budget": 1_000_000})
+    before = REGIONS.compilations
+    for stride in (64, 32, 40, 48, 32):
+        x = torch.empty_strided((32, 64), (64, 1) if stride == 64 else (1, stride)).normal_()
+        found, wanted = (torch.autograd.grad(f(x, weights).sum(), weights)[0] for f in (compiled_run, run))
+        torch.testing.assert_close(found, wanted)
+    assert REGIONS.compilations == before + 2
