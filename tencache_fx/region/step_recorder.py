@@ -156,6 +156,8 @@ class StepRecorder:
     def _arrive(self, call: Call, *, backward: bool) -> None:
         """Add a run to the round: compare it with what is expected, and what is held with what is planned for."""
         held_bytes, gap_bytes = self._measure()
+        if not self._visits:  # an optimizer may have held more before; no storage of this round was there
+            gap_bytes = held_bytes
         visit = Visit(
             index=call.index,
             call=call.number,
