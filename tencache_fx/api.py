@@ -1,9 +1,11 @@
 """Looks into this process: its options, its regions, their reports, the runtime's counters."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from tencache_fx import compat
 from tencache_fx.errors import OptionError
 from tencache_fx.model_state.modules import options_of_process
 from tencache_fx.native_code import stop_builds
@@ -17,6 +19,7 @@ from tencache_fx.reporting.tables import show_measured, show_pool, show_reasons,
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import engines, open_engine, open_swap_points
 from tencache_fx.runtime.stats import Counts
+from tencache_fx.stages import STAGES, show_times
 
 
 def configure(*, reset: bool = False, **options: object) -> Mapping[str, object]:
@@ -81,7 +84,7 @@ def steps() -> tuple[StepRecord, ...]:
 def report() -> str:
     """Return, for every live region, its plan, the pinned buffers it needs, and what was measured so far.
 
-    The plans of whole steps follow, where regions are planned together.
+    The plans of whole steps follow, where regions are planned together; at the end, what compiling took, by stages.
     """
     parts = []
     for region in REGIONS.live():
@@ -95,7 +98,10 @@ def report() -> str:
                 parts.append(show_pool(record.plan))
             parts.append(show_measured(region.measured()))
     parts.extend(f"{name_step(step)}\n\n{show_step(step)}" for step in steps())
-    return "\n\n".join(parts) if parts else "No region has been compiled."
+    if not parts:
+        return "No region has been compiled."
+    spent_ns = Counter(STAGES.spent_ns()) + Counter({"Dynamo": compat.dynamo_ns()})
+    return "\n\n".join((*parts, f"compiling, so far: {show_times(spent_ns)}"))
 
 
 def explain(region: int | None = None, *, step: int | None = None, tensor: str | None = None, most: int = 12) -> str:

@@ -22,6 +22,7 @@ from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
 from tencache_fx.runtime import op_kernels as _kernels  # noqa: F401  (registers the ops' kernels)
 from tencache_fx.runtime.engine_registry import usage
+from tencache_fx.stages import STAGES, show_times
 from tencache_fx.tensors import main_device
 
 log = logging.getLogger("tencache_fx")
@@ -50,7 +51,9 @@ def tencache(
         settings=settings,
         own_budget="device_budget" in (options or {}),
     )
-    region = Region(source, example_inputs, find_all_offloaded(example_inputs, device))
+    with STAGES.compilation(f"region {source.index}") as spent_ns:
+        region = Region(source, example_inputs, find_all_offloaded(example_inputs, device))
+    log.info("region %d: compiled in %s", source.index, show_times(spent_ns))
     if region.record is not None and region.record.plan.transfers and (lost := compat.overruled(settings)):
         log.warning("region %d has a plan, and so it runs without %s.", region.index, ", ".join(lost))
     REGIONS.add(region)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import calculate_time_spent, counters
 from torch._functorch import config as functorch_config
 from torch._inductor import config, list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -25,6 +25,7 @@ from torch._inductor.utils import BoxedBool
 from tencache_fx.errors import OptionError
 from tencache_fx.ops import arguments_of
 from tencache_fx.option_values import nearest
+from tencache_fx.stages import STAGES
 
 log = logging.getLogger("tencache_fx")
 _aten = torch.ops.aten
@@ -121,26 +122,31 @@ def compile_inductor(
     planned order: pinned by `planned`, and without Inductor's own reordering for peak memory, which knows of no copies.
     Nor is a dead buffer kept until a later one of its size takes its place: the plan counts on its bytes meanwhile.
     """
+    generate = STAGES.timed("Inductor", compile_fx_inner)
+    partition, lower = STAGES.timed("planning", partition), _timed_lower(lower)
 
     def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], *, planned: CustomGraphPass | None) -> Any:
             ours: dict[str, Any] = {"custom_partitioner_fn": None}  # it has no place in the key of the graph cache
             if planned is None:
                 with config.patch(ours):
-                    return compile_fx_inner(gm, inputs, **kwargs)
+                    return generate(gm, inputs, **kwargs)
             ours |= {**PLANNED, "post_grad_custom_post_pass": planned}
             if GraphLowering.decide_layout_opt(gm, is_inference=bool(kwargs.get("is_inference"))):
                 ours["layout_optimization"] = _is_laid_out(gm.graph)
             compute_mutation_region_ids(gm.graph)  # torch's count knows of no release; no pattern may reach across one
             with config.patch(ours):
-                return compile_fx_inner(gm, inputs, **{**kwargs, "cudagraphs": BoxedBool(False)})
+                return generate(gm, inputs, **{**kwargs, "cudagraphs": BoxedBool(False)})
 
         phase = "inference" if kwargs.get("is_inference") else "backward" if kwargs.get("is_backward") else "forward"
         return lower(graph, example_inputs, compile_graph, phase=phase)
 
     settings = {**patches, "custom_partitioner_fn": _Partitioner(partition)}
     # What AOTAutograd has cached would skip the plan.
-    with functorch_config.patch(force_non_lazy_backward_lowering=not lazy_backward, enable_autograd_cache=False):
+    with (
+        STAGES.stage("tracing"),
+        functorch_config.patch(force_non_lazy_backward_lowering=not lazy_backward, enable_autograd_cache=False),
+    ):
         compiled: Any = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=settings)
     return compiled  # type: ignore[no-any-return]
 
@@ -209,15 +215,24 @@ def compile_eager(
     def run(gm: fx.GraphModule, inputs: Sequence[Any], *, planned: object) -> Any:
         return _run_boxed(gm)
 
-    with functorch_config.patch(unlift_effect_tokens=True):
+    lower = _timed_lower(lower)
+    with STAGES.stage("tracing"), functorch_config.patch(unlift_effect_tokens=True):
         return aot_autograd(
             fw_compiler=functools.partial(lower, compile_graph=run, phase="forward"),
             bw_compiler=functools.partial(lower, compile_graph=run, phase="backward"),
             inference_compiler=functools.partial(lower, compile_graph=run, phase="inference"),
-            partition_fn=partition,
+            partition_fn=STAGES.timed("planning", partition),
             decompositions=_drawing_whole,
             keep_inference_input_mutations=True,  # as under Inductor: the plan sees which inputs are written to
         )(gm, inputs)
+
+
+def _timed_lower(lower: Lower) -> Lower:
+    def timed(*args: Any, phase: str, **kwargs: Any) -> Any:
+        with STAGES.stage("planning" if phase == "inference" else "rewriting"):  # what has no backward is not split
+            return lower(*args, phase=phase, **kwargs)
+
+    return timed
 
 
 def _drawing_whole() -> dict[Any, Callable[..., Any]]:
@@ -261,6 +276,12 @@ def in_backward() -> bool:
 def frames_compiled() -> int:
     """Return how many frames Dynamo was given to compile so far, for whatever backend."""
     return int(counters["frames"]["total"])
+
+
+def dynamo_ns() -> int:
+    """Return how long Dynamo took to capture what it compiled since it was reset, without its backends."""
+    spent = calculate_time_spent()
+    return max(0, round(1e9 * (spent.get("entire_frame_compile", 0) - spent.get("backend_compile", 0))))
 
 
 def source_code(compiled: Any) -> str | None:

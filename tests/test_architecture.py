@@ -17,6 +17,7 @@ RANKS = (
     "errors",
     "renames",
     "units",
+    "stages",
     "serialization",
     "tensors",
     "ops",

@@ -28,6 +28,7 @@ from tencache_fx.hardware.device_memory import allocated_ever_bytes, held_bytes
 from tencache_fx.hardware.rates import device_key
 from tencache_fx.hardware.timing import run_ns
 from tencache_fx.serialization import Positive
+from tencache_fx.stages import CALIBRATION, STAGES
 from tencache_fx.tensors import byte_hint, tensors_of
 from tencache_fx.units import format_bytes
 
@@ -183,7 +184,7 @@ def _room_bytes(device: torch.device, budget_bytes: int | None) -> int:
 def _time_missing(calls: Sequence[Call], device: torch.device, key: Mapping[str, str]) -> dict[Call, OpCost]:
     found: dict[Call, OpCost] = {}
     start_ns, cold = time.perf_counter_ns(), device.type == "cuda"
-    with _apart_from_tracing(device):
+    with STAGES.stage(CALIBRATION), _apart_from_tracing(device):
         bar = tqdm(calls, desc=f"timing ops on {device}", unit="op", delay=1.0, leave=False, disable=None)
         for index, call in enumerate(bar):
             if time.perf_counter_ns() - start_ns > _ALL_NS:

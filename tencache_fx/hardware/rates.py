@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,6 +24,7 @@ from tencache_fx.hardware.disk import Disk, filesystem_id, measure_disk
 from tencache_fx.hardware.timing import cpu_seconds, cuda_seconds, per_second, timing_events
 from tencache_fx.planning.problem import Links
 from tencache_fx.serialization import Positive
+from tencache_fx.stages import CALIBRATION, STAGES
 from tencache_fx.units import format_rate
 
 log = logging.getLogger("tencache_fx")
@@ -111,7 +111,8 @@ def links(device: torch.device, spill_dirs: Sequence[Path], *, calibrate: bool, 
     by_filesystem = {filesystem_id(directory): directory for directory in spill_dirs}
     if not calibrate:
         return _with_disks(FIXED_LINKS, [FIXED_DISK] * len(by_filesystem))
-    found = cached(device_key("links", device), Links, lambda: _measure_links(device), renew=renew)
+    measure = STAGES.timed(CALIBRATION, lambda: _measure_links(device))
+    found = cached(device_key("links", device), Links, measure, renew=renew)
     return _derated(_with_disks(found, [disk(directory, renew=renew) for directory in by_filesystem.values()]))
 
 
@@ -133,7 +134,8 @@ def disk(directory: Path, *, renew: bool = False) -> Disk:
 
     Raises `StoreError` when it cannot be written or read.
     """
-    return cached(_disk_key(filesystem_id(directory)), Disk, partial(measure_disk, directory), renew=renew)
+    measure = STAGES.timed(CALIBRATION, lambda: measure_disk(directory))
+    return cached(_disk_key(filesystem_id(directory)), Disk, measure, renew=renew)
 
 
 def _disk_key(filesystem: str) -> dict[str, str]:
@@ -148,7 +150,8 @@ def roofline(device: torch.device, *, calibrate: bool, renew: bool = False) -> R
     """
     if not calibrate:
         return FIXED_ROOFLINE[device.type]
-    return cached(device_key("roofline", device), Roofline, lambda: _measure_roofline(device), renew=renew)
+    measure = STAGES.timed(CALIBRATION, lambda: _measure_roofline(device))
+    return cached(device_key("roofline", device), Roofline, measure, renew=renew)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from tencache_fx.model_state.native_kernel import NativeFunctions, NativeKernel
 from tencache_fx.model_state.step_tracing import TracedStep, trace_step
 from tencache_fx.native_code import BuildError
 from tencache_fx.option_values import listed, nearest
+from tencache_fx.stages import STAGES
 from tencache_fx.thread_safe import compile_for_threads
 
 log = logging.getLogger("tencache_fx")
@@ -33,6 +34,7 @@ _STATE_DTYPES = (torch.float32, torch.bfloat16)
 _MOST_STEPS = 256  # that are known at once: parameters are at the same one, in some groups
 _EXAMPLE_LENGTH = 1 << 20  # so many elements that a kernel is compiled for all threads
 _LEAST_LENGTH = 1 << 12
+_STAGE = "the optimizer's kernels"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,8 +231,9 @@ class Kernel:
         It is called with a gradient, a weight, the arrays, master first, all [n], and a step's numbers.
         """
         if (dtype, device) not in self._compiled:
-            native = self._find_native(dtype) if device.type == "cpu" else None
-            self._compiled[dtype, device] = self._by_inductor(dtype, device) if native is None else native.update
+            with STAGES.stage(_STAGE):
+                native = self._find_native(dtype) if device.type == "cpu" else None
+                self._compiled[dtype, device] = self._by_inductor(dtype, device) if native is None else native.update
         return self._compiled[dtype, device]
 
     def staged(self, dtype: torch.dtype) -> Callable[..., None]:
@@ -240,7 +243,8 @@ class Kernel:
         the new weight in the gradient's place. Where the weight is what was written last, its master has more digits,
         which are worth keeping; else somebody has set it since.
         """
-        native = self._find_native(dtype)
+        with STAGES.stage(_STAGE):
+            native = self._find_native(dtype)
         return self._staged_by_inductor if native is None else native.staged
 
     def _find_native(self, dtype: torch.dtype) -> NativeFunctions | None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tencache_fx.runtime.streams import Event, Streams
+from tencache_fx.stages import STAGES
 
 
 class Use(StrEnum):
@@ -67,7 +68,8 @@ def map_buffer(nbytes: int, use: Use, streams: Streams, *, warn: bool) -> Buffer
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_DONTFORK)  # else every fork (a data loader's worker) copies all pinned pages at once
     raw = np.frombuffer(mapping, dtype=np.uint8)
-    pinned = streams.pin(raw)
+    with STAGES.stage("pinning"):
+        pinned = streams.pin(raw)
     if not pinned and warn:
         warnings.warn(
             f"the driver refused to pin {nbytes} bytes of host memory; copies will be about 5x slower. "
