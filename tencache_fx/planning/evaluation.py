@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from tencache_fx.errors import BudgetError
+from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import has_offloaded, keep_resident, step_ns
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.planner import floor_bytes, plan_transfers
@@ -53,6 +54,15 @@ class Outcome:
     refusal: BudgetError | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What no plan for a choice can beat, whatever the budget: its floor, its time, and the peak without transfers."""
+
+    floor_bytes: int
+    peak_bytes: int
+    busy_ns: int
+
+
 class Evaluator:
     """Plans the candidates for one captured region, each once, and counts what that has cost.
 
@@ -64,12 +74,26 @@ class Evaluator:
         self.captured, self.tuning = captured, tuning
         self.spent_looks = 0
         self._outcomes: dict[Candidate, Outcome] = {}
-        self._recomputed = lru_cache(maxsize=4)(partial(recompute, captured))  # not all: problems are large
+        self._limits: dict[Candidate, Limits] = {}
+        kept = max(4, tuning.steps_kept // max(1, len(captured.ops)))  # not all: problems are large
+        self._recomputed = lru_cache(maxsize=kept)(partial(recompute, captured))
 
     def problem_for(self, candidate: Candidate) -> Problem:
         """Return the problem that is left when all that `candidate` decides is decided."""
         problem = self._recomputed(candidate.recomputed).with_less(candidate.reserved_bytes)
         return keep_resident(problem, candidate.resident, candidate.updated_here)
+
+    def limits(self, candidate: Candidate) -> Limits:
+        """Return what no plan for what `candidate` recomputes and pins can beat."""
+        key = replace(candidate, policy="", reserved_bytes=0, lead=0.0)
+        if key not in self._limits:
+            problem = self.problem_for(key)
+            self._limits[key] = Limits(
+                floor_bytes=floor_bytes(problem),
+                peak_bytes=int(live_bytes(problem).max(initial=problem.external_bytes)),
+                busy_ns=sum(op.duration_ns for op in problem.ops),
+            )
+        return self._limits[key]
 
     def evaluate(self, candidate: Candidate) -> Outcome:
         """Return the plan for `candidate` and its costs, or why there is none. Known candidates cost nothing."""

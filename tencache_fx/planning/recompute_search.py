@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from tencache_fx.planning.bounds import joint_lower_bound_ns
 from tencache_fx.planning.evaluation import Candidate, Evaluator
 from tencache_fx.planning.liveness import live_bytes
-from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.problem import Problem, Recipe
 from tencache_fx.planning.segments import kept_between_segments
 
@@ -71,12 +70,11 @@ class RecomputeSearch:
         What is over the budget at the peak goes out before it and comes back after it.
         """
         if names not in self.bounds:
-            problem = self.evaluator.problem_for(self.base.recomputing(names))
-            least_ns = sum(op.duration_ns for op in problem.ops)
-            over_bytes = max(0, floor_bytes(problem) - self.limit)
+            limits, links = self.evaluator.limits(self.base.recomputing(names)), self.problem.links
+            least_ns, over_bytes = limits.busy_ns, max(0, limits.floor_bytes - self.limit)
             if over_bytes == 0:
-                away_bytes = max(0, int(live_bytes(problem).max()) - self.limit)
-                rates = problem.links.d2h_bytes_per_s, problem.links.h2d_bytes_per_s
+                away_bytes = max(0, limits.peak_bytes - self.limit)
+                rates = links.d2h_bytes_per_s, links.h2d_bytes_per_s
                 least_ns = max(least_ns, sum(away_bytes * _NS_PER_S // max(1, rate) for rate in rates))
             self.bounds[names] = Score(over_bytes, least_ns)
         return self.bounds[names]
@@ -90,8 +88,7 @@ class RecomputeSearch:
         if (costs := self.evaluator.evaluate(candidate).costs) is not None:
             return Score(0, costs.step_ns)
         # Host memory or disk is short: more transfers than they hold.
-        over_bytes = int(live_bytes(self.evaluator.problem_for(candidate)).max()) - self.limit
-        return Score(over_bytes, bound.needed_ns)
+        return Score(self.evaluator.limits(candidate).peak_bytes - self.limit, bound.needed_ns)
 
     def consider(self, names: frozenset[str]) -> bool:
         """Take `names` if it beats what was best; return whether it did."""
@@ -109,12 +106,30 @@ class RecomputeSearch:
             for rung in sorted({*range(0, len(line), stride), len(line)}):
                 rungs.setdefault(frozenset(line[:rung]), (line, rung, stride))
         enough = self.left // 2
-        for names in sorted(rungs, key=self.bound):
+        order = sorted(rungs, key=self.bound)
+        self.bisect([names for names in order if not self.bound(names).over_bytes], least_left=enough)
+        for names in order:
             if self.left <= enough:
                 break
             self.consider(names)
         self.consider(frozenset())  # never slower than `teraio`
         self.close_in(*rungs[self.best], least_left=enough // 2)
+
+    def bisect(self, order: Sequence[frozenset[str]], least_left: int) -> None:
+        """Look for the best of `order`, which is by rising bound.
+
+        What recomputes little waits for the links, what recomputes much for that: in between, the time has one valley
+        as a rule. So of two choices the stretch beyond the worse one is left out, by the golden section.
+        """
+        low, high = 0, len(order) - 1
+        while high - low > 1 and self.left > least_left:
+            left, right = low + round((high - low) * 0.382), high - round((high - low) * 0.382)
+            for place in (right, left):
+                self.consider(order[place])
+            if self.score(order[left]) < self.score(order[right]):
+                high = right
+            else:
+                low = left if right > left else left + 1
 
     def close_in(self, line: Sequence[str], best: int, stride: int, least_left: int) -> None:
         """Look at the rungs of `line` around the best one, closer and closer."""

@@ -23,6 +23,9 @@ problems have equal plans. A search of the level "recomputation" may spend 12 to
 of them (four starts, three turns); the level "parameters" is asked once for what each of them has found, and tries
 about 25 plans. What a search has planned, the others know.
 
+The level "turns" and those below it search a problem of many steps as a smaller one that stands for it
+(`coarsening.py`).
+
 Around all that a region is planned again when its generated code holds more than its graphs show (also at most `SPLITS`
 times, `region/compilation.py`), and when it is measured to be slower than forecast (`recalibration.py`).
 """
@@ -33,6 +36,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tencache_fx.errors import BudgetError, OptionError
+from tencache_fx.planning.coarsening import coarsen
 from tencache_fx.planning.evaluation import Candidate, Costs, Evaluator
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import first_parameters, has_offloaded
@@ -41,7 +45,7 @@ from tencache_fx.planning.planner import POLICIES, floor_bytes
 from tencache_fx.planning.problem import Kind, Problem
 from tencache_fx.planning.recompute import recompute
 from tencache_fx.planning.recompute_search import RecomputeSearch
-from tencache_fx.planning.tuning import TUNING, Tuning
+from tencache_fx.planning.tuning import SPLITS, TUNING, Tuning
 
 Names = tuple[str, ...]
 
@@ -110,6 +114,30 @@ def choose_for_region(captured: Problem) -> Names:
     return _choose_recomputed(Evaluator(captured))
 
 
+def _choose_recomputed(evaluator: Evaluator) -> Names:
+    """Return what to recompute; a large problem is searched coarsely, and again with less if that is too much.
+
+    Of choices that do not fit, the one that misses the budget least.
+    """
+    captured, tuning, limit = evaluator.captured, evaluator.tuning, evaluator.captured.budgets.device_bytes
+    if limit is None or not captured.recipes:
+        return ()
+    if len(captured.ops) <= tuning.coarse_from:
+        return _search_turns(evaluator)
+    coarse = coarsen(captured, tuning.stretches)
+    problem, tried = coarse.problem, {}
+    for _ in range(SPLITS):
+        searched = replace(tuning, steps_planned=tuning.coarse_steps_planned)
+        names = coarse.fine(_search_turns(Evaluator(problem, searched)))
+        if names in tried:
+            break
+        tried[names] = over_bytes = floor_bytes(recompute(captured, names)) - limit
+        if over_bytes <= 0:
+            return names
+        problem = problem.with_less(over_bytes)
+    return min(tried, key=lambda names: tried[names])
+
+
 def choose_recomputed(problem: Problem, tuning: Tuning = TUNING) -> Names:
     """Return what to recompute while every offloaded parameter is copied; none if the region fits, or it saves no time.
 
@@ -131,14 +159,15 @@ class Trial(NamedTuple):
     updated_here: Names
 
 
-def _choose_recomputed(evaluator: Evaluator) -> Names:
+def _search_turns(evaluator: Evaluator) -> Names:
+    """Return what to recompute beside the parameters that are best pinned then."""
     captured, tuning = evaluator.captured, evaluator.tuning
     limit, base = captured.budgets.device_bytes, _compared(tuning)
 
     def search(start: Candidate) -> Names:
         return RecomputeSearch(evaluator, start).run()
 
-    if limit is None or not captured.recipes or not has_offloaded(captured):
+    if limit is None or not has_offloaded(captured):
         return search(base)
     starts = [base]
     room_bytes = limit - floor_bytes(captured)
@@ -150,7 +179,7 @@ def _choose_recomputed(evaluator: Evaluator) -> Names:
     def try_out(names: Names) -> Trial:
         """Choose the parameters to pin beside `names`; without a plan a step takes for ever."""
         try:
-            chosen = choose_parameters(evaluator, Candidate(policy="joint", recomputed=names))
+            chosen = choose_parameters(evaluator, base.recomputing(names), compare=True)
         except BudgetError:
             return Trial(float("inf"), (), ())
         return Trial(_costs(evaluator, chosen).step_ns, chosen.resident, chosen.updated_here)
@@ -206,7 +235,7 @@ class _Shares(NamedTuple):
     lead: float
 
 
-def choose_parameters(evaluator: Evaluator, base: Candidate) -> Candidate:
+def choose_parameters(evaluator: Evaluator, base: Candidate, *, compare: bool = False) -> Candidate:
     """Return `base` with the fastest choice of the parameters to pin, and of the others' lead.
 
     First the leads, then shares of the parameters, by themselves or with their gradients and state; the latter beside
@@ -219,7 +248,7 @@ def choose_parameters(evaluator: Evaluator, base: Candidate) -> Candidate:
     for policy in dict.fromkeys(("teraio" if base.policy == "joint" else base.policy, base.policy)):
         tried = _Tried(evaluator, replace(base, policy=policy))
         first, *more = tuning.resident_shares
-        tried.add(_Shares(first, 0.0, lead) for lead in tuning.leads)
+        tried.add(_Shares(first, 0.0, lead) for lead in ((base.lead,) if compare else tuning.leads))
         finalists = [tried.best()] if tried.planned else []
         lead = finalists[0].lead if finalists else tuning.leads[0]
         tried.add(_Shares(share, 0.0, lead) for share in more)
@@ -232,7 +261,7 @@ def choose_parameters(evaluator: Evaluator, base: Candidate) -> Candidate:
     if policy != base.policy:
         tried = _Tried(evaluator, base)
         tried.add(finalists)
-    return tried.earlier()
+    return tried.planned[tried.best()] if compare else tried.earlier()
 
 
 class _Tried:

@@ -14,6 +14,9 @@ class Tuning:
     headrooms: tuple[float, ...] = (0.0, 0.05, 0.12)
     # Copy times by which what was swapped out is prefetched ahead of the latest safe start.
     swap_lead: float = 3.0
+    # Share of the best score there may still be, with which a transfer is taken: scores of equal layers fall together,
+    # and for the very best of them all would be looked at after each.
+    enough_of_best_score: float = 0.95
     # Share of a link that is left to swaps, however much of it parameters and gradients take.
     least_link_share: float = 0.25
     # A repair shrinks what a policy may use by what its last plan overran; plans that converge do in 2 or 3.
@@ -40,6 +43,8 @@ class Tuning:
     compared_lead: float = 1.0
     # One plan costs about as much as so many looks (what recomputing makes of a problem, and a bound on its plans).
     looks_per_plan: int = 4
+    # Steps, of all problems together, that are kept with what is recomputed in them.
+    steps_kept: int = 200_000
     # Places of the price list at which it is first looked at: the whole list, and the list of each segment size.
     rungs: int = 10
     segment_rungs: int = 5
@@ -49,6 +54,15 @@ class Tuning:
     gap_percent: int = 1
     # Stretches of the price list that are turned over begin with a quarter of it, and are halved down to one decision.
     first_stretches: int = 4
+
+    # Coarsening. Problems of more steps are searched coarsely; a plan for fewer takes a few milliseconds.
+    coarse_from: int = 700
+    # Steps that one search plans in all, then: 12 plans for a deep model, all of 36 for a shallow one.
+    coarse_steps_planned: int = 6_000
+    # Stretches that a problem is searched in: more cost time, and fewer miss what fits.
+    stretches: int = 200
+    # Recipes of one stretch are taken or left together if their prices per byte differ by less than e to one third.
+    prices_per_e: int = 3
 
     # Turns. Shares of the room above the floor that recomputing leaves to optimizer state: some and most of it.
     state_rooms: tuple[float, ...] = (0.4, 0.85)

@@ -118,13 +118,11 @@ class _Greedy:
 
     def take_free(self, candidates: Sequence[Transfer]) -> None:
         """Take, by score, transfers that stall nothing, until the region fits or none is left that helps."""
-        ends = np.concatenate([[0.0], np.cumsum(self.durations)])
-        heap = []
-        for transfer in candidates:
-            times = copy_times(self.problem.links, transfer.nbytes, Tier.HOST)
-            away_ns = float(ends[transfer.needed_at] - ends[transfer.freed_at])
-            bound = transfer.nbytes * (away_ns + 1) / (times.out + times.into)
-            heap.append((-bound, transfer.copy_out_after, transfer.name, transfer.needed_at, transfer))
+        heap = [
+            (-most, transfer.copy_out_after, transfer.name, transfer.needed_at, transfer)
+            for most, transfer in zip(self._most_scores(candidates), candidates, strict=True)
+            if most > 0
+        ]
         heapify(heap)
         while heap and self.memory.max() > self.limit:
             transfer = heap[0][-1]
@@ -133,11 +131,30 @@ class _Greedy:
                 heappop(heap)
                 continue
             renewed = (-offer.score, *heap[0][1:])
-            if renewed > heap[0]:
+            following = min(heap[1:3], default=renewed)
+            if renewed > following and offer.score < -following[0] * TUNING.enough_of_best_score:
                 heapreplace(heap, renewed)  # worse than when last looked at: compare again
                 continue
             heappop(heap)
             self._commit(offer)
+
+    def _most_scores(self, candidates: Sequence[Transfer]) -> list[float]:
+        """Return what the score of each candidate can be at most: without waiting for links, and in host memory.
+
+        O(steps + candidates), with sums over the steps at which memory is over the limit.
+        """
+        over = np.maximum(self.memory - self.limit, 0)
+        area = np.concatenate([[0.0], np.cumsum(over * self.durations)])
+        time = np.concatenate([[0.0], np.cumsum((over > 0) * self.durations)])
+        steps = np.concatenate([[0], np.cumsum(over > 0)])
+        freed = np.array([transfer.freed_at for transfer in candidates], dtype=np.int64)
+        fetch = np.array([transfer.prefetch_at for transfer in candidates], dtype=np.int64)
+        nbytes = np.array([transfer.nbytes for transfer in candidates], dtype=np.float64)
+        links = self.problem.links
+        cost = 2 * links.copy_latency_ns + nbytes * (1e9 / links.d2h_bytes_per_s + 1e9 / links.h2d_bytes_per_s)
+        saved = np.minimum(area[fetch] - area[freed], nbytes * (time[fetch] - time[freed]))
+        most = (saved + np.minimum(nbytes, over.max(initial=0))) / cost * (1 + 1e-9)  # sums are rounded
+        return [float(each) for each in np.where(steps[fetch] > steps[freed], most, 0.0)]
 
     def _offer(self, transfer: Transfer) -> _Offer | None:
         for tier in (Tier.HOST, Tier.NVME):
@@ -164,7 +181,7 @@ class _Greedy:
         most = min(int(over.max()), transfer.nbytes)
         if most <= 0:
             return None
-        area = float(over.clip(0, transfer.nbytes) @ self.durations[gone:fetch])
+        area = float(np.minimum(np.maximum(over, 0), transfer.nbytes) @ self.durations[gone:fetch])
         cost = times.out + times.write + times.read + times.into
         return _Offer((area + most) / cost, transfer, times, gone, fetch)
 
