@@ -38,13 +38,19 @@ _PROGRAMS = 64  # remembered
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A forward that has run, and whose backward may come; `residual` is something that only that keeps."""
+    """A forward that has run, and whose backward may come; `residual` is something that it has left for that.
+
+    It has waited for so many `turns`, of `most_turns`. One that has left nothing but its own inputs, which `given` has
+    the storages of while it runs, is waited for no longer than its turn: they say nothing of its graph.
+    """
 
     index: int
     number: int
     region: SwapRegion
+    given: frozenset[int] = frozenset()
     residual: StorageWeakRef | None = None
     turns: int = 0
+    most_turns: int = _TURNS
 
 
 class StepRecorder:
@@ -80,7 +86,8 @@ class StepRecorder:
                     each.turns += 1
             self.settle()
             self._heed(options)
-            call = Call(index, self._counts[index], region)
+            given = frozenset(map(_key_of, _tensors(values)))
+            call = Call(index, self._counts[index], region, given)
             self._counts[index] += 1
             self._arrive(call, backward=False)
             self._calls.append(call)
@@ -112,9 +119,11 @@ class StepRecorder:
         with self._lock:
             self._mark = self.points.gauge.mark()
             if call is not None:
-                made = list(_tensors(results))
-                storage = storage_of(made[-1]) if made else None
+                left = list(_tensors(results))
+                made = [each for each in left if _key_of(each) not in call.given]
+                storage = storage_of((made or left)[-1]) if left else None
                 call.residual = None if storage is None else StorageWeakRef(storage)
+                call.most_turns, call.given = _TURNS if made else 0, frozenset()
 
     def fail(self) -> None:
         """Note that the graph of this thread has raised: the round is abandoned, and goes with its handles."""
@@ -138,7 +147,7 @@ class StepRecorder:
         return not self._calls
 
     def _waits(self, call: Call) -> bool:
-        if call.turns > _TURNS:
+        if call.turns > call.most_turns:
             return False
         if call.residual is not None and not call.residual.expired():
             return True
@@ -244,6 +253,12 @@ def recorder_of(points: SwapPoints) -> StepRecorder:
 
 def _limit(options: Options) -> float:
     return math.inf if options.device_budget is None else options.device_budget
+
+
+def _key_of(tensor: Tensor) -> int:
+    """Return what tells a tensor's storage from others that live; 0 for a tensor without one."""
+    storage = storage_of(tensor)
+    return 0 if storage is None else storage._cdata
 
 
 def _tensors(values: Sequence[object]) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ from meter import Meter
 from test_step_plans import (
     BUDGETS,
     DEPTH,
+    WIDTH,
     blocks,
     equal,
     gradients,
@@ -19,7 +20,7 @@ from test_step_plans import (
     recorder,
     wanted,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
@@ -142,3 +143,30 @@ def test_what_is_held_between_steps_is_in_no_plan(engine: Engine, monkeypatch: p
     for step, each in enumerate(wanted(3)):
         assert equal(gradients(model, model, inputs(step)), each), f"step {step}"
     assert points.schedule is not FRUGAL
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("dropped", ["checkpointed", "without a backward"])
+def test_a_forward_that_keeps_only_what_others_keep_ends_with_its_step(engine: Engine, dropped: str) -> None:
+    """Its parameters live on, whether its graph does or not: other steps are no part of this one."""
+    first, second = blocks(4), nn.Sequential(Product())
+    one_by_one(first, device_budget=BUDGETS["some"])
+    one_by_one(second, device_budget=BUDGETS["some"])
+    for step in range(4):
+        result = first[1](first[0](inputs(step)))
+        if dropped == "checkpointed":
+            result = checkpoint(second, result, use_reentrant=False)
+        else:
+            second(result.detach())
+        first[3](first[2](result)).square().mean().backward()
+    (program,) = recorder(engine).programs.values()
+    assert len(program.visits) == (11 if dropped == "checkpointed" else 9)
+    assert program.schedule is not FRUGAL
