@@ -1,11 +1,18 @@
 """Where the runtime ops of a region stand among its steps: there a schedule may act."""
 
-from tencache_fx.ops import OFFLOAD, PREFETCH, RELEASE, WAIT, label_of, source_of
+from tencache_fx.ops import FETCH_PARAM, OFFLOAD, OFFLOAD_GRAD, PREFETCH, RELEASE, WAIT, label_of, source_of
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.planning.problem import Step
-from tencache_fx.planning.step import GraphPoint
+from tencache_fx.planning.swap_region import GraphPoint
 
-_DEEDS = {OFFLOAD: "offload", RELEASE: "release", PREFETCH: "prefetch", WAIT: "wait"}
+_DEEDS = {
+    OFFLOAD: "offload",
+    RELEASE: "release",
+    PREFETCH: "prefetch",
+    WAIT: "wait",
+    FETCH_PARAM: "fetch",
+    OFFLOAD_GRAD: "store",
+}
 
 
 def find_points(capture: RegionGraphs) -> tuple[tuple[GraphPoint, ...], tuple[GraphPoint, ...]]:
@@ -17,13 +24,11 @@ def find_points(capture: RegionGraphs) -> tuple[tuple[GraphPoint, ...], tuple[Gr
     for graph in capture.graphs:
         points: list[GraphPoint] = []
         for node in graph.nodes:
-            if node in steps:
-                passed = steps[node] + 1
-            elif node.target in _DEEDS:
-                deed = _DEEDS[node.target]
-                label = label_of(node) if deed == "offload" else labels[source_of(node).name]
-                assert label is not None
+            if node.target in _DEEDS:
+                label = labels[source_of(node).name] if (own := label_of(node)) is None else own
                 labels[node.name] = label
-                points.append(GraphPoint(Step(passed), deed, label))
+                points.append(GraphPoint(Step(steps.get(node, passed)), _DEEDS[node.target], label))
+            if node in steps:  # a load's wait and a gradient's copy out are steps themselves
+                passed = steps[node] + 1
         found.append(tuple(points))
     return found[0], found[1] if len(found) > 1 else ()

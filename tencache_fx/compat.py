@@ -268,6 +268,11 @@ def runs_on_fakes(settings: Mapping[str, Any]) -> bool:
     return bool(settings.get(name, getattr(config, name, False)))
 
 
+def ends_at_graph_break(gm: fx.GraphModule) -> bool:
+    """Return whether Dynamo's graph ends where it could not go on, with code behind (`_dynamo/output_graph.py`)."""
+    return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+
+
 def in_backward() -> bool:
     """Return whether this thread is in a backward, as is checkpointed code that runs again (`utils/checkpoint.py`)."""
     return bool(torch._C._current_graph_task_id() != -1)

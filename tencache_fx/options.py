@@ -9,8 +9,8 @@
 | spill_dir     | ()       | directory, or several, on fast disks; none: nothing is spilled to disk                |
 | spill_budget  | auto     | most bytes on disk; auto: 90 % of what is free in spill_dir, divided by these ranks   |
 | policy        | joint    | the algorithm that plans transfers and recomputing: none, 10cache, teraio, joint      |
-| scope         | region   | what is planned as one: region, each captured graph by itself; step, all the graphs   |
-|               |          | that a training step runs, for models compiled in blocks or with graph breaks         |
+| scope         | auto     | what is planned as one: region, each captured graph by itself; step, all the graphs   |
+|               |          | that a training step runs; auto: the step where it has several, else the region       |
 | recompute     | auto     | auto: the partitioner recomputes what is cheap; none: save all that autograd saves    |
 | compiler      | inductor | what runs the rewritten graphs: inductor, or eager (for debugging)                    |
 | calibrate     | True     | measure this machine's links, compute and memory rates (kept in a cache); False: use  |
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 POLICIES = ("none", "10cache", "teraio", "joint")
 RECOMPUTE = ("auto", "none")
 COMPILERS = ("inductor", "eager")
-SCOPES = ("region", "step")
+SCOPES = ("auto", "region", "step")
 
 _ENVIRONMENT_PREFIX = "TENCACHE_"
 
@@ -92,11 +92,6 @@ class Options:
     def may_recompute(self) -> bool:
         """Return whether more may be recomputed than torch's own partitioner would."""
         return self.policy == "joint" and self.recompute == "auto" and self.device_budget is not None
-
-    @property
-    def by_step(self) -> bool:
-        """Whether a schedule of the whole step decides about transfers."""
-        return self.scope == "step" and self.device_budget is not None
 
     @staticmethod
     def resolve(
@@ -199,7 +194,7 @@ _DEFAULTS: Mapping[str, object] = MappingProxyType(
         "spill_dir": (),
         "spill_budget": AUTO,
         "policy": "joint",
-        "scope": "region",
+        "scope": "auto",
         "recompute": "auto",
         "compiler": "inductor",
         "calibrate": True,

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from tencache_fx.planning.plan import Plan, TransferKind
-from tencache_fx.planning.problem import Problem, Step
-from tencache_fx.planning.step import Point, StepProblem, StepSchedule, SwapKey, to_schedule
+from tencache_fx.planning.plan import Plan
+from tencache_fx.planning.problem import Kind, Problem, Step
+from tencache_fx.planning.step import OWN_POINTS, Point, StepProblem, StepSchedule, SwapKey, to_schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +91,11 @@ class StepRecord:
         own: dict[str, dict[SwapKey, int]] = {"release": {}, "prefetch": {}}
         for run in self.runs:
             for position, op in enumerate(run.ops, len(points) + 1):
-                own.get(op.deed, {})[SwapKey(run.region, run.call, op.label)] = position
+                own.get(OWN_POINTS.get(op.deed, ""), {})[SwapKey(run.region, run.call, op.label)] = position
             steps = (run.begin, *(op.step for op in run.ops), run.end)
             points += [(step, Point(run.region, run.call, run.backward, k)) for k, step in enumerate(steps)]
         names = {storage.name for storage in self.problem.storages}
-        keys = {str(key): key for key in own["release"] if str(key) in names}
+        keys = {str(key): key for each in own.values() for key in each if str(key) in names}
         return StepProblem(
             problem=self.problem, keys=keys, points=tuple(points), releases=own["release"], prefetches=own["prefetch"]
         )
@@ -108,17 +108,17 @@ class StepRecord:
     def check(self) -> None:
         """Raise `ValueError` for a plan that is for another problem, or runs that are not those of the problem."""
         _check_transfers(self.problem, self.plan)
-        if any(transfer.kind is not TransferKind.SWAP for transfer in self.plan.transfers):
-            raise ValueError("the plan has a transfer that is no swap.")
         if self.plan.forecast.peak_step >= len(self.problem.ops):
             raise ValueError(f"the peak is at step {self.plan.forecast.peak_step}, of {len(self.problem.ops)}.")
         ends = [0, *(run.end for run in self.runs)]
         if ends[-1] != len(self.problem.ops) or [run.begin - 1 for run in self.runs] != ends[:-1]:
             raise ValueError("the runs do not follow one another, or are of another problem.")
         joined = self.joined
-        back = {str(key) for key in joined.prefetches}
-        if not {storage.name for storage in self.problem.storages} <= joined.keys.keys() & back:
-            raise ValueError("a storage has no release, or no prefetch, in any run.")
+        released, back = ({str(key) for key in keys} for keys in (joined.releases, joined.prefetches))
+        for storage in self.problem.storages:
+            leaves, comes = storage.kind is not Kind.FETCHED, storage.kind is not Kind.STORED
+            if (leaves and storage.name not in released) or (comes and storage.name not in back):
+                raise ValueError(f"{storage.name} has no release, or no prefetch, in any run.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,17 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage() if tensor.layout is torch.strided else None
 
 
+def storages_on(device: torch.device, values: Iterable[object]) -> list[torch.UntypedStorage]:
+    """Return the storages on `device` of the tensors among `values`, in their order; those in lists and tuples, too."""
+    found: list[torch.UntypedStorage] = []
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            found += storages_on(device, value)
+        elif isinstance(value, torch.Tensor) and value.device == device and (storage := storage_of(value)) is not None:
+            found.append(storage)
+    return found
+
+
 def is_lazy(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's bytes are not its values: it is yet to be conjugated or negated."""
     return tensor.is_conj() or tensor.is_neg()

@@ -28,6 +28,11 @@ class MemoryGauge:
         self._seen: dict[weakref.ref[torch.UntypedStorage], int] = {}
         self._parameter_bytes = 0
 
+    @property
+    def counts_all(self) -> bool:
+        """Whether what nobody has shown it counts, too."""
+        return self._device.type == "cuda"
+
     def see(self, values: Iterable[object]) -> None:
         """Count the storages of the tensors among `values`, and in lists and tuples there, for as long as they live."""
         if self._device.type == "cuda":
@@ -41,7 +46,9 @@ class MemoryGauge:
                     continue
                 # A storage has one Python object for as long as it lives.
                 reference = weakref.ref(storage, self._seen.pop)
-                if reference not in self._seen:
+                if not _has_memory(storage):
+                    self._seen.pop(reference, None)
+                elif reference not in self._seen:
                     self._seen[reference] = storage.nbytes()
                     if isinstance(value, torch.nn.Parameter):
                         self._parameter_bytes += storage.nbytes()
@@ -70,3 +77,11 @@ class MemoryGauge:
         if self._device.type == "cuda":
             return held_bytes(self._device)
         return sum(list(self._seen.values()))  # in one go: storages die in other threads
+
+
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    """Return whether there are bytes behind a storage."""
+    try:
+        return storage.data_ptr() != 0
+    except RuntimeError:  # a tensor subclass has them elsewhere, or they were freed
+        return False

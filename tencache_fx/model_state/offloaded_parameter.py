@@ -95,6 +95,11 @@ class OffloadedParameter:
         return work is not None and not work.done()
 
     @property
+    def updates(self) -> int:
+        """Return how often its optimizer has begun to update it."""
+        return self._updates
+
+    @property
     def version(self) -> int:
         """Return a number that grows when somebody other than its optimizer has written to either copy.
 

@@ -8,7 +8,10 @@ take_grad      hand out the gradient in host memory
 """
 
 import contextlib
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,8 +24,9 @@ from tencache_fx.ops import LIBRARY
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine, named_range
-from tencache_fx.runtime.engine_registry import engine_by_id
+from tencache_fx.runtime.engine_registry import engine_by_id, server_by_id
 from tencache_fx.runtime.streams import Event
+from tencache_fx.runtime.swap_points import SwapPoints
 from tencache_fx.runtime.transfers import ActiveTransfer, Layout, Stage, new_token
 
 
@@ -123,8 +127,38 @@ def take_grad(engine: Engine, handle: Tensor) -> HostGradient:
     return HostGradient(buffer)
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterFetch:
+    """How to fetch an offloaded parameter, now or before its graph runs the next time; it does not keep it alive."""
+
+    engine: Engine
+    offloaded: weakref.ref[OffloadedParameter]
+    label: str
+    nbytes: int
+
+    @property
+    def stamp(self) -> object:
+        """Something that is another one as soon as the parameter, or its value, is; None if it is gone."""
+        offloaded = self.offloaded()
+        if offloaded is None or offloaded.is_dead:
+            return None
+        return id(offloaded), offloaded.updates, offloaded.version
+
+    def issue(self) -> Tensor:
+        """Issue the copy in; return the ticket."""
+        offloaded = self.offloaded()
+        assert offloaded is not None
+        return fetch_param(self.engine, offloaded.parameter, self.label)
+
+
 def _fetch_param(param: Tensor, engine: int, label: str) -> Tensor:
-    return fetch_param(engine_by_id(engine), param, label)
+    server = server_by_id(engine)
+    if not isinstance(server, SwapPoints):
+        return fetch_param(server, param, label)
+    offloaded = parameters_of(server.engine).find(param)
+    if offloaded is None:  # it was offloaded when the region was compiled
+        return server.pass_by(partial(fetch_param, server.engine, param, label))
+    return server.fetch(label, ParameterFetch(server.engine, weakref.ref(offloaded), label, offloaded.nbytes))
 
 
 def _sync_param(param: Tensor, engine: int, label: str) -> Tensor:
@@ -136,7 +170,10 @@ def _refresh_param(param: Tensor, engine: int, label: str) -> Tensor:
 
 
 def _offload_grad(src: Tensor, engine: int, label: str, param: str, shard: bool = False) -> Tensor:  # noqa: FBT001
-    return offload_grad(engine_by_id(engine), src, label, param, shard=shard)
+    server = server_by_id(engine)
+    if not isinstance(server, SwapPoints):
+        return offload_grad(server, src, label, param, shard=shard)
+    return server.store(label, partial(offload_grad, server.engine, src, label, param, shard=shard))
 
 
 def _take_grad(

@@ -141,7 +141,8 @@ class Problem:
     below `min_spill_bytes` are not worth an op. `recipes` are what could be recomputed instead of saved, and
     `recompute_ns` is the time of the steps that do so already. `barriers`, scheduling barriers, are the steps whose
     place among the runtime ops is sure in the code that will run: a compiler that fuses may move the other steps
-    between two barriers. Without any, every step is one.
+    between two barriers. Without any, every step is one. `copies_parameters` says that every offloaded parameter has
+    to be copied each time: none may stay on the device.
     """
 
     ops: tuple[Op, ...]
@@ -155,6 +156,7 @@ class Problem:
     barriers: tuple[Step, ...] = ()
     recipes: tuple[Recipe, ...] = ()
     recompute_ns: int = 0
+    copies_parameters: bool = False
 
     def check(self) -> None:
         """Raise `ValueError` for a step that there is not, for two things of one name, and for sums out of range."""

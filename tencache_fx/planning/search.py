@@ -167,7 +167,7 @@ def _search_turns(evaluator: Evaluator) -> Names:
     def search(start: Candidate) -> Names:
         return RecomputeSearch(evaluator, start).run()
 
-    if limit is None or not has_offloaded(captured):
+    if limit is None or not has_offloaded(captured) or captured.copies_parameters:
         return search(base)
     starts = [base]
     room_bytes = limit - floor_bytes(captured)
@@ -251,9 +251,11 @@ def choose_parameters(evaluator: Evaluator, base: Candidate, *, compare: bool = 
         tried.add(_Shares(first, 0.0, lead) for lead in ((base.lead,) if compare else tuning.leads))
         finalists = [tried.best()] if tried.planned else []
         lead = finalists[0].lead if finalists else tuning.leads[0]
-        tried.add(_Shares(share, 0.0, lead) for share in more)
+        if not evaluator.captured.copies_parameters:
+            tried.add(_Shares(share, 0.0, lead) for share in more)
         if tried.planned:
-            tried.add_state(lead)
+            if not evaluator.captured.copies_parameters:
+                tried.add_state(lead)
             finalists.append(tried.best())
             break
     else:

@@ -11,18 +11,17 @@ that may stay are added to that. No torch here.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from tencache_fx.planning.liveness import clip_to_barriers, inactive_intervals, is_candidate, live_bytes, swap_to_host
-from tencache_fx.planning.plan import Plan, Transfer
+from tencache_fx.planning.plan import Plan, TransferKind
 from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Step, Storage, Tier
+from tencache_fx.planning.swap_region import SwapRegion
 
 
 class SwapKey(NamedTuple):
@@ -44,91 +43,6 @@ class Point(NamedTuple):
     call: int
     backward: bool
     position: int
-
-
-class GraphPoint(NamedTuple):
-    """A runtime op in a region's graph: it runs before this step of the region's problem."""
-
-    step: Step
-    deed: str
-    label: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class SwapRegion:
-    """A region whose graphs have swap points, and in which the storages `recomputed` are not saved.
-
-    `original` is the problem in which nothing more is recomputed than torch's partitioner does, with recipes.
-    `swaps` are what the graphs do where no schedule says otherwise, `points` the runtime ops of forward and backward in
-    their order. Generated code holds `margin_bytes` more than the graphs show. People know it by its `name`.
-    """
-
-    problem: Problem
-    swaps: tuple[Transfer, ...]
-    points: tuple[tuple[GraphPoint, ...], tuple[GraphPoint, ...]]
-    original: Problem
-    recomputed: frozenset[str] = frozenset()
-    margin_bytes: int = 0
-    name: str = ""
-
-    def resized(self, problem: Problem) -> "SwapRegion":
-        """Return the same region with the storages of `problem`, which differs in its sizes."""
-        nbytes = {storage.name: storage.nbytes for storage in problem.storages}
-        swaps = tuple(replace(swap, nbytes=nbytes[swap.name]) for swap in self.swaps)
-        return replace(self, problem=problem, swaps=swaps)
-
-    def steps(self, *, backward: bool) -> range:
-        """Return the steps of one of its graphs."""
-        boundary = self.problem.boundary
-        return range(boundary, len(self.problem.ops)) if backward else range(boundary)
-
-    @cached_property
-    def own_bytes(self) -> "tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]":
-        """The bytes of each step of forward and backward, every storage away, beyond those there when it began."""
-        problem, boundary = replace(self.problem, external_bytes=0, boundary_bytes=0), self.problem.boundary
-        live = live_bytes(problem, self.swaps)
-        away = {swap.name for swap in self.swaps}
-        inputs = (Kind.PARAMETER, Kind.INPUT)
-        given = sum(s.nbytes for s in problem.storages if s.birth == 0 and s.kind in inputs)
-        handed = sum(
-            s.nbytes
-            for s in problem.storages
-            if s.death > boundary
-            and ((s.birth < boundary and s.name not in away) or (s.birth == boundary and s.kind is Kind.INPUT))
-        )
-        return live[:boundary] - given + self.margin_bytes, live[boundary:] - handed + self.margin_bytes
-
-    @cached_property
-    def swapped_bytes(self) -> int:
-        """The bytes of all storages with swap points."""
-        return sum(swap.nbytes for swap in self.swaps)
-
-    @cached_property
-    def pending_bytes(self) -> int:
-        """The bytes that a forward keeps on the device for its backward, with every storage away that can be."""
-        boundary, away = self.problem.boundary, {swap.name for swap in self.swaps}
-        return sum(
-            storage.nbytes
-            for storage in self.problem.storages
-            if storage.kind is Kind.ACTIVATION and storage.birth < boundary < storage.death and storage.name not in away
-        )
-
-    def peak_bytes(self, *, backward: bool) -> int:
-        """Return the most that one of its graphs needs beyond what is there when it begins."""
-        return int(self.own_bytes[backward].max(initial=0))
-
-
-def boundary_swaps(problem: Problem) -> tuple[Transfer, ...]:
-    """Return a swap without slack for each storage that can be away from the forward graph to the backward graph."""
-    found = []
-    for storage in (each for each in problem.storages if is_candidate(problem, each)):
-        for last, following in inactive_intervals(storage):
-            if not last < problem.boundary <= following:
-                continue
-            swap = swap_to_host(storage, last, Step(last + 1), following, following)
-            if (clipped := clip_to_barriers(problem, swap)) is not None:
-                found.append(clipped)
-    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +95,9 @@ class StepSchedule:
     prefetches: Mapping[Point, tuple[SwapKey, ...]] = field(default_factory=lambda: MappingProxyType({}))
 
 
+OWN_POINTS = MappingProxyType({"release": "release", "prefetch": "prefetch", "fetch": "prefetch"})
+"""The graph ops at which a storage's bytes are freed, or its copy in is issued, where no schedule says otherwise."""
+
 FRUGAL = StepSchedule()
 """Everything leaves at once and comes back when it is needed: no schedule holds less."""
 
@@ -224,7 +141,7 @@ def join(
         begins[visit.index, visit.call, visit.backward] = Step(first - steps.start)  # a step of the region is so far on
         written = visit.region.points[visit.backward]
         for position, point in enumerate(written, len(points) + 1):
-            own.get(point.deed, {})[SwapKey(visit.index, visit.call, point.label)] = position
+            own.get(OWN_POINTS.get(point.deed, ""), {})[SwapKey(visit.index, visit.call, point.label)] = position
         places = [first, *(Step(first + point.step - steps.start) for point in written), Step(first + len(steps))]
         points += [
             (step, Point(visit.index, visit.call, visit.backward, position)) for position, step in enumerate(places)
@@ -232,29 +149,25 @@ def join(
     storages: list[Storage] = []
     keys: dict[str, SwapKey] = {}
     for visit in visits:
-        if visit.backward or (visit.index, visit.call, True) not in begins:
-            continue
-        shift, back = begins[visit.index, visit.call, False], begins[visit.index, visit.call, True]
-        for swap in (each for each in visit.region.swaps if (visit.index, each.name) not in shared):
-            key = SwapKey(visit.index, visit.call, swap.name)
-            gone, asked, death = swap.freed_at + shift, swap.prefetch_at + back, swap.needed_at + back + 1
-            base[gone - 1] -= swap.nbytes  # what is counted for the storage is not counted for its region
-            base[asked:death] -= swap.nbytes
-            keys[str(key)] = key
-            storages.append(
-                Storage(
-                    name=str(key),
-                    nbytes=swap.nbytes,
-                    kind=Kind.ACTIVATION,
-                    birth=Step(gone - 1),
-                    death=Step(death),
-                    uses=(Step(gone - 1), Step(asked)),
-                    spillable=True,
-                )
-            )
+        found = _parameters(visit, begins[visit.index, visit.call, visit.backward])
+        if not visit.backward and (visit.index, visit.call, True) in begins:
+            shifts = begins[visit.index, visit.call, False], begins[visit.index, visit.call, True]
+            found = chain(found, _swapped(visit, *shifts, shared))
+        for key, storage, held in found:  # what is counted for a storage is not counted for its region
+            for span in held:
+                base[span.start : span.stop] -= storage.nbytes
+            keys[storage.name] = key
+            storages.append(storage)
     ops = [replace(op, scratch_bytes=nbytes) for op, nbytes in zip(ops, np.maximum(base, 0).tolist(), strict=True)]
     boundary = next((start for visit, start in zip(visits, starts, strict=True) if visit.backward), Step(len(ops)))
-    problem = Problem(ops=tuple(ops), boundary=boundary, storages=tuple(storages), links=links, budgets=budgets)
+    problem = Problem(
+        ops=tuple(ops),
+        boundary=boundary,
+        storages=tuple(storages),
+        links=links,
+        budgets=budgets,
+        copies_parameters=True,
+    )
     return StepProblem(
         problem=problem,
         keys=MappingProxyType(keys),
@@ -264,22 +177,71 @@ def join(
     )
 
 
+def _swapped(
+    visit: Visit, shift: Step, back: Step, shared: Collection[tuple[int, str]]
+) -> Iterator[tuple[SwapKey, Storage, tuple[range, ...]]]:
+    """Yield the storages that a call may have away between its graphs, and when these hold their bytes anyway.
+
+    `shift` and `back` are the steps that a step of the forward, and of the backward, is further on in the problem.
+    """
+    for swap in (each for each in visit.region.swaps if (visit.index, each.name) not in shared):
+        key = SwapKey(visit.index, visit.call, swap.name)
+        gone, asked, death = swap.freed_at + shift, swap.prefetch_at + back, swap.needed_at + back + 1
+        storage = Storage(
+            name=str(key),
+            nbytes=swap.nbytes,
+            kind=Kind.ACTIVATION,
+            birth=Step(gone - 1),
+            death=Step(death),
+            uses=(Step(gone - 1), Step(asked)),
+            spillable=True,
+        )
+        yield key, storage, (range(gone - 1, gone), range(asked, death))
+
+
+def _parameters(visit: Visit, shift: Step) -> Iterator[tuple[SwapKey, Storage, tuple[range, ...]]]:
+    """Yield the offloaded parameters and gradients of a run, and when its graph holds their bytes by itself.
+
+    `shift` are the steps that a step of the region is further on in the step's problem.
+    """
+    region = visit.region
+    by_name = {storage.name: storage for storage in region.problem.storages}
+    for transfer in (each for each in region.transfers if each.kind is not TransferKind.SWAP):
+        storage = by_name[transfer.name]
+        if (storage.birth >= region.problem.boundary) != visit.backward:
+            continue
+        first = storage.birth if transfer.back is None else transfer.prefetch_at
+        last = storage.death if transfer.out is None else transfer.freed_at
+        key = SwapKey(visit.index, visit.call, storage.name)
+        moved = replace(
+            storage,
+            name=str(key),
+            birth=Step(storage.birth + shift),
+            death=Step(storage.death + shift),
+            uses=tuple(Step(use + shift) for use in storage.uses),
+            ready=Step(0),
+            parameter=str(key._replace(label=storage.parameter)),
+        )
+        yield key, moved, (range(first + shift, last + shift),)
+
+
 def to_schedule(joined: StepProblem, plan: Plan) -> StepSchedule:
     """Return the schedule of a step's plan: bytes are freed no later, and come back no sooner, than the plan says."""
     steps = [step for step, _ in joined.points]  # they never fall: a graph ends where the time behind it begins
     away: dict[SwapKey, Tier] = {}
+    one_way = {joined.keys[each.name] for each in plan.transfers if each.kind is not TransferKind.SWAP}
     frees: dict[Point, list[SwapKey]] = {}
     prefetches: dict[Point, list[SwapKey]] = {}
-    for swap in plan.transfers:
-        key = joined.keys[swap.name]
-        away[key] = swap.tier
-        freed, asked = bisect_right(steps, swap.freed_at) - 1, bisect_left(steps, swap.prefetch_at)
-        if freed > joined.releases[key]:
+    for transfer in plan.transfers:
+        key = joined.keys[transfer.name]
+        if transfer.kind is TransferKind.SWAP:
+            away[key] = transfer.tier
+        if transfer.out is not None and (freed := bisect_right(steps, transfer.freed_at) - 1) > joined.releases[key]:
             frees.setdefault(joined.points[freed][1], []).append(key)
-        if asked < joined.prefetches[key]:
+        if transfer.back is not None and (asked := bisect_left(steps, transfer.prefetch_at)) < joined.prefetches[key]:
             prefetches.setdefault(joined.points[asked][1], []).append(key)
     return StepSchedule(
-        kept=frozenset(joined.keys.values()) - away.keys(),
+        kept=frozenset(joined.keys.values()) - away.keys() - one_way,
         away=MappingProxyType(away),
         deferred=frozenset(key for keys in frees.values() for key in keys),
         frees=MappingProxyType({point: tuple(keys) for point, keys in frees.items()}),

@@ -9,16 +9,20 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from tencache_fx.errors import BudgetError
+from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.planner import floor_bytes
-from tencache_fx.planning.problem import Budgets, Links
+from tencache_fx.planning.problem import Budgets, Links, Problem
 from tencache_fx.planning.recompute import recompute
 from tencache_fx.planning.recompute_search import RecomputeSearch
 from tencache_fx.planning.search import make_plan
-from tencache_fx.planning.step import SwapRegion, Visit, boundary_swaps, join, with_regions
+from tencache_fx.planning.step import Visit, join, with_regions
+from tencache_fx.planning.swap_region import SwapRegion, frugal_transfers
+from tencache_fx.planning.tuning import TUNING
 
 Choice = Mapping[int, frozenset[str]]
 """The storages to recompute, by region."""
 
+_TUNING = replace(TUNING, leads=(TUNING.compared_lead,))
 _STRIDES = 8
 _GAIN_PERCENT = 1  # as much faster another choice has to be, for the regions to be compiled again
 
@@ -40,7 +44,7 @@ def choose_for_step(
         models = {index: _model(region, choice[index]) for index, region in regions.items()}
         problem = join(with_regions(visits, models), links, budgets, shared).problem
         try:
-            return 0, make_plan(problem, "teraio").forecast.makespan_ns
+            return 0, make_plan(problem, "teraio", tuning=_TUNING).forecast.makespan_ns
         except BudgetError:
             return max(1, floor_bytes(problem) - (budgets.device_bytes or 0)), 0
 
@@ -61,6 +65,31 @@ def choose_for_step(
     if over[0] == present[0] and over[1] * 100 > present[1] * (100 - _GAIN_PERCENT):
         return None
     return choice
+
+
+def recomputed_to_fit(captured: Problem) -> frozenset[str]:
+    """Return what a region is to recompute as long as nothing is known of the others: nothing, if it fits like that.
+
+    Else as many eighths of its recipes, from the cheapest, as make it fit with all else away that can be; if none do,
+    those that take it closest.
+    """
+    limit = captured.budgets.device_bytes
+    names = [recipe.name for recipe in RecomputeSearch.order(captured)]
+
+    def over_bytes(count: int) -> int:
+        problem = recompute(captured, names[:count])
+        return max(0, int(live_bytes(problem, frugal_transfers(problem)).max(initial=0)) - (limit or 0))
+
+    if limit is None or not names or not over_bytes(0):
+        return frozenset()
+    counts = sorted({0, *(len(names) * part // _STRIDES for part in range(1, _STRIDES + 1))})
+    return frozenset(names[: min(counts, key=lambda count: (over_bytes(count), count))])
+
+
+def least_peak_bytes(region: SwapRegion, *, backward: bool) -> int:
+    """Return the most that one of its graphs needs with all away that can be, and all recomputed that may be."""
+    everything = _model(region, frozenset(recipe.name for recipe in region.original.recipes))
+    return min(region.peak_bytes(backward=backward), everything.peak_bytes(backward=backward))
 
 
 def _price_list(regions: Mapping[int, SwapRegion]) -> list[tuple[int, str]]:
@@ -85,4 +114,4 @@ def _model(region: SwapRegion, names: frozenset[str]) -> SwapRegion:
     if names == region.recomputed:
         return region
     problem = recompute(region.original, names)
-    return replace(region, problem=problem, swaps=boundary_swaps(problem), recomputed=names)
+    return replace(region, problem=problem, transfers=frugal_transfers(problem), recomputed=names)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tencache_fx import compat
@@ -17,7 +16,7 @@ from tencache_fx.hardware.device_memory import forget_peak, held_bytes, peak_hel
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Phase, Request, WrittenPlan, keep_boxed
 from tencache_fx.region.dynamic_shapes import Sizes
 from tencache_fx.region.registry import REGIONS
-from tencache_fx.tensors import storage_of
+from tencache_fx.tensors import storages_on
 
 log = logging.getLogger("tencache_fx")
 
@@ -74,9 +73,9 @@ class BoundaryMemory:
                 self._begin_backward()
                 return run(*args)
             before_bytes = held_bytes(self._device)
-            given = {storage._cdata for storage in _storages(args, self._device)}
+            given = {storage._cdata for storage in storages_on(self._device, args)}
             results = run(*args)
-            self._end_forward(before_bytes, _storages((results,), self._device), given)
+            self._end_forward(before_bytes, storages_on(self._device, (results,)), given)
             return results
 
         return keep_boxed(run, watched_run)
@@ -169,10 +168,3 @@ class BoundaryMemory:
 def compilations() -> int:
     """Return a number that changes with each compilation, of our backend's or of others'."""
     return REGIONS.compilations + compat.frames_compiled()
-
-
-def _storages(values: Any, device: torch.device) -> list[torch.UntypedStorage]:
-    """Return the storages on `device` of the tensors among arguments or results, boxed ones, too."""
-    flat = (each for value in values for each in (value if isinstance(value, (list, tuple)) else (value,)))
-    found = (storage_of(each) for each in flat if isinstance(each, Tensor) and each.device == device)
-    return [storage for storage in found if storage is not None]

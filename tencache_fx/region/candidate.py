@@ -10,12 +10,11 @@ from typing import Protocol
 
 from torch import fx
 
-from tencache_fx.errors import BudgetError, UsageError
+from tencache_fx.errors import BudgetError
 from tencache_fx.hardware import rates
 from tencache_fx.hardware.cache import cached, kept
 from tencache_fx.hardware.device_memory import external_bytes, input_bytes
 from tencache_fx.model_state.disk_state import line_bytes
-from tencache_fx.options import Options
 from tencache_fx.passes.code_interface import Interface
 from tencache_fx.passes.code_memory import UnreadableCodeError, code_peak_bytes
 from tencache_fx.passes.graphs import RegionGraphs
@@ -26,12 +25,12 @@ from tencache_fx.passes.symbols import unbacked_sizes
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import keep_resident, step_ns
 from tencache_fx.planning.plan import Plan
-from tencache_fx.planning.planner import build_plan, check_tiers, floor_bytes
-from tencache_fx.planning.pool_sizing import staging_classes, total_bytes
-from tencache_fx.planning.problem import Budgets, Kind, Problem, Step, Tier
+from tencache_fx.planning.planner import floor_bytes
+from tencache_fx.planning.problem import Budgets, Kind, Problem, Step
 from tencache_fx.planning.recalibration import StoredCorrection
 from tencache_fx.planning.search import choose_for_region, make_plan
-from tencache_fx.planning.step import boundary_swaps
+from tencache_fx.planning.step_recompute import recomputed_to_fit
+from tencache_fx.planning.swap_region import plan_swap_points
 from tencache_fx.planning.tuning import SPLITS, TUNING
 from tencache_fx.region.analysis import RegionAnalysis, analyze
 from tencache_fx.region.dynamic_shapes import SizeFormulas, Sizes
@@ -182,7 +181,9 @@ class RegionPlanner:
         unforeseen_bytes: int,
         offloaded: Mapping[str, ParameterFacts],
         environment: Environment,
-        recomputed: frozenset[str] = frozenset(),
+        *,
+        by_step: bool = False,
+        recomputed: frozenset[str] | None = None,
     ) -> None:
         options, self._inputs = source.options, source.fakes()
         self._options, self._device, self._sizes = options, source.device, sizes
@@ -191,7 +192,8 @@ class RegionPlanner:
         self._asked = {"asked": repr(asked)}  # what was learned of a plan holds for one asked for in the same way
         self._unforeseen_bytes = unforeseen_bytes
         self._margin_key: dict[str, str] = {}
-        self._offloaded, self._environment, self._recomputed = offloaded, environment, recomputed
+        self._offloaded, self._environment = offloaded, environment
+        self._by_step, self._recomputed = by_step, recomputed
 
     def plan(self, capture: RegionGraphs, first: Candidate | None = None, recomputed: Names = ()) -> Candidate | None:
         """Return the plan for these graphs, and what it is made from; `first` is the one without what is `recomputed`.
@@ -215,12 +217,7 @@ class RegionPlanner:
         )
         staying_bytes = sum(self._offloaded[name].nbytes for name in staying)
         training = capture.backward is not None
-        if options.by_step and self._offloaded:
-            raise UsageError(
-                f'{len(self._offloaded)} parameters of a region are offloaded, which scope="step" does not plan for; '
-                'compile with scope="region", or keep the parameters on the device.'
-            )
-        by_step = options.by_step and training
+        by_step = self._by_step and training
         # How much is to be free beside other regions, the step's problem says.
         wanted = {} if by_step else self._environment.wanted(training=training)
         if Reservation.BOUNDARY in wanted or by_step:
@@ -245,7 +242,7 @@ class RegionPlanner:
             extra_ns = max(0, known.duration_ns - first.analysis.duration_ns)
             bare = dataclasses.replace(stated.problem, recompute_ns=extra_ns)
         stated = dataclasses.replace(stated, problem=bare)
-        reserved, captured, plan = stated.plan(wanted, _planner_of(capture, options))
+        reserved, captured, plan = stated.plan(wanted, _planner_of(capture, options.policy, by_step=by_step))
         problem = captured
         if isinstance(plan, Plan):
             problem = keep_resident(captured, plan.resident, plan.updated_here)
@@ -292,8 +289,11 @@ class RegionPlanner:
         This is the outermost level of the search (`planning/search.py`). Torch may save other values than the policy
         took it to: the bytes that do not fit then are taken off the budget of the next search.
         """
-        if self._options.by_step:
-            names = tuple(sorted(self._recomputed & {recipe.name for recipe in first.captured.recipes}))
+        if self._by_step:
+            recomputed = self._recomputed
+            if recomputed is None:
+                recomputed = recomputed_to_fit(first.captured)
+            names = tuple(sorted(recomputed & {recipe.name for recipe in first.captured.recipes}))
             if not names:
                 return None, first
             more_graphs, more = split(recomputed_nodes(first.analysis.capture, first.captured.recipes, names), names)
@@ -361,30 +361,9 @@ class RegionPlanner:
         )
 
 
-def plan_swap_points(problem: Problem, policy: str) -> Plan:
-    """Return the plan in which all leaves that can, for a region whose transfers a schedule of the step decides.
-
-    It has the buffers for one call, and those through which storages go to disk once host memory is full. Raises
-    `BudgetError` if neither holds what one call has away.
-    """
-    unlimited = problem.within(device_bytes=None)
-    plan = build_plan(unlimited, policy, boundary_swaps(unlimited), floor=0)
-    if not problem.budgets.disk_bytes:
-        check_tiers(unlimited, plan)
-        return plan
-    to_disk = [dataclasses.replace(transfer, tier=Tier.NVME) for transfer in plan.transfers]
-    staging = staging_classes(to_disk, problem.budgets.host_bytes - total_bytes(plan.pool))
-    if total_bytes(plan.pool) + total_bytes(staging) > problem.budgets.host_bytes:
-        plan = build_plan(unlimited, policy, to_disk, floor=0)
-        check_tiers(unlimited, plan)
-        return plan
-    forecast = dataclasses.replace(plan.forecast, host_bytes=total_bytes(plan.pool) + total_bytes(staging))
-    return dataclasses.replace(plan, staging=staging, forecast=forecast)
-
-
-def _planner_of(capture: RegionGraphs, options: Options) -> Callable[[Problem], Plan]:
+def _planner_of(capture: RegionGraphs, policy: str, *, by_step: bool) -> Callable[[Problem], Plan]:
     """Return the planner of a region: gradients that are shards are all offloaded, and nobody may take their norm."""
-    if options.by_step and capture.backward is not None:
-        return partial(plan_swap_points, policy=options.policy)
-    make = partial(make_plan, policy=options.policy)
+    if by_step:
+        return partial(plan_swap_points, policy=policy)
+    make = partial(make_plan, policy=policy)
     return partial(make, tuning=dataclasses.replace(TUNING, state_shares=())) if capture.scatters else make

@@ -26,6 +26,7 @@ region/compilation.py          `compile_region()`: up to three attempts, each a 
     passes/verify_code.py            checks the order in the generated code
     passes/code_memory.py            bytes that the code holds; if these are too many, there is another attempt
 region/compiled_region.py      `CompiledRegion`: the function that runs, record, footprint, correction, placement
+region/scope.py               a monitor: is the region planned by itself, or with the others of its step?
 region/donated_inputs.py       a monitor, asked before each call: does the caller keep inputs that were to be offloaded?
 region/boundary_memory.py      a monitor: do others hold too much between the forward and the backward?
 region/recalibrator.py         a monitor: do steps take longer or shorter than forecast, so that another plan pays?
@@ -84,12 +85,13 @@ def compile_region(
                 unforeseen_bytes,
                 {names[index]: each for index, each in request.offloaded.items()},
                 Environment.find(source.device, source.options, request.boundary_bytes),
-                request.recomputed,
+                by_step=request.by_step,
+                recomputed=request.recomputed,
             )
             lowering = PlannedLowering(source, request, monitors)
             compilation = Compilation(source, planner, names, request.donated, lowering)
             compiled = lowering.finish(compilation.run(inputs), Placement(names=names))
-            over_bytes = _over_bytes(source, compiled.record)
+            over_bytes = 0 if request.by_step else _over_bytes(source, compiled.record)
             if over_bytes <= 0:
                 planner.keep_margin()
                 break
@@ -210,7 +212,7 @@ class Compilation:
 def _over_bytes(source: RegionSource, record: RegionRecord | None) -> int:
     """Return by how much the generated code goes over the device budget; 0 where there is none of either."""
     budget_bytes = source.options.device_budget
-    if budget_bytes is None or source.options.by_step or record is None or record.code_peak_bytes is None:
+    if budget_bytes is None or record is None or record.code_peak_bytes is None:
         return 0
     return record.code_peak_bytes - budget_bytes
 

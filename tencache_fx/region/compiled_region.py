@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.planning.recalibration import Scales, StoredCorrection, correct
-from tencache_fx.planning.step import SwapRegion
+from tencache_fx.planning.swap_region import SwapRegion
 from tencache_fx.records import RegionRecord
 from tencache_fx.region.dynamic_shapes import Footprint, Sizes
 from tencache_fx.region.step_recorder import StepRecorder
@@ -25,8 +25,8 @@ class Request:
     `sizes` are those at hand, and those to plan for, if these differ. `offloaded` are the offloaded parameters by their
     positions among the inputs, `donated` the positions of inputs that the caller is expected to free after the forward,
     `boundary_bytes` what is to be free between the graphs. The plan is timed if another plan is to be compared with it
-    (`compares`), or if its forecast was never corrected and may be (`may_learn`). Where regions are planned
-    together, it is given what is to be `recomputed`.
+    (`compares`), or if its forecast was never corrected and may be (`may_learn`). A region planned `by_step`, together
+    with the others of its step, is given what is to be `recomputed`, once that is decided.
     """
 
     offloaded: Mapping[int, OffloadedParameter]
@@ -35,7 +35,8 @@ class Request:
     boundary_bytes: int = 0
     compares: bool = False
     may_learn: bool = False
-    recomputed: frozenset[str] = frozenset()
+    by_step: bool = False
+    recomputed: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

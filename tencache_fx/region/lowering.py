@@ -23,7 +23,7 @@ from tencache_fx.passes.verify_graph import verify_graphs
 from tencache_fx.planning.plan import Plan, TransferKind
 from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.recalibration import Scales
-from tencache_fx.planning.step import SwapRegion
+from tencache_fx.planning.swap_region import SwapRegion
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.records import Listing, RegionRecord
 from tencache_fx.region.candidate import Candidate
@@ -71,7 +71,7 @@ class PlannedLowering:
             raise candidate.plan
         known, problem, plan = candidate.analysis, candidate.problem, candidate.plan
         capture, request, device = known.capture, self._request, self._source.device
-        by_step = self._source.options.by_step and capture.backward is not None
+        by_step = request.by_step and capture.backward is not None
         if by_step:
             problem = problem.within(device_bytes=None)
         verify_plan(problem, plan)
@@ -90,7 +90,7 @@ class PlannedLowering:
                 recorder = recorder_of(points)
                 self._swap_region = SwapRegion(
                     problem=problem,
-                    swaps=plan.transfers,
+                    transfers=plan.transfers,
                     points=find_points(capture),
                     original=candidate.original,
                     recomputed=frozenset(plan.recomputed),

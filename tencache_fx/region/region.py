@@ -21,6 +21,7 @@ from tencache_fx.region.compiled_region import CompiledRegion, Monitor, Request
 from tencache_fx.region.donated_inputs import DonatedInputs
 from tencache_fx.region.dynamic_shapes import SizeFormulas, Sizes
 from tencache_fx.region.recalibrator import Recalibrator
+from tencache_fx.region.scope import Scope
 from tencache_fx.region.source import RegionSource
 from tencache_fx.region.step_monitor import StepMonitor
 from tencache_fx.region.timers import CallTimes
@@ -42,13 +43,13 @@ class Region:
         self.index, self.device = source.index, source.device
         self.boundary_memory = BoundaryMemory(source.index, source.device, source.options.device_budget)
         self.donated_inputs = DonatedInputs(inputs)
-        by_step = source.options.by_step
-        self.step = StepMonitor(source) if by_step else None
-        self.recalibrator = Recalibrator(source.index, enabled=source.options.calibrate and not by_step)
+        self.step = StepMonitor(source)
+        self.scope = Scope(source, inputs, self.step)
+        self.recalibrator = Recalibrator(source.index, enabled=source.options.calibrate)
         self._source, self._offloaded = source, offloaded
         self._check = BudgetCheck(source)
         self._calls = CallTimes()
-        self.current = self._compile(inputs, offloaded, None)
+        self.current = self._compile_first(inputs, offloaded)
 
     @property
     def record(self) -> RegionRecord | None:
@@ -66,9 +67,9 @@ class Region:
 
         A plan with less room between the graphs is no rival of one with more: times are compared last.
         """
-        if self.step is not None:
-            return (self.step,)
-        return self.donated_inputs, self.boundary_memory, self.recalibrator
+        if self.scope.by_step:
+            return self.scope, self.step
+        return self.scope, self.donated_inputs, self.boundary_memory, self.recalibrator
 
     def __call__(self, *args: Any) -> Any:
         """Run the region; first plan it again if its inputs, or external memory, are larger than its plan allows.
@@ -148,7 +149,9 @@ class Region:
                 self.current = monitor.on_refusal(self.current)
             break
         assert self.current.footprint is not None
-        if self.step is None and not self._check.passes(self.current.footprint, sizes):
+        if self.scope.leaves_step():
+            self._plan_again(formulas, sizes, "it does not fit while storages are away only between its graphs")
+        elif not self.scope.by_step and not self._check.passes(self.current.footprint, sizes):
             self._plan_again(formulas, sizes, "its plan, or what is held beside it, is over the budget")
 
     def _plan_again(self, formulas: SizeFormulas, sizes: Sizes, reason: str) -> None:
@@ -178,17 +181,28 @@ class Region:
         with torch._guards.tracing(self._source.context), unchanged(self.device):
             return self._compile(self._source.fakes(), offloaded, sizes)  # the first batch is not kept alive for this
 
+    def _compile_first(self, inputs: Sequence[Any], offloaded: Mapping[int, OffloadedParameter]) -> CompiledRegion:
+        """Compile the region; by itself, if it was only guessed to be a part, and has no plan as one."""
+        try:
+            return self._compile(inputs, offloaded, None)
+        except BudgetError:
+            if not self.scope.plan_alone():
+                raise
+            return self._compile(inputs, offloaded, None)
+
     def _compile(
         self, inputs: Sequence[Any], offloaded: Mapping[int, OffloadedParameter], sizes: tuple[Sizes, Sizes] | None
     ) -> CompiledRegion:
+        by_step = self.scope.by_step
         request = Request(
             offloaded=offloaded,
             sizes=sizes,
             donated=self.donated_inputs.positions,
             boundary_bytes=self.boundary_memory.wanted_bytes,
-            compares=self.recalibrator.compares,
-            may_learn=self.recalibrator.may_learn,
-            recomputed=frozenset() if self.step is None else self.step.recomputed,
+            compares=self.recalibrator.compares and not by_step,
+            may_learn=self.recalibrator.may_learn and not by_step,
+            by_step=by_step,
+            recomputed=self.step.recomputed if by_step else None,
         )
         compiled = compile_region(self._source, inputs, request, self.monitors)
         for monitor in self.monitors:

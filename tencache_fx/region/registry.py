@@ -24,6 +24,18 @@ class Waiting(Protocol):
         """Note that the device had to hold so much in all meanwhile."""
 
 
+class Scope(Protocol):
+    """The register's view of what a region is planned with."""
+
+    by_step: bool
+
+    def waits(self, thread: int) -> bool:
+        """Return whether a forward of this thread waits for its backward."""
+
+    def meet(self, thread: int) -> None:
+        """Note that a forward begins in this thread, be it of this region or of another one."""
+
+
 class Region(Protocol):
     """A compiled region, as the register knows it."""
 
@@ -37,6 +49,10 @@ class Region(Protocol):
     @property
     def in_steps(self) -> bool:
         """Return whether it is planned with the others of its step."""
+
+    @property
+    def scope(self) -> Scope:
+        """Return what it is planned with."""
 
     @property
     def boundary_memory(self) -> Waiting:
@@ -74,6 +90,10 @@ class Regions:
         """Return the regions of which forwards keep something on `device` that they could do without."""
         found = (region.boundary_memory for region in self._live if region.device == device)
         return tuple(each for each in found if each.pending_bytes)
+
+    def scopes(self, device: torch.device) -> tuple[Scope, ...]:
+        """Return the scopes of the regions on `device`."""
+        return tuple(region.scope for region in self._live if region.device == device)
 
     def dump_measured(self) -> None:
         """Let every region with a dump directory write what was measured of it; does nothing in a forked child."""

@@ -37,6 +37,11 @@ class RegionSource:
         return ", ".join(part for part in (_code_of(self.graph.graph), self.compile_id) if part)
 
     @property
+    def breaks_off(self) -> bool:
+        """Whether more of the same function runs after the region: it ends at a graph break."""
+        return compat.ends_at_graph_break(self.graph)
+
+    @property
     def takes_fakes(self) -> bool:
         """Whether the compiled code may be called with fake tensors: Inductor's usually reads their memory."""
         return self.options.compiler == "eager" or compat.runs_on_fakes(self.settings)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tencache_fx.options import SETTINGS, Options
-from tencache_fx.planning.step import SwapRegion
+from tencache_fx.planning.swap_region import SwapRegion
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Phase, Request, WrittenPlan, keep_boxed
 from tencache_fx.region.dynamic_shapes import Sizes
 from tencache_fx.region.source import RegionSource
@@ -27,11 +27,23 @@ class StepMonitor:
         self._options, self._given = source.options, SETTINGS.given
 
     @property
-    def recomputed(self) -> frozenset[str]:
-        """The storages that are to be recomputed in all calls of the region."""
+    def recomputed(self) -> frozenset[str] | None:
+        """The storages that are to be recomputed in all calls of the region; None if that is not decided yet."""
         if self._recorder is None or self._refused:
-            return frozenset()
-        return self._recorder.planner.recomputed.get(self._source.index, frozenset())
+            return None
+        return self._recorder.planner.recomputed.get(self._source.index)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the last steps have run no other region, and moved or recomputed something."""
+        return self._recorder is not None and self._recorder.is_alone(self._source.index)
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether a call that has no plan yet would be over the budget, as far as is known before it runs."""
+        if self._recorder is None:
+            return False
+        return self._recorder.is_over(self._source.index, self._region(), self._current_options())
 
     def instrument(self, phase: Phase, run: Compiled, written: WrittenPlan) -> Compiled:
         """Return `run`, the region's forward or backward, told of; boxed if `run` is."""
@@ -60,7 +72,8 @@ class StepMonitor:
         self._sizes = sizes
         if self._recorder is not None:
             self._recorder.settle()
-        if current.swap_region is not None and current.swap_region.recomputed != self.recomputed:
+        recomputed = self.recomputed
+        if current.swap_region is not None and recomputed not in (None, current.swap_region.recomputed):
             return "the step is faster if it recomputes other storages"
         return current
 

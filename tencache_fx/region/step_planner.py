@@ -12,7 +12,7 @@ from tencache_fx.planning.plan import Plan, PoolClass
 from tencache_fx.planning.problem import Budgets, Links
 from tencache_fx.planning.search import make_plan
 from tencache_fx.planning.step import FRUGAL, StepProblem, StepSchedule, Visit, join, to_schedule
-from tencache_fx.planning.step_recompute import choose_for_step
+from tencache_fx.planning.step_recompute import choose_for_step, least_peak_bytes
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.records import StepRecord
 from tencache_fx.region.optimizer_forecast import expected_state_bytes
@@ -71,6 +71,12 @@ class Program:
         """The schedule to follow: the frugal one where there is no plan."""
         return FRUGAL if self.planned is None else self.planned.schedule
 
+    @property
+    def moves(self) -> bool:
+        """Whether something leaves the device, or is recomputed that torch's partitioner would save."""
+        plan = None if self.planned is None else self.planned.plan
+        return plan is None or bool(plan.transfers) or any(visit.region.recomputed for visit in self.visits)
+
     def excess_bytes(self, visit: Visit, place: int, limit: int | None) -> int:
         """Return by how much the plan would go over the budget with what is held beside it in its `place`-th run."""
         if limit is None or self.planned is None or self.planned.plan is None:
@@ -124,6 +130,13 @@ class StepPlanner:
                 write_step(options.dump_dir, program.number, record)
             except OptionError as error:  # training goes on
                 log.warning("%s", str(error))
+
+    def may_fit(self, visit: Visit, options: Options) -> bool:
+        """Return whether a run may yet fit, for its region may recompute other storages than it does."""
+        if visit.index in self.recomputed or not options.may_recompute or options.device_budget is None:
+            return False
+        least_bytes = least_peak_bytes(visit.region, backward=visit.backward)
+        return visit.held_bytes + least_bytes <= options.device_budget
 
     def _reserve(self, program: Program, plan: Plan) -> None:
         """Hold the plan's buffers, and one for any storage to go through to disk: orders change."""

@@ -23,7 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tencache_fx import compat
 from tencache_fx.errors import BudgetError
 from tencache_fx.options import Options
-from tencache_fx.planning.step import FRUGAL, SwapKey, SwapRegion, Visit
+from tencache_fx.planning.step import FRUGAL, SwapKey, Visit
+from tencache_fx.planning.swap_region import SwapRegion
 from tencache_fx.records import StepRecord
 from tencache_fx.region.step_planner import Order, Program, StepPlanner, place_of, record_of
 from tencache_fx.runtime.swap_points import SwapPoints
@@ -34,6 +35,7 @@ log = logging.getLogger("tencache_fx")
 
 _TURNS = 2  # a forward that still waits when so many later rounds might have ended is not waited for any more
 _PROGRAMS = 64  # remembered
+_ALONE = 2  # steps with one call of a region and no other show that it runs alone
 
 
 @dataclass(slots=True, eq=False)
@@ -60,9 +62,11 @@ class StepRecorder:
         self.points = points
         self.planner = StepPlanner(points)
         self.programs: dict[Order, Program] = {}
+        self.misfits: set[int] = set()  # regions whose backward does not fit while they are planned with their step
         self._lock = threading.RLock()
         self._calls: list[Call] = []
         self._counts: Counter[int] = Counter()
+        self._alone: Counter[int] = Counter()  # by region, the last steps in a row in which it was alone
         self._visits: list[Visit] = []
         self._expected: Program | None = None
         self._last: Program | None = None
@@ -131,6 +135,26 @@ class StepRecorder:
         with self._lock:
             self._forget_round()
             self._expected, self.points.schedule = None, FRUGAL  # what stays leaves when the next graph begins
+
+    def is_over(self, index: int, region: SwapRegion, options: Options) -> bool:
+        """Return whether a call that has no plan would be over the budget, with all away that can be."""
+        if index in self.misfits:
+            return True
+        if options.device_budget is None or self.points.schedule is not FRUGAL:
+            return False
+        held_bytes = self.points.gauge.held_bytes() - self.points.extra_bytes
+        visits = (
+            Visit(index=index, call=0, backward=backward, region=region, held_bytes=held_bytes)
+            for backward in (False, True)
+        )
+        return any(
+            visit.peak_bytes > options.device_budget and not self.planner.may_fit(visit, options) for visit in visits
+        )
+
+    def is_alone(self, index: int) -> bool:
+        """Return whether the last steps with this region were one call of it, and storages left or were recomputed."""
+        with self._lock:
+            return self._alone[index] >= _ALONE
 
     def records(self) -> tuple[StepRecord, ...]:
         """Return the records of the plans of all programs, the one that ran last at the end."""
@@ -207,6 +231,19 @@ class StepRecorder:
             visit = self._visits[-1] = replace(visit, held_bytes=self._measure()[0])
         if visit.peak_bytes <= limit:
             return
+        assert self._options is not None
+        alone = visit.backward and self._options.scope == "auto"  # its storages may then be away within a graph
+        if alone or self.planner.may_fit(visit, self._options):
+            if alone:
+                self.misfits.add(visit.index)
+            log.info(
+                "region %d needs %d bytes on the device this once, over the budget of %d; it is planned again, %s",
+                visit.index,
+                visit.peak_bytes,
+                limit,
+                "by itself" if alone else "with more recomputed",
+            )
+            return
         phase = "backward" if visit.backward else "forward"
         raise BudgetError(
             f"the {phase} of region {visit.index}, call {visit.call} of the step, needs "
@@ -237,6 +274,8 @@ class StepRecorder:
         self._last = program
         assert self._options is not None
         self.planner.consider(program, self._options)
+        for index in {visit.index for visit in visits}:
+            self._alone[index] = self._alone[index] + 1 if len(visits) == 2 and program.moves else 0
 
     def _forget_round(self) -> None:
         self._calls, self._visits = [], []

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from tencache_fx.planning.liveness import live_bytes
-from tencache_fx.planning.problem import Step
+from tencache_fx.planning.problem import Kind, Step
 from tencache_fx.planning.step import Point, SwapKey
 from tencache_fx.records import StepRecord, StepRun
 from tencache_fx.reporting.tables import amount_rows, count_and_bytes, show_table
@@ -69,8 +69,8 @@ def _show_runs(record: StepRecord) -> str:
     for runs in _in_a_row(record.runs):
         steps = range(runs[0].begin, runs[-1].end)
         stays = sum(s.nbytes for s in problem.storages if s.birth in steps and s.name not in away)
-        goes = sum(t.nbytes for t in transfers if t.copy_out_after in steps)
-        comes = sum(t.nbytes for t in transfers if t.needed_at in steps)
+        goes = sum(t.nbytes for t in transfers if t.out and t.copy_out_after in steps)
+        comes = sum(t.nbytes for t in transfers if t.back and t.needed_at in steps)
         amounts = (
             max(run.held_bytes for run in runs),
             max(run.gap_bytes for run in runs),
@@ -129,6 +129,8 @@ class _Telling:
 
     def __init__(self, record: StepRecord) -> None:
         self._keys, self._schedule = frozenset(record.joined.keys.values()), record.schedule
+        kinds = {storage.name: storage.kind for storage in record.joined.problem.storages}
+        self._kinds = {key: kinds[name] for name, key in record.joined.keys.items()}
         self._runs = {(run.region, run.call, run.backward): run for run in record.runs}
         self._freed_at = {key: point for point, keys in self._schedule.frees.items() for key in keys}
         self._back_at = {key: point for point, keys in self._schedule.prefetches.items() for key in keys}
@@ -144,6 +146,12 @@ class _Telling:
         if (kept := self._kept(key)) is not None:
             return kept
         freed = self._place(self._freed_at[key]) if key in self._freed_at else "its release"
+        if self._kinds[key] is Kind.STORED:
+            return f"goes to host, freed at {freed}"
+        if self._kinds[key] is Kind.FETCHED:
+            return (
+                f"comes from host, copied at {self._place(self._back_at[key])}" if key in self._back_at else "comes now"
+            )
         back = self._place(self._back_at[key]) if key in self._back_at else "its prefetch"
         return f"goes to {self._schedule.away[key]}, freed at {freed}, copied back at {back}"
 
@@ -151,7 +159,7 @@ class _Telling:
         """Return what the op at a position does."""
         op = run.ops[position - 1]
         key = SwapKey(run.region, run.call, op.label)
-        if op.deed == "offload":
+        if op.deed == "offload" or (op.deed in ("fetch", "store") and key in self._keys):
             return self.story(key)
         if self._kept(key) is not None or op.deed == "wait":
             return ""

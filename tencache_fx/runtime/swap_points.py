@@ -7,6 +7,9 @@ The ops are those of `ops.py`; their engine index names a `SwapPoints` instead o
     prefetch   away, and not issued at an earlier point: issue the copy in
     wait       kept: return the tensor itself; else compute waits for the copy in
 
+Offloaded parameters come by `fetch_param` and `wait`, gradients leave by `offload_grad` and `release`: their copies
+may be issued at an earlier point, their bytes be freed at a later one (`step_parameters.py`).
+
 Which call it is, the region says with `begin`, in the thread that runs the graph. A point (the begin of a graph, each
 of its ops, its end) first frees, then prefetches what the schedule lists there, of whatever call.
 
@@ -16,9 +19,10 @@ of is freed at once.
 """
 
 import itertools
+import logging
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -27,12 +31,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tencache_fx.errors import InvariantError, UsageError
+from tencache_fx.errors import BudgetError, InvariantError, UsageError
 from tencache_fx.hardware.memory_gauge import MemoryGauge
 from tencache_fx.planning.problem import Tier
 from tencache_fx.planning.step import FRUGAL, Point, StepSchedule, SwapKey
 from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.step_parameters import Fetch, StepParameters
 from tencache_fx.runtime.transfers import new_token
+
+log = logging.getLogger("tencache_fx")
 
 
 class State(Enum):
@@ -103,6 +110,8 @@ class SwapPoints:
         self._by_key: weakref.WeakValueDictionary[int, Swap] = weakref.WeakValueDictionary()
         self._live: weakref.WeakValueDictionary[SwapKey, Swap] = weakref.WeakValueDictionary()
         self._runs = threading.local()
+        self._parameters = StepParameters(engine.release)
+        self._was_full = False
         self.shared: set[tuple[int, str]] = set()
         """Donated inputs, by region and label, that their caller was seen to keep: nothing is freed if they leave."""
 
@@ -115,7 +124,8 @@ class SwapPoints:
     def extra_bytes(self) -> int:
         """Return the bytes on the device that would not be there if everything left at once."""
         with self._lock:
-            return sum(swap.extra_bytes for swap in self._live.values())
+            nbytes = sum(swap.extra_bytes for swap in self._live.values())
+            return nbytes + self._parameters.extra_bytes if self.gauge.counts_all else nbytes
 
     @property
     def in_use(self) -> int:
@@ -138,6 +148,8 @@ class SwapPoints:
     def follow(self, schedule: StepSchedule) -> None:
         """Follow `schedule` from now on; what stays on the device, and would not by it, leaves."""
         with self._lock:
+            if schedule is not self.schedule:
+                self._parameters.settle()
             self.schedule = schedule
             leaving = [swap for swap in self._live.values() if swap.extra_bytes and swap.name not in schedule.kept]
             for swap in leaving:
@@ -159,6 +171,8 @@ class SwapPoints:
     def abandon(self) -> None:
         """Note that the graph of this thread has raised, if it had begun."""
         self._runs.now = None
+        with self._lock:
+            self._parameters.settle()
 
     def offload(self, src: Tensor, tier: Tier, label: str = "") -> Tensor:
         """Issue the copy out, or only note the tensor; return the handle."""
@@ -178,12 +192,33 @@ class SwapPoints:
         """Free the bytes once the copy out is over, if the schedule has that done here."""
         self._pass_point()
         with self._lock:
-            swap = self._find(handle, "release")
+            if (swap := self._owned_by(handle)) is None:  # a gradient's
+                self._parameters.release(handle, src, deferred=self.schedule.deferred.__contains__)
+                return new_token()
             swap.donated, swap.released = donated, True
             swap.shared = (swap.name.region, swap.name.label) in self.shared
             if swap.handle is not None and swap.name not in self.schedule.deferred:
                 self._free(swap)
         return new_token()
+
+    def fetch(self, label: str, fetch: Fetch) -> Tensor:
+        """Return the ticket of an offloaded parameter, whose copy in may have been issued at an earlier point."""
+        run = self._pass_point()
+        with self._lock:
+            return self._parameters.fetch(SwapKey(run.region, run.call, label), fetch)
+
+    def pass_by(self, issue: Callable[[], Tensor]) -> Tensor:
+        """Run a graph op that no schedule has a say in, at its point."""
+        self._pass_point()
+        return issue()
+
+    def store(self, label: str, issue: Callable[[], Tensor]) -> Tensor:
+        """Have the copy out of a gradient issued; return the engine's handle."""
+        run = self._pass_point()
+        handle = issue()
+        with self._lock:
+            self._parameters.note_stored(SwapKey(run.region, run.call, label), handle)
+        return handle
 
     def prefetch(self, handle: Tensor) -> Tensor:
         """Issue the copy in, unless that was done before or the storage is here; return the ticket."""
@@ -199,8 +234,9 @@ class SwapPoints:
     def wait(self, ticket: Tensor) -> Tensor:
         """Return the tensor: the very one, if it has stayed and nobody else has it."""
         self._pass_point()
+        if (swap := self._owned_by(ticket)) is None:  # a parameter's
+            return self.engine.wait(ticket)
         with self._lock:
-            swap = self._find(ticket, "wait for")
             if swap.state is State.ENDED:
                 raise UsageError(_refusal(swap))
             src, coming, swap.src, swap.ticket, swap.handle = swap.src, swap.ticket, None, None, None
@@ -234,22 +270,38 @@ class SwapPoints:
                 swap = self._live.get(name)
                 if swap is not None and swap.released and swap.handle is not None and swap.state is State.HERE:
                     self._free(swap)
+                elif swap is None:
+                    self._parameters.free(name)
             for name in self.schedule.prefetches.get(point, ()):
                 swap = self._live.get(name)
                 if swap is not None and swap.released:
                     self._bring(swap)
+                elif swap is None:
+                    self._parameters.fetch_ahead(name)
         return run
 
-    def _leave(self, swap: Swap) -> None:
-        """Issue the copy out: to the tier that the schedule says; without one, to disk if host memory is full."""
+    def _leave(self, swap: Swap) -> bool:
+        """Issue the copy out: to the tier that the schedule says; without one, to disk if host memory is full.
+
+        Return whether it leaves: where no schedule has reserved buffers, what finds no room stays.
+        """
         assert swap.src is not None
         tier = self.schedule.away.get(swap.name, Tier.HOST)
-        swap.handle = self.engine.offload(swap.src, tier, swap.name.label, or_disk=True)
+        try:
+            swap.handle = self.engine.offload(swap.src, tier, swap.name.label, or_disk=True)
+        except BudgetError as error:
+            if swap.name in self.schedule.away:
+                raise
+            if not self._was_full:
+                self._was_full = True
+                log.warning("%s stays on the device, as others may: %s", swap.name.label, str(error))
+            return False
+        return True
 
     def _free(self, swap: Swap) -> None:
         """Let compute wait for the copy out, which is issued if need be; the bytes are free then. Lock held."""
-        if swap.handle is None:
-            self._leave(swap)
+        if swap.handle is None and not self._leave(swap):
+            return
         assert swap.handle is not None
         assert swap.src is not None
         swap.modified = swap.src._version != swap.version

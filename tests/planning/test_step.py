@@ -12,20 +12,9 @@ from tencache_fx.errors import BudgetError
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Recipe, Step, Storage, Tier
 from tencache_fx.planning.search import make_plan
-from tencache_fx.planning.step import (
-    FRUGAL,
-    GraphPoint,
-    Point,
-    StepProblem,
-    StepSchedule,
-    SwapRegion,
-    Visit,
-    boundary_swaps,
-    join,
-    to_schedule,
-    with_regions,
-)
+from tencache_fx.planning.step import FRUGAL, Point, StepProblem, StepSchedule, Visit, join, to_schedule, with_regions
 from tencache_fx.planning.step_recompute import choose_for_step
+from tencache_fx.planning.swap_region import GraphPoint, SwapRegion, boundary_swaps
 from tencache_fx.planning.verify import verify_plan
 
 SEEN = Outcomes()
@@ -74,7 +63,7 @@ def regions(draw: st.DrawFn) -> SwapRegion:
         budgets=budgets(None),
     )
     swaps = boundary_swaps(problem)
-    return SwapRegion(problem=problem, swaps=swaps, points=points_of(problem, swaps), original=problem)
+    return SwapRegion(problem=problem, transfers=swaps, points=points_of(problem, swaps), original=problem)
 
 
 def points_of(problem, swaps):
@@ -223,7 +212,7 @@ def recomputing_region() -> SwapRegion:
         recipes=(Recipe(name="large", steps=(Step(0),)),),
     )
     swaps = boundary_swaps(problem)
-    return SwapRegion(problem=problem, swaps=swaps, points=points_of(problem, swaps), original=problem)
+    return SwapRegion(problem=problem, transfers=swaps, points=points_of(problem, swaps), original=problem)
 
 
 def test_what_is_cheaper_than_copying_is_recomputed():
@@ -236,7 +225,7 @@ def test_what_is_cheaper_than_copying_is_recomputed():
 
 def test_forwards_that_wait_keep_what_their_region_keeps():
     region = recomputing_region()
-    frugal = SwapRegion(problem=region.problem, swaps=(), points=((), ()), original=region.problem)
+    frugal = SwapRegion(problem=region.problem, transfers=(), points=((), ()), original=region.problem)
     visits = [visit_of(region, 0, call, backward=back, held_bytes=100) for call, back in TWO_CALLS]
     found = with_regions(visits, {0: frugal})
     assert [visit.held_bytes for visit in found] == [100, 1100, 2100, 1100]

@@ -110,7 +110,7 @@ def test_loops_over_several_regions(loop: Loop) -> None:
         kept: list[object] = []  # what keeps the compiled regions alive
 
         def wrap(model: nn.Module) -> Callable[[Tensor], Tensor]:
-            kept.append(run := compiled(model, {**EAGER, "device_budget": budget}))
+            kept.append(run := compiled(model, {**EAGER, "scope": "region", "device_budget": budget}))
             return run
 
         return regions_of(lambda: (found.append(run_loop(loop, wrap)), kept))
@@ -120,6 +120,23 @@ def test_loops_over_several_regions(loop: Loop) -> None:
     assert all(torch.equal(mine, true) for mine, true in zip(found[-1], expected, strict=True))
     assert any(plan.transfers for plan in plans)
     assert all(plan.forecast.peak_bytes <= budget for plan in plans)
+
+
+@pytest.mark.parametrize("loop", [adversaries, reordered, interleaved])
+def test_loops_whose_regions_share_a_budget(loop: Loop) -> None:
+    """No option says that there are several: the runs do."""
+    expected = run_loop(loop, lambda model: torch.compile(model, backend="aot_eager_decomp_partition"))
+    torch.compiler.reset()
+    found, offloads = [], []
+    for budget in (1 << 30, 800_000):
+        torch.compiler.reset()
+        found.append(run_loop(loop, lambda model: compiled(model, {**EAGER, "device_budget": budget})))  # noqa: B023
+        offloads.append(tencache_fx.stats().get("offloads", 0))
+    for mine in found:
+        assert all(torch.equal(one, true) for one, true in zip(mine, expected, strict=True))
+    assert tencache_fx.steps(), "the regions were planned together"
+    assert all(step.plan.forecast.peak_bytes <= 1 << 30 for step in tencache_fx.steps())
+    assert offloads[1] > offloads[0]
 
 
 def mixed(dtype: torch.dtype, budget: int | None, *, at_home: bool = False) -> tuple[list[Tensor], list[float]]:

@@ -23,6 +23,7 @@ from tencache_fx.region import boundary_memory, budget_check, candidate, environ
 from tencache_fx.region.compiled_region import WrittenPlan
 from tencache_fx.region.recalibrator import Recalibrator
 from tencache_fx.region.registry import REGIONS
+from tencache_fx.tensors import storages_on
 
 
 def test_a_loss_outside_of_the_region_finds_room(meter: Meter, caplog: pytest.LogCaptureFixture) -> None:
@@ -355,7 +356,7 @@ def test_a_region_that_returns_a_sparse_tensor_runs() -> None:
     def forward(x: Tensor) -> tuple[Tensor, Tensor]:
         return torch.tanh(x * 2), torch.sparse_coo_tensor(torch.arange(8)[None], x[:8, 0], (16,))
 
-    seen = boundary_memory._storages((forward(torch.ones(8, 8)),), torch.device("cpu"))
+    seen = storages_on(torch.device("cpu"), (forward(torch.ones(8, 8)),))
     assert len(seen) == 1
 
 

@@ -25,7 +25,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 import tencache_fx
-from tencache_fx.errors import BudgetError, UsageError
+from tencache_fx.errors import BudgetError, StoreError, UsageError
 from tencache_fx.planning.step import FRUGAL
 from tencache_fx.runtime.engine import Engine
 
@@ -57,6 +57,29 @@ def test_what_was_modified_before_it_had_to_leave_is_refused(engine: Engine) -> 
         result.sum().backward()
 
 
+def test_where_host_memory_is_full_what_has_no_plan_yet_stays(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, model = wanted(3), one_by_one(blocks(), device_budget=BUDGETS["some"])
+    left = engine.offload
+
+    def refuse_most(*args: object, **more: object) -> Tensor:
+        refuse_most.calls += 1
+        if refuse_most.calls > 3:
+            raise BudgetError("host memory is full")
+        return left(*args, **more)
+
+    refuse_most.calls = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "offload", refuse_most)
+        assert equal(gradients(model, model, inputs(0)), expected[0])
+        assert refuse_most.calls > 4
+    assert caplog.text.count("stays on the device, as others may: host memory is full") == 1
+    for step in (1, 2):
+        assert equal(gradients(model, model, inputs(step)), expected[step])
+    assert recorder(engine).points.in_use == 0
+
+
 def test_a_failure_while_nothing_can_leave_ends_the_round(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error that is seen is the first one, and the steps after it are planned as if nothing had been."""
     expected, model = wanted(3), one_by_one(blocks(), device_budget=BUDGETS["plenty"])
@@ -65,11 +88,11 @@ def test_a_failure_while_nothing_can_leave_ends_the_round(engine: Engine, monkey
     result = model[1](model[0](inputs()))
 
     def refuse(*_: object, **__: object) -> None:
-        raise BudgetError("asked for")
+        raise StoreError("asked for")
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "offload", refuse)
-        with pytest.raises(BudgetError, match="asked for") as caught:
+        with pytest.raises(StoreError, match="asked for") as caught:
             model[0](inputs())
         assert caught.value.__context__ is None
     del caught, result

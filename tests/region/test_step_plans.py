@@ -13,7 +13,6 @@ from harness import Block, faulty_engine
 from meter import Meter
 from problems import links as slow_links
 from torch import Tensor, nn
-from torch._dynamo.exc import BackendCompilerFailed
 
 import tencache_fx
 from tencache_fx.errors import BudgetError, OptionError, UsageError
@@ -347,16 +346,6 @@ def test_inductor_is_equal_within_rounding(engine: Engine) -> None:
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     assert tencache_fx.steps()[-1].plan.transfers
-
-
-def test_offloaded_parameters_are_refused() -> None:
-    model = blocks(2)
-    tencache_fx.offload(model, "cpu")
-    one_by_one(model, device_budget=BUDGETS["some"])
-    with pytest.raises(
-        BackendCompilerFailed, match=r'UsageError: \d .* offloaded, which scope="step" does not plan for'
-    ):
-        model(inputs())
 
 
 def test_what_runs_is_what_the_schedule_says(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def train(meter: Meter, forward: Callable[[Tensor], Tensor], model: nn.Module, s
     return peaks, [parameter.grad for parameter in model.parameters()]
 
 
-OPTIONS = {"compiler": "eager", "recompute": "none", "calibrate": False}
+OPTIONS = {"compiler": "eager", "recompute": "none", "calibrate": False, "scope": "region"}
 
 
 def expected(model: nn.Module, steps: int = 6) -> Any:

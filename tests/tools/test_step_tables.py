@@ -11,7 +11,8 @@ from test_tables import RECORD, trimmed
 from tencache_fx.cli import main
 from tencache_fx.planning.problem import Kind, Op, Problem, Step, Storage
 from tencache_fx.planning.search import make_plan
-from tencache_fx.planning.step import SwapRegion, boundary_swaps, join, to_schedule
+from tencache_fx.planning.step import join, to_schedule
+from tencache_fx.planning.swap_region import SwapRegion, boundary_swaps
 from tencache_fx.records import StepRecord
 from tencache_fx.region.step_records import record_step
 from tencache_fx.reporting.dump import read_problem, read_steps, write_region, write_step
@@ -40,7 +41,9 @@ def region() -> SwapRegion:
     )
     swaps = boundary_swaps(problem)
     points = points_of(problem, swaps)
-    return SwapRegion(problem=problem, swaps=swaps, points=points, original=problem, name="forward (model.py:12), 0/0")
+    return SwapRegion(
+        problem=problem, transfers=swaps, points=points, original=problem, name="forward (model.py:12), 0/0"
+    )
 
 
 ORDER = ((3, 0, False), (3, 1, False), (4, 0, False), (3, 1, True), (3, 0, True))
@@ -232,7 +235,7 @@ def test_a_step_is_planned_again_in_another_budget(
     [
         ('"begin": 1,', '"begin": 2,', "the runs do not follow one another"),
         ('"end": 4,', '"end": 0,', "forward 3.0 has no gap before it, or ops that are not in [1, 0]"),
-        ('"deed": "release"', '"deed": "relase"', "a storage has no release, or no prefetch"),
+        ('"deed": "release"', '"deed": "relase"', "has no release, or no prefetch"),
         ('"name": "3.0:big"', '"name": "3.7:big"', "no storage or no step for"),
         ('"back": {', '"backs": {', "expected the fields"),
         ('"peak_step": ', '"peak_step": 9', "the peak is at step 9"),

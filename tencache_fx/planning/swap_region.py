@@ -1,0 +1,137 @@
+"""A region whose graphs have swap points: what it holds with everything away, and the plan in which all leaves.
+
+`step.py` joins the calls of such regions to the problem of a step. No torch here.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tencache_fx.planning.liveness import clip_to_barriers, inactive_intervals, is_candidate, live_bytes, swap_to_host
+from tencache_fx.planning.parameter_schedule import schedule_parameters
+from tencache_fx.planning.plan import Plan, Transfer, TransferKind
+from tencache_fx.planning.planner import build_plan, check_tiers
+from tencache_fx.planning.pool_sizing import staging_classes, total_bytes
+from tencache_fx.planning.problem import Kind, Problem, Step, Tier
+
+
+class GraphPoint(NamedTuple):
+    """A runtime op in a region's graph: it runs before this step of the region's problem."""
+
+    step: Step
+    deed: str
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapRegion:
+    """A region whose graphs have swap points, and in which the storages `recomputed` are not saved.
+
+    `original` is the problem in which nothing more is recomputed than torch's partitioner does, with recipes.
+    `transfers` are what the graphs do where no schedule says otherwise, `points` the runtime ops of forward and
+    backward in their order. Generated code holds `margin_bytes` more than the graphs show. People know it by its
+    `name`.
+    """
+
+    problem: Problem
+    transfers: tuple[Transfer, ...]
+    points: tuple[tuple[GraphPoint, ...], tuple[GraphPoint, ...]]
+    original: Problem
+    recomputed: frozenset[str] = frozenset()
+    margin_bytes: int = 0
+    name: str = ""
+
+    def resized(self, problem: Problem) -> "SwapRegion":
+        """Return the same region with the storages of `problem`, which differs in its sizes."""
+        nbytes = {storage.name: storage.nbytes for storage in problem.storages}
+        transfers = tuple(replace(each, nbytes=nbytes[each.name]) for each in self.transfers)
+        return replace(self, problem=problem, transfers=transfers)
+
+    @cached_property
+    def swaps(self) -> tuple[Transfer, ...]:
+        """The transfers from the forward to the backward."""
+        return tuple(each for each in self.transfers if each.kind is TransferKind.SWAP)
+
+    def steps(self, *, backward: bool) -> range:
+        """Return the steps of one of its graphs."""
+        boundary = self.problem.boundary
+        return range(boundary, len(self.problem.ops)) if backward else range(boundary)
+
+    @cached_property
+    def own_bytes(self) -> "tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]":
+        """The bytes of each step of forward and backward, every storage away, beyond those there when it began."""
+        problem, boundary = replace(self.problem, external_bytes=0, boundary_bytes=0), self.problem.boundary
+        live = live_bytes(problem, self.transfers)
+        away = {swap.name for swap in self.swaps}
+        inputs = (Kind.PARAMETER, Kind.INPUT)
+        given = sum(s.nbytes for s in problem.storages if s.birth == 0 and s.kind in inputs)
+        handed = sum(
+            s.nbytes
+            for s in problem.storages
+            if s.death > boundary
+            and ((s.birth < boundary and s.name not in away) or (s.birth == boundary and s.kind is Kind.INPUT))
+        )
+        return live[:boundary] - given + self.margin_bytes, live[boundary:] - handed + self.margin_bytes
+
+    @cached_property
+    def swapped_bytes(self) -> int:
+        """The bytes of all storages with swap points."""
+        return sum(swap.nbytes for swap in self.swaps)
+
+    @cached_property
+    def pending_bytes(self) -> int:
+        """The bytes that a forward keeps on the device for its backward, with every storage away that can be."""
+        boundary, away = self.problem.boundary, {swap.name for swap in self.swaps}
+        return sum(
+            storage.nbytes
+            for storage in self.problem.storages
+            if storage.kind is Kind.ACTIVATION and storage.birth < boundary < storage.death and storage.name not in away
+        )
+
+    def peak_bytes(self, *, backward: bool) -> int:
+        """Return the most that one of its graphs needs beyond what is there when it begins."""
+        return int(self.own_bytes[backward].max(initial=0))
+
+
+def frugal_transfers(problem: Problem) -> tuple[Transfer, ...]:
+    """Return the transfers that hold least: all leaves at once, and comes back when it is needed."""
+    return (*boundary_swaps(problem), *schedule_parameters(problem.within(device_bytes=0), 0.0))
+
+
+def boundary_swaps(problem: Problem) -> tuple[Transfer, ...]:
+    """Return a swap without slack for each storage that can be away from the forward graph to the backward graph."""
+    found = []
+    for storage in (each for each in problem.storages if is_candidate(problem, each)):
+        for last, following in inactive_intervals(storage):
+            if not last < problem.boundary <= following:
+                continue
+            swap = swap_to_host(storage, last, Step(last + 1), following, following)
+            if (clipped := clip_to_barriers(problem, swap)) is not None:
+                found.append(clipped)
+    return tuple(found)
+
+
+def plan_swap_points(problem: Problem, policy: str) -> Plan:
+    """Return the plan in which all leaves that can, for a region whose transfers a schedule of the step decides.
+
+    It has the buffers for one call, and those through which storages go to disk once host memory is full. Raises
+    `BudgetError` if neither holds what one call has away.
+    """
+    unlimited = problem.within(device_bytes=None)
+    plan = build_plan(unlimited, policy, frugal_transfers(unlimited), floor=0)
+    if not problem.budgets.disk_bytes:
+        check_tiers(unlimited, plan)
+        return plan
+    to_disk = [
+        replace(transfer, tier=Tier.NVME) if transfer.kind is TransferKind.SWAP else transfer
+        for transfer in plan.transfers
+    ]
+    staging = staging_classes(to_disk, problem.budgets.host_bytes - total_bytes(plan.pool))
+    if total_bytes(plan.pool) + total_bytes(staging) > problem.budgets.host_bytes:
+        plan = build_plan(unlimited, policy, to_disk, floor=0)
+        check_tiers(unlimited, plan)
+        return plan
+    forecast = replace(plan.forecast, host_bytes=total_bytes(plan.pool) + total_bytes(staging))
+    return replace(plan, staging=staging, forecast=forecast)

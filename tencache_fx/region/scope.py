@@ -1,0 +1,143 @@
+"""Decides whether a region is planned by itself or with the others of its step, and changes that where it is wrong.
+
+A region that is a whole model is best planned by itself: storages may be away within one graph. Regions that run
+between each other's forward and backward share the budget, and are planned together.
+
+With `scope="auto"` a region begins with a guess. From then on the runs tell. A forward that begins while another one
+waits for its backward shows that a step has several. A step planned as a whole that has one region and one call shows
+that this region is alone; it is planned by itself then, once at most.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tencache_fx import compat
+from tencache_fx.hardware.device_memory import held_bytes
+from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Phase, Request, WrittenPlan, keep_boxed
+from tencache_fx.region.dynamic_shapes import Sizes
+from tencache_fx.region.registry import REGIONS
+from tencache_fx.region.source import RegionSource
+from tencache_fx.region.step_monitor import StepMonitor
+from tencache_fx.tensors import storages_on
+
+_SMALL = 4  # a region whose inputs are less than one part in so many of what the device holds is not a whole model
+_TURNS = 2  # a forward that still waits when its region has begun so many times after a backward is not waited for
+
+
+@dataclass(slots=True, eq=False)
+class _Forward:
+    """A forward that has ended, and whose backward has not begun; `residual` is something that only that keeps."""
+
+    thread: int
+    residual: StorageWeakRef | None
+    turns: int = 0
+
+    @property
+    def waits(self) -> bool:
+        return self.turns <= _TURNS and self.residual is not None and not self.residual.expired()
+
+
+class Scope:
+    """The monitor of one region's scope; `by_step` says whether its next compilation is planned with the others'."""
+
+    optional = True
+
+    def __init__(self, source: RegionSource, inputs: Sequence[object], step: StepMonitor) -> None:
+        self._source, self._step = source, step
+        self._planned = source.options.device_budget is not None
+        self._watches = self._planned and source.options.scope == "auto"
+        self._forwards: list[_Forward] = []
+        self._backwards = 0
+        self._joined = self._was_alone = False
+        self.by_step = self._planned and source.options.scope == "step"
+        if self._watches:
+            self.by_step = self._seems_part(inputs)
+
+    def waits(self, thread: int) -> bool:
+        """Return whether a forward of this thread waits for its backward."""
+        return any(each.thread == thread and each.waits for each in self._forwards)
+
+    def meet(self, thread: int) -> None:
+        """Note that a forward begins in this thread, be it of this region or of another one."""
+        self._joined = self._joined or self.waits(thread)
+
+    def plan_alone(self) -> bool:
+        """Have the region planned by itself from now on, for it cannot be planned with others; return if that is new.
+
+        Where the scope was asked for, it stays.
+        """
+        changes = self._watches and self.by_step
+        if self._watches:
+            self.by_step = self._watches = False
+        return changes
+
+    def instrument(self, phase: Phase, run: Compiled, written: WrittenPlan) -> Compiled:
+        """Return `run`, the region's forward or backward, watched; boxed if `run` is."""
+        if not self._planned or phase == "inference":
+            return run
+
+        def watched_run(*args: Any) -> Any:
+            if phase == "backward":
+                self._forwards = [each for each in self._forwards if each.waits][:-1]
+                self._backwards += 1
+                return run(*args)
+            results = run(*args)
+            if not compat.in_backward():
+                given = {storage._cdata for storage in storages_on(self._source.device, args)}
+                made = [each for each in storages_on(self._source.device, (results,)) if each._cdata not in given]
+                residual = StorageWeakRef(made[-1]) if made else None
+                self._forwards.append(_Forward(threading.get_ident(), residual))
+            return results
+
+        return keep_boxed(run, watched_run)
+
+    def review(self, current: CompiledRegion, sizes: Sizes) -> CompiledRegion | str:
+        """Return the reason why the region has to be planned again, if the runs show that its scope is wrong."""
+        if not torch.is_grad_enabled():
+            return current
+        if self._backwards:
+            self._backwards = 0
+            for each in self._forwards:
+                each.turns += 1
+            self._forwards = [each for each in self._forwards if each.waits]
+        for scope in REGIONS.scopes(self._source.device):
+            if not scope.by_step:
+                scope.meet(threading.get_ident())
+        if not self._watches:
+            return current
+        if not self.by_step and self._joined:
+            self.by_step = True
+            return "other forwards run between its forward and its backward"
+        if self.by_step and not self._was_alone and self._step.is_alone:
+            self.by_step, self._was_alone, self._joined = False, True, False
+            return "it is the only region of its step"
+        return current
+
+    def leaves_step(self) -> bool:
+        """Return whether the region is to be planned by itself, where storages may be away within a graph, to fit."""
+        return self._watches and self.by_step and self._step.is_too_large and self.plan_alone()
+
+    def on_compiled(self, request: Request, compiled: CompiledRegion) -> None:
+        """Nothing is to be noted."""
+
+    def on_refusal(self, current: CompiledRegion) -> CompiledRegion:
+        """Go on in the scope that it was compiled in, for good."""
+        self.by_step, self._watches = current.swap_region is not None, False
+        return current
+
+    def _seems_part(self, inputs: Sequence[object]) -> bool:
+        """Return whether other regions are likely to run between its forward and its backward."""
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        if not torch.is_grad_enabled() or not any(value.requires_grad for value in tensors):
+            return False
+        device, thread = self._source.device, threading.get_ident()
+        if self._source.breaks_off or any(scope.waits(thread) for scope in REGIONS.scopes(device)):
+            return True
+        given = {storage._cdata: storage.nbytes() for storage in storages_on(device, tensors)}
+        return sum(given.values()) * _SMALL < held_bytes(device)

@@ -1,0 +1,109 @@
+"""Offloaded parameters that are fetched before the graph that reads them runs, and gradients that stay behind it.
+
+Which parameter a call reads is known once it has run: blocks that share their code have others in each call. So what
+was fetched in one step can be fetched ahead in the next. If another parameter comes, or its value has changed since, it
+is fetched anew. Guarded by the lock of the `SwapPoints` that this belongs to.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from tencache_fx.planning.step import SwapKey
+
+_REMEMBERED = 1 << 16
+
+
+class Fetch(Protocol):
+    """How to fetch one parameter."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the parameter."""
+
+    @property
+    def stamp(self) -> object:
+        """Return something that is another one as soon as the parameter, or its value, is; None if it is gone."""
+
+    def issue(self) -> Tensor:
+        """Issue the copy in; return the engine's ticket."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ahead:
+    """A parameter on its way to a graph that does not run yet."""
+
+    ticket: Tensor
+    stamp: object
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Behind:
+    """A gradient whose copy out is issued, and whose bytes are not free yet."""
+
+    handle: Tensor
+    src: Tensor
+
+
+class StepParameters:
+    """The parameters and gradients of all calls; `release` lets compute wait for a copy out, and its bytes be free."""
+
+    def __init__(self, release: Callable[[Tensor, Tensor], object]) -> None:
+        self._release = release
+        self._known: dict[SwapKey, Fetch] = {}
+        self._ahead: dict[SwapKey, _Ahead] = {}
+        self._stored: dict[int, SwapKey] = {}  # by the address of a handle
+        self._behind: dict[SwapKey, _Behind] = {}
+
+    @property
+    def extra_bytes(self) -> int:
+        """Return the bytes on the device that would not be there if everything came and left at its own graph op."""
+        ahead = sum(each.nbytes for each in self._ahead.values())
+        return ahead + sum(each.src.numel() * each.src.itemsize for each in self._behind.values())
+
+    def fetch_ahead(self, name: SwapKey) -> None:
+        """Issue the copy in of what the call read in its last step, unless it is under way."""
+        fetch = self._known.get(name)
+        if fetch is None or name in self._ahead or (stamp := fetch.stamp) is None:
+            return
+        self._ahead[name] = _Ahead(ticket=fetch.issue(), stamp=stamp, nbytes=fetch.nbytes)
+
+    def fetch(self, name: SwapKey, fetch: Fetch) -> Tensor:
+        """Return the ticket of a parameter that a graph reads now: the one under way, if it still is the right one."""
+        self._known.pop(name, None)  # the last one used is the last to be forgotten
+        self._known[name] = fetch
+        if len(self._known) > _REMEMBERED:
+            del self._known[next(iter(self._known))]
+        ahead = self._ahead.pop(name, None)
+        if ahead is not None and ahead.stamp == fetch.stamp:
+            return ahead.ticket
+        return fetch.issue()
+
+    def note_stored(self, name: SwapKey, handle: Tensor) -> None:
+        """Note whose gradient was offloaded by `handle`, for its release."""
+        self._stored[handle.data_ptr()] = name
+
+    def release(self, handle: Tensor, src: Tensor, *, deferred: Callable[[SwapKey], bool]) -> None:
+        """Release a gradient, or keep its bytes up to `free`, if that is `deferred`."""
+        name = self._stored.pop(handle.data_ptr(), None)
+        if name is not None and deferred(name):
+            self._behind[name] = _Behind(handle=handle, src=src.detach())
+        else:
+            self._release(handle, src)
+
+    def free(self, name: SwapKey) -> bool:
+        """Release a gradient that was kept; return whether there was one."""
+        behind = self._behind.pop(name, None)
+        if behind is not None:
+            self._release(behind.handle, behind.src)
+        return behind is not None
+
+    def settle(self) -> None:
+        """Give up all that is under way: nothing is ahead of its graph op, and nothing is behind it."""
+        self._ahead.clear()
+        self._stored.clear()
+        for name in tuple(self._behind):
+            self.free(name)

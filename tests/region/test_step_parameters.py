@@ -1,0 +1,210 @@
+"""Offloaded parameters of steps of several regions: copied in ahead of their graphs, gradients out behind them."""
+
+import gc
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Block, faulty_engine
+from test_step_plans import inputs
+from torch import Tensor, nn
+
+import tencache_fx
+from tencache_fx.optim import AdamW
+from tencache_fx.planning.plan import TransferKind
+from tencache_fx.planning.step import FRUGAL
+from tencache_fx.region.step_recorder import StepRecorder, recorder_of
+from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.engine_registry import swap_points
+
+DEPTH, WIDTH, STEPS = 6, 64, 5
+ROOMY, TIGHT = 6_000_000, 3_300_000
+OPTIONS = {"compiler": "eager", "calibrate": False, "scope": "step", "host_budget": 1 << 28}
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(WIDTH, 4) for _ in range(DEPTH)))
+
+
+def offloaded(budget: int, **options: object) -> nn.Sequential:
+    model = tencache_fx.offload(blocks(), "cpu")
+    for block in model:
+        block.compile(backend="tencache", options={**OPTIONS, "device_budget": budget, **options})
+    return model
+
+
+def plain() -> nn.Sequential:
+    model = blocks()
+    for block in model:
+        block.compile(backend="aot_eager_decomp_partition")
+    return model
+
+
+Loop = Callable[[nn.Sequential, torch.optim.Optimizer, int], Tensor]
+
+
+def once(model: nn.Sequential, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    loss = model(inputs(step)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def accumulated(model: nn.Sequential, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    total = torch.zeros(())
+    for part in range(2):
+        loss = model(inputs(2 * step + part)).square().mean()
+        loss.backward()
+        total += loss.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+def twice(model: nn.Sequential, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    """Each parameter is read by two calls of the step, in which its blocks run in different orders."""
+    x = inputs(step)
+    for block in (*model, *reversed(model)):
+        x = block(x)
+    loss = x.square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def changed(model: nn.Sequential, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    """Parameters are written to within the step, when some of them may be on their way already."""
+    x = inputs(step)
+    for index, block in enumerate(model):
+        if index == 2 and step % 2:
+            module = model[4]
+            with torch.no_grad(), tencache_fx.summon(module) if is_offloaded(module) else torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.mul_(1.5)
+        x = block(x)
+    loss = x.square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    return any(parameter.untyped_storage().nbytes() == 0 or _is_away(parameter) for parameter in module.parameters())
+
+
+def _is_away(parameter: Tensor) -> bool:
+    try:
+        return parameter.untyped_storage().data_ptr() == 0
+    except RuntimeError:
+        return True
+
+
+def trained(model: nn.Sequential, optimizer: torch.optim.Optimizer, loop: Loop) -> list[Tensor]:
+    losses = [loop(model, optimizer, step) for step in range(STEPS)]
+    with tencache_fx.summon(model) if is_offloaded(model) else torch.no_grad():
+        return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+def recorder(engine: Engine) -> StepRecorder:
+    return recorder_of(swap_points(engine))
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with faulty_engine(host_budget_bytes=1 << 28, delay_s=0.001) as found:
+        yield found
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["step", "backward"])
+@pytest.mark.parametrize("budget", [ROOMY, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize("loop", [once, accumulated, twice, changed])
+def test_steps_are_right(loop: Loop, budget: int, in_backward: bool, engine: Engine) -> None:  # noqa: FBT001
+    """Copies are late, and freed memory is poisoned."""
+    if in_backward and loop is accumulated:
+        pytest.skip("an optimizer that updates in the backward does not accumulate")
+    reference = plain()
+    expected = trained(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2), loop)
+    torch.compiler.reset()
+    model = offloaded(budget)
+    optimizer = AdamW(model.parameters(), lr=1e-2, step_in_backward=in_backward)
+    found = trained(model, optimizer, loop)
+    worst = max(float((mine - true).abs().max()) for mine, true in zip(found, expected, strict=True))
+    assert worst < 1e-5, "the two optimizers differ in rounding"
+    record = tencache_fx.steps()[-1]
+    assert record.plan.forecast.peak_bytes <= budget
+    kinds = {transfer.kind for transfer in record.plan.transfers}
+    assert {TransferKind.LOAD, TransferKind.STORE} <= kinds
+    assert recorder(engine).points.schedule is not FRUGAL
+    assert recorder(engine).points.extra_bytes == 0
+
+
+def test_parameters_come_while_another_region_runs(engine: Engine) -> None:
+    model = offloaded(ROOMY)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        once(model, optimizer, step)
+    schedule = recorder(engine).points.schedule
+    ahead = [
+        key
+        for point, keys in schedule.prefetches.items()
+        for key in keys
+        if key.label.startswith("load_param") and (key.region, key.call) != (point.region, point.call)
+    ]
+    assert ahead
+    engine.stats.take()
+    once(model, optimizer, 3)
+    fetches = [t for t in tencache_fx.steps()[-1].plan.transfers if t.kind is TransferKind.LOAD]
+    swaps = [t for t in tencache_fx.steps()[-1].plan.transfers if t.kind is TransferKind.SWAP]
+    assert engine.stats.take()["prefetches"] == len(fetches) + len(swaps), "none is copied twice"
+
+
+def test_reports_tell_of_parameters_and_gradients(engine: Engine, tmp_path: Path) -> None:
+    model = offloaded(ROOMY, dump_dir=str(tmp_path))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        once(model, optimizer, step)
+    assert "a step on cpu, 6 calls of" in tencache_fx.report()
+    (text,) = (path.read_text() for path in tmp_path.rglob("schedule.txt"))
+    assert re.search(r"fetch +\S+ +comes from host, copied at the ", text)
+    assert re.search(r"store +\S+ +goes to host, freed at ", text)
+    assert ">> copies" in text
+
+
+def test_nothing_is_copied_ahead_for_a_model_that_is_gone(engine: Engine) -> None:
+    model = offloaded(ROOMY)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        once(model, optimizer, step)
+    taken = engine.pool.acquired_bytes
+    assert taken > 0
+    model, optimizer = nn.Sequential(), torch.optim.SGD([torch.zeros(1)])
+    torch.compiler.reset()
+    gc.collect()
+    engine.enter()
+    assert engine.pool.acquired_bytes == 0
+
+
+def test_a_step_that_fails_leaves_nothing_on_its_way(engine: Engine) -> None:
+    model = offloaded(ROOMY)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        once(model, optimizer, step)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("asked for")
+
+    handle = model[3].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="asked for"):
+        once(model, optimizer, 3)
+    handle.remove()
+    gc.collect()
+    once(model, optimizer, 4)
+    once(model, optimizer, 5)
+    assert recorder(engine).points.extra_bytes == 0
+    assert recorder(engine).points.in_use == 0
