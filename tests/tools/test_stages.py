@@ -171,5 +171,25 @@ def test_measuring_is_a_stage_and_what_is_kept_is_not(monkeypatch: pytest.Monkey
     assert STAGES.spent_ns()["calibration"] >= before + 10_000_000
 
 
+def test_a_second_start_measures_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Ops are timed at the first one; the machine's rates are known."""
+
+    def start() -> set[str]:
+        tencache_fx.close()
+        torch.compiler.reset()
+        caplog.clear()
+        model = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
+        options = {"compiler": "eager", "device_budget": "20MB", "calibrate": True}
+        torch.compile(model, backend="tencache", options=options)(torch.ones(512, 512)).sum().backward()
+        (line,) = (each.message for each in caplog.records if "compiled in" in each.message)
+        return stages_in(line.partition("(")[2].rstrip(")"))
+
+    with caplog.at_level(logging.INFO, "tencache_fx"):
+        assert start() >= {"calibration", "planning", "tracing"}
+        second = start()
+    assert second >= {"planning", "tracing"}
+    assert "calibration" not in second
+
+
 def stages_in(text: str) -> set[str]:
     return {re.sub(r" [\d.]+ [mun]?s$", "", each) for each in text.split(", ")}
