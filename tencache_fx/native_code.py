@@ -171,7 +171,8 @@ def _compiler() -> str:
 @functools.cache
 def _version(compiler: str) -> str:
     try:
-        return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_MOST_S).stdout
+        command, most_s = [compiler, "--version"], _MOST_S
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=most_s).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"the compiler {compiler} cannot be asked for its version: {error}") from error
 
@@ -191,7 +192,11 @@ def _kept(source: str) -> Path:
     """Return the file in which the library of this code is kept, if it is."""
     compiler = _compiler()
     key = json.dumps([source, compiler, _version(compiler), _FLAGS, _cpu()])
-    return cache.folder() / f"native-{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+    try:
+        folder = cache.folder()
+    except RuntimeError as error:  # a user without a home
+        raise BuildError(f"there is no cache folder: {error}") from error
+    return folder / f"native-{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
 
 
 def _is_intact(path: Path) -> bool:

@@ -246,7 +246,11 @@ def new_rules() -> Iterator[None]:
     rule_of.cache_clear()
 
 
-@pytest.mark.parametrize("why", ["none", "fails", "gone"])
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+@pytest.mark.parametrize("why", ["none", "fails", "gone", "homeless"])
 def test_without_a_compiler_inductor_is_asked(
     why: str, new_rules: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -254,8 +258,11 @@ def test_without_a_compiler_inductor_is_asked(
     fails = tmp_path / "cxx"
     fails.write_text("#!/bin/sh\necho this is no compiler >&2\nexit 3\n")
     fails.chmod(0o755)
-    compiler = {"none": no_compiler, "fails": lambda: str(fails), "gone": lambda: str(tmp_path / "gone")}[why]
-    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", compiler)
+    compiler = {"none": no_compiler, "fails": lambda: str(fails), "gone": lambda: str(tmp_path / "gone")}
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", compiler.get(why, cpp_builder.get_cpp_compiler))
+    if why == "homeless":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.setattr(native_code, "_LIBRARIES", native_code._Libraries())
     kernel, asked = next_step(torch.optim.AdamW, torch.float32, {})[0].kernel, []
     monkeypatch.setattr(Kernel, "_by_inductor", lambda *given: asked.append(given) or (lambda *tensors: None))
@@ -263,7 +270,12 @@ def test_without_a_compiler_inductor_is_asked(
         kernel.begin(torch.float32)
         kernel.compiled(torch.float32, CPU)
     assert len(asked) == 1
-    said = {"none": "there is no C++ compiler", "fails": "failed (this is no compiler)", "gone": "cannot be asked"}
+    said = {
+        "none": "there is no C++ compiler",
+        "fails": "failed (this is no compiler)",
+        "gone": "cannot be asked",
+        "homeless": "no cache folder",
+    }
     assert said[why] in caplog.text
 
 
