@@ -12,6 +12,7 @@ The plan itself is made for the problem as it is.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import log
 from typing import NamedTuple
 
@@ -183,10 +184,23 @@ class _Merger:
             return False
         return storage.death == storage.birth or self.op_of[storage.birth] == self.op_of[storage.death - 1]
 
+    def _is_background(self, storage: Storage) -> bool:
+        """Whether nothing is ever decided about `storage`, so that its bytes may count for the ops it lives in.
+
+        It is within an op, too small to be offloaded, or made by the backward and never unread for long.
+        """
+        if storage.kind in (Kind.FETCHED, Kind.STORED) or storage.name in self.classes:
+            return False
+        if self._is_within(storage) or storage.nbytes < self.problem.min_spill_bytes:
+            return True
+        uses = [self.op_of[use] for use in storage.uses]
+        unread = storage.spillable and any(after - before > 1 for before, after in pairwise(uses))
+        return storage.birth >= self.problem.boundary and not unread
+
     def _storages(self) -> tuple[list[Storage], dict[str, str]]:
         """Return the merged storages, and by the name of each of ours the name of the one that it is now part of."""
         groups: dict[tuple[Kind, _Life, str, int], list[Storage]] = {}
-        lives = {s.name: self._life(s) for s in self.problem.storages if not self._is_within(s)}
+        lives = {s.name: self._life(s) for s in self.problem.storages if not self._is_background(s)}
         parameters: dict[str, list[object]] = {}
         for storage in self.problem.storages:
             if storage.kind in (Kind.FETCHED, Kind.STORED):

@@ -42,6 +42,7 @@ class RecomputeSearch:
         self.problem = evaluator.problem_for(base)
         self.limit = self.problem.budgets.device_bytes or 0
         self.line = [recipe.name for recipe in self.order(self.problem)]
+        self.steps = {recipe.name: recipe.steps for recipe in self.problem.recipes}
         tuning = evaluator.tuning
         plans = tuning.steps_planned // max(1, len(self.problem.ops))
         plans = min(tuning.most_plans, max(tuning.least_plans, plans))
@@ -106,17 +107,12 @@ class RecomputeSearch:
             for rung in sorted({*range(0, len(line), stride), len(line)}):
                 rungs.setdefault(frozenset(line[:rung]), (line, rung, stride))
         enough = self.left // 2
-        order = sorted(rungs, key=self.bound)
-        self.bisect([names for names in order if not self.bound(names).over_bytes], least_left=enough)
-        for names in order:
-            if self.left <= enough:
-                break
-            self.consider(names)
+        self.bisect(sorted(rungs, key=self.added_ns), least_left=enough)
         self.consider(frozenset())  # never slower than `teraio`
         self.close_in(*rungs[self.best], least_left=enough // 2)
 
     def bisect(self, order: Sequence[frozenset[str]], least_left: int) -> None:
-        """Look for the best of `order`, which is by rising bound.
+        """Look for the best of `order`, which is by rising time of what runs again.
 
         What recomputes little waits for the links, what recomputes much for that: in between, the time has one valley
         as a rule. So of two choices the stretch beyond the worse one is left out, by the golden section.
@@ -130,6 +126,11 @@ class RecomputeSearch:
                 high = right
             else:
                 low = left if right > left else left + 1
+
+    def added_ns(self, names: frozenset[str]) -> int:
+        """Return about how long the steps take that run again with `names`, without those that they need in turn."""
+        steps = set().union(*(self.steps[name] for name in names))
+        return sum(self.problem.ops[step].duration_ns for step in steps)
 
     def close_in(self, line: Sequence[str], best: int, stride: int, least_left: int) -> None:
         """Look at the rungs of `line` around the best one, closer and closer."""
