@@ -4,7 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 
-from hypothesis import event
+from hypothesis import currently_in_test_context, event
 
 
 class Outcomes:
@@ -14,8 +14,9 @@ class Outcomes:
         self._counts: Counter[str] = Counter()
 
     def note(self, outcome: str) -> None:
-        """Count one example, or one part of it, and show it in hypothesis' statistics."""
-        event(outcome)
+        """Count one example, or one part of it, and show it in hypothesis' statistics, if that draws the examples."""
+        if currently_in_test_context():
+            event(outcome)
         self._counts[outcome] += 1
 
     def reaching(self, share: float, *subject: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
