@@ -213,6 +213,10 @@ def _plan(arguments: argparse.Namespace) -> str:
     device_bytes = _budget("--device-budget", given[0], None) if given else captured.budgets.device_bytes
     captured = captured.within(device_bytes=device_bytes)
     problem, plan = plan_region(captured, policies[0] if policies else "joint")
+    if isinstance(record, StepRecord):
+        from tencache_fx.planning.step import align
+
+        plan = align(record.joined, plan)
     if arguments.json:
         return to_json(plan)
     parts = [show_summary(problem, plan, captured), show_tensors(problem, plan), show_pool(plan)]

@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tencache_fx.planning.plan import Plan, TransferKind
+from tencache_fx.planning.liveness import live_bytes
+from tencache_fx.planning.plan import Plan, Transfer, TransferKind
+from tencache_fx.planning.planner import build_plan, over_tiers
 from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Step, Storage, Tier
 from tencache_fx.planning.swap_region import SwapRegion
 
@@ -223,6 +225,63 @@ def _parameters(visit: Visit, shift: Step) -> Iterator[tuple[SwapKey, Storage, t
             parameter=str(key._replace(label=storage.parameter)),
         )
         yield key, moved, (range(first + shift, last + shift),)
+
+
+def align(joined: StepProblem, plan: Plan) -> Plan:
+    """Return `plan` with every copy back issued, and all bytes freed, at a point where the graphs can do so.
+
+    A copy back begins at the point before, if memory allows that, and else at the one behind, or at its own op. Bytes
+    are freed at the point behind, if memory allows that, and else at the one before. Transfers to disk are left alone,
+    whose order keeps staging buffers from running out. The forecast is that of what will run. O(transfers x steps).
+    """
+    problem, steps = joined.problem, [step for step, _ in joined.points]
+    limit, places = problem.budgets.device_bytes, frozenset(steps)
+    live = live_bytes(problem, plan.transfers)
+
+    def hold(transfer: Transfer, begin: Step, end: Step) -> bool:
+        """Count the bytes of a transfer for some more steps, if there is room for them."""
+        if limit is not None and bool((live[begin:end] + transfer.nbytes > limit).any()):
+            return False
+        live[begin:end] += transfer.nbytes
+        return True
+
+    transfers: list[Transfer] = []
+    for transfer in plan.transfers:
+        moved = transfer
+        if transfer.out is not None and transfer.tier is Tier.HOST:
+            before = steps[max(bisect_right(steps, transfer.freed_at) - 1, joined.releases[joined.keys[transfer.name]])]
+            moved = transfer.leaving(freed_at=min(before, transfer.freed_at))
+            live[moved.freed_at : transfer.freed_at] -= transfer.nbytes
+        transfers.append(moved)
+    returning = [
+        (transfer.needed_at, place)
+        for place, transfer in enumerate(transfers)
+        if transfer.back is not None and transfer.tier is Tier.HOST
+    ]
+    for _, place in sorted(returning):
+        transfer = transfers[place]
+        first = transfer.freed_at if transfer.out is not None else Step(0)
+        if transfer.needed_at >= problem.boundary:
+            first = max(first, problem.boundary)
+        at = steps[max(0, bisect_right(steps, transfer.prefetch_at) - 1)]
+        if not (first <= at <= transfer.prefetch_at and hold(transfer, at, transfer.prefetch_at)):
+            own = joined.prefetches[joined.keys[transfer.name]]
+            at = min(steps[min(bisect_left(steps, transfer.prefetch_at), own)], transfer.needed_at)
+            live[transfer.prefetch_at : at] -= transfer.nbytes
+        transfers[place] = transfer.prefetched(at)
+    for place, (transfer, planned) in enumerate(zip(transfers, plan.transfers, strict=True)):
+        if transfer.out is None or transfer.freed_at == planned.freed_at:
+            continue
+        behind = steps[min(bisect_left(steps, planned.freed_at), len(steps) - 1)]
+        if transfer.back is not None:
+            last = transfer.prefetch_at if transfer.copy_out_after >= problem.boundary else problem.boundary
+            behind = min(behind, last, transfer.prefetch_at)
+        if behind in places and behind > transfer.freed_at and hold(transfer, transfer.freed_at, behind):
+            transfers[place] = transfer.leaving(freed_at=behind)
+    aligned = build_plan(problem, plan.policy, transfers, plan.forecast.floor_bytes)
+    if over_tiers(problem, aligned) > over_tiers(problem, plan):  # more is away at once
+        return plan
+    return replace(aligned, recomputed=plan.recomputed)
 
 
 def to_schedule(joined: StepProblem, plan: Plan) -> StepSchedule:

@@ -11,7 +11,7 @@ from tencache_fx.options import Options
 from tencache_fx.planning.plan import Plan, PoolClass
 from tencache_fx.planning.problem import Budgets, Links
 from tencache_fx.planning.search import make_plan
-from tencache_fx.planning.step import FRUGAL, StepProblem, StepSchedule, Visit, join, to_schedule
+from tencache_fx.planning.step import FRUGAL, StepProblem, StepSchedule, Visit, align, join, to_schedule
 from tencache_fx.planning.step_recompute import choose_for_step, least_peak_bytes
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.records import StepRecord
@@ -106,7 +106,7 @@ class StepPlanner:
         joined = join(program.visits, links, budgets, frozenset(self._points.shared))
         plan, schedule = None, FRUGAL
         try:
-            plan = make_plan(joined.problem, options.policy)
+            plan = align(joined, make_plan(joined.problem, options.policy))
             verify_plan(joined.problem, plan)
             self._reserve(program, plan)
         except (BudgetError, StoreError) as error:

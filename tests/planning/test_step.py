@@ -12,7 +12,17 @@ from tencache_fx.errors import BudgetError
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Recipe, Step, Storage, Tier
 from tencache_fx.planning.search import make_plan
-from tencache_fx.planning.step import FRUGAL, Point, StepProblem, StepSchedule, Visit, join, to_schedule, with_regions
+from tencache_fx.planning.step import (
+    FRUGAL,
+    Point,
+    StepProblem,
+    StepSchedule,
+    Visit,
+    align,
+    join,
+    to_schedule,
+    with_regions,
+)
 from tencache_fx.planning.step_recompute import choose_for_step
 from tencache_fx.planning.swap_region import GraphPoint, SwapRegion, boundary_swaps
 from tencache_fx.planning.verify import verify_plan
@@ -179,6 +189,25 @@ def test_a_schedule_holds_no_more_than_its_plan(visits, share, policy):
     held = carried_out(visits, to_schedule(step, plan))
     assert max(held) <= limit
     assert np.all(np.array(held) <= live_bytes(step.problem, plan.transfers))
+
+
+@SEEN.reaching(0.3, "aligned")
+@settings(max_examples=150, deadline=None)
+@given(rounds(), st.sampled_from([0.2, 0.5, 0.8]), st.sampled_from(["teraio", "10cache", "joint"]))
+def test_an_aligned_plan_is_what_its_schedule_does(visits, share, policy):
+    """The points at which the graphs can act are fewer than the steps: the plan knows that."""
+    step, limit = joined(visits, share)
+    planned = make_plan(step.problem, policy)
+    plan = align(step, planned)
+    SEEN.note("aligned" if plan.transfers != planned.transfers else "as planned")
+    verify_plan(step.problem, plan)
+    assert max(carried_out(visits, to_schedule(step, plan))) <= limit
+    assert plan.forecast.peak_bytes <= limit
+    places = {place for place, _ in step.points}
+    for transfer in plan.transfers:
+        assert transfer.freed_at in places
+        assert transfer.prefetch_at in places | {transfer.needed_at}
+    assert align(step, plan).transfers == plan.transfers
 
 
 @settings(max_examples=60, deadline=None)
