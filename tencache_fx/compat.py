@@ -278,6 +278,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def saves_by_hooks() -> bool:
+    """Return whether hooks see what this thread's operations save, as those of checkpointing do, in both runs."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def frames_compiled() -> int:
     """Return how many frames Dynamo was given to compile so far, for whatever backend."""
     return int(counters["frames"]["total"])

@@ -27,6 +27,7 @@ region/compilation.py          `compile_region()`: up to three attempts, each a 
     passes/code_memory.py            bytes that the code holds; if these are too many, there is another attempt
 region/compiled_region.py      `CompiledRegion`: the function that runs, record, footprint, correction, placement
 region/scope.py               a monitor: is the region planned by itself, or with the others of its step?
+region/checkpointed_calls.py   how a region ran where checkpointed code called it: there it runs so again
 region/donated_inputs.py       a monitor, asked before each call: does the caller keep inputs that were to be offloaded?
 region/boundary_memory.py      a monitor: do others hold too much between the forward and the backward?
 region/recalibrator.py         a monitor: do steps take longer or shorter than forecast, so that another plan pays?

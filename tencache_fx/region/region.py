@@ -16,6 +16,7 @@ from tencache_fx.records import RegionRecord
 from tencache_fx.region.ambient_state import unchanged
 from tencache_fx.region.boundary_memory import BoundaryMemory
 from tencache_fx.region.budget_check import BudgetCheck
+from tencache_fx.region.checkpointed_calls import CheckpointedCalls
 from tencache_fx.region.compilation import compile_region
 from tencache_fx.region.compiled_region import CompiledRegion, Monitor, Request
 from tencache_fx.region.donated_inputs import DonatedInputs
@@ -48,7 +49,7 @@ class Region:
         self.recalibrator = Recalibrator(source.index, enabled=source.options.calibrate)
         self._source, self._offloaded = source, offloaded
         self._check = BudgetCheck(source)
-        self._calls = CallTimes()
+        self._calls, self._checkpointed = CallTimes(), CheckpointedCalls()
         self.current = self._compile_first(inputs, offloaded)
 
     @property
@@ -90,7 +91,7 @@ class Region:
         placed.placement.apply(offloaded)
         if self.current.footprint is not None:
             self._review(self.current.footprint.formulas, args)
-        current = self.current
+        current = self._checkpointed.choose(self.current)
         if current is not placed:
             current.placement.apply(offloaded)
         names = current.placement.names

@@ -193,3 +193,17 @@ def test_a_forward_that_keeps_only_what_others_keep_ends_with_its_step(engine: E
     (program,) = recorder(engine).programs.values()
     assert len(program.visits) == (11 if dropped == "checkpointed" else 9)
     assert program.schedule is not FRUGAL
+
+
+@pytest.mark.parametrize("scope", ["auto", "step", "region"])
+def test_blocks_of_one_kind_of_which_the_first_are_checkpointed(engine: Engine, scope: str) -> None:
+    """They share their code, and that it is part of a step shows only when the others run: it runs again as it ran."""
+    expected, model = wanted(4), one_by_one(blocks(), device_budget=9_000_000, scope=scope)
+
+    def run(x: Tensor) -> Tensor:
+        for index, block in enumerate(model):
+            x = checkpoint(block, x, use_reentrant=False) if index < 2 else block(x)
+        return x
+
+    for step, each in enumerate(expected):
+        assert equal(gradients(model, run, inputs(step)), each), f"step {step}"
