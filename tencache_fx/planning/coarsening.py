@@ -19,8 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tencache_fx.planning.liveness import live_bytes
+from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.problem import Kind, Op, Problem, Recipe, Step, Storage
-from tencache_fx.planning.tuning import TUNING
+from tencache_fx.planning.tuning import TUNING, Tuning
 
 _Key = tuple[object, ...]
 
@@ -57,6 +58,19 @@ def coarsen(problem: Problem, stretches: int = TUNING.stretches) -> Coarse:
     if len(merger.first_steps) * 2 > len(problem.ops):
         return Coarse(problem=problem, members={recipe.name: (recipe.name,) for recipe in problem.recipes})
     return merger.merge()
+
+
+def coarsen_within(problem: Problem, tuning: Tuning = TUNING) -> Coarse:
+    """Return a coarser problem of the size that `tuning` asks for, or of more steps if its floor is near the budget.
+
+    Longer stretches hold more at once.
+    """
+    coarse, limit = coarsen(problem, tuning.stretches), problem.budgets.device_bytes
+    if (ops := len(coarse.problem.ops)) > tuning.coarse_ops and coarse.problem is not problem:
+        coarser = coarsen(problem, max(1, tuning.stretches * tuning.coarse_ops // ops))
+        if limit is None or floor_bytes(coarser.problem) <= limit * tuning.coarse_floor_percent // 100:
+            return coarser
+    return coarse
 
 
 def _stretches(problem: Problem, count: int) -> list[int]:

@@ -36,7 +36,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tencache_fx.errors import BudgetError, OptionError
-from tencache_fx.planning.coarsening import coarsen
+from tencache_fx.planning.coarsening import coarsen_within
 from tencache_fx.planning.evaluation import Candidate, Costs, Evaluator
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import first_parameters, has_offloaded
@@ -124,7 +124,7 @@ def _choose_recomputed(evaluator: Evaluator) -> Names:
         return ()
     if len(captured.ops) <= tuning.coarse_from:
         return _search_turns(evaluator)
-    coarse = coarsen(captured, tuning.stretches)
+    coarse = coarsen_within(captured, tuning)
     problem, tried = coarse.problem, {}
     for _ in range(SPLITS):
         searched = replace(tuning, steps_planned=tuning.coarse_steps_planned)
@@ -243,12 +243,46 @@ def choose_parameters(evaluator: Evaluator, base: Candidate, *, compare: bool = 
     the one that copies least: that leaves host memory to others. Its parameters are prefetched as early as costs no
     more than that. "joint" takes the variants of its policies only to the best of these. Raises `BudgetError`, that of
     the choice with the least on the device, if there is no plan.
+
+    With `compare` the lead is left as it is. Of a large problem only those are tried that are best in a coarser one.
     """
+    quick = "teraio" if base.policy == "joint" else base.policy
+    coarsely = not compare and base.policy != "none" and len(evaluator.captured.ops) > evaluator.tuning.coarse_from
+    tried = _Tried(evaluator, replace(base, policy=quick))
+    if coarsely:
+        tried.add(_likely_shares(evaluator, tried.base), enough=2)
+        finalists = [tried.best()] if tried.planned else []
+    if not tried.planned:
+        coarsely = False
+        tried, finalists = _try_shares(evaluator, base, (quick, base.policy), [base.lead] if compare else None)
+    if tried.base.policy != base.policy:
+        tried = _Tried(evaluator, base)
+        tried.add(finalists)
+    return tried.planned[tried.best()] if compare or coarsely else tried.earlier()
+
+
+def _likely_shares(evaluator: Evaluator, base: Candidate) -> list[_Shares]:
+    """Return the choices that are best in a coarser problem, the best first."""
+    coarse = coarsen_within(replace(evaluator.problem_for(base), recipes=()), evaluator.tuning)
+    small = Evaluator(coarse.problem, evaluator.tuning)
+    try:
+        tried, _ = _try_shares(small, Candidate(policy=base.policy, lead=base.lead), (base.policy,))
+    except BudgetError:
+        return []
+    best = tried.earlier()
+    found = sorted(tried.planned, key=lambda each: (tried.planned[each] != best, tried.step_ns(each)))
+    return found[: evaluator.tuning.likely_shares]
+
+
+def _try_shares(
+    evaluator: Evaluator, base: Candidate, policies: Sequence[str], leads: Sequence[float] | None = None
+) -> "tuple[_Tried, list[_Shares]]":
+    """Return the choices tried with the first of `policies` that has a plan for any, and the best of these."""
     tuning = evaluator.tuning
-    for policy in dict.fromkeys(("teraio" if base.policy == "joint" else base.policy, base.policy)):
+    for policy in dict.fromkeys(policies):
         tried = _Tried(evaluator, replace(base, policy=policy))
         first, *more = tuning.resident_shares
-        tried.add(_Shares(first, 0.0, lead) for lead in ((base.lead,) if compare else tuning.leads))
+        tried.add(_Shares(first, 0.0, lead) for lead in leads or tuning.leads)
         finalists = [tried.best()] if tried.planned else []
         lead = finalists[0].lead if finalists else tuning.leads[0]
         if not evaluator.captured.copies_parameters:
@@ -256,21 +290,15 @@ def choose_parameters(evaluator: Evaluator, base: Candidate, *, compare: bool = 
         if tried.planned:
             if not evaluator.captured.copies_parameters:
                 tried.add_state(lead)
-            finalists.append(tried.best())
-            break
-    else:
-        raise tried.refusals[0]
-    if policy != base.policy:
-        tried = _Tried(evaluator, base)
-        tried.add(finalists)
-    return tried.planned[tried.best()] if compare else tried.earlier()
+            return tried, [*finalists, tried.best()]
+    raise tried.refusals[0]
 
 
 class _Tried:
     """The choices of parameters that were tried: those that have a plan, and why the others have none."""
 
     def __init__(self, evaluator: Evaluator, base: Candidate) -> None:
-        self._evaluator, self._base = evaluator, base
+        self._evaluator, self.base = evaluator, base
         self._problem = evaluator.problem_for(base)
         self.planned: dict[_Shares, Candidate] = {}
         self.refusals: list[BudgetError] = []
@@ -303,6 +331,10 @@ class _Tried:
             if share <= 1:
                 self.add(_Shares(max(share, resident), share, lead) for resident in others)
 
+    def step_ns(self, shares: _Shares) -> int:
+        """Return how long a step takes with one of the choices that have a plan."""
+        return _costs(self._evaluator, self.planned[shares]).step_ns
+
     def best(self) -> _Shares:
         """Return the choice that copies least, of those within half a percent of the fastest."""
         costs = {shares: _costs(self._evaluator, candidate) for shares, candidate in self.planned.items()}
@@ -325,7 +357,8 @@ class _Tried:
         most_ns = self._tolerable(min(_costs(self._evaluator, each).step_ns for each in self.planned.values()))
         costs = _costs(self._evaluator, chosen)
         for lead in sorted((lead for lead in self._evaluator.tuning.leads if lead > best.lead), reverse=True):
-            early = self._pin(best._replace(lead=lead))
+            shares = best._replace(lead=lead)
+            early = self._pin(shares)
             found = self._evaluator.evaluate(early).costs
             if (
                 found is not None
@@ -333,13 +366,14 @@ class _Tried:
                 and found.makespan_ns <= self._tolerable(costs.makespan_ns)
                 and found.copied_bytes <= self._tolerable(costs.copied_bytes)
             ):
+                self.planned[shares] = early
                 return early
         return chosen
 
     def _pin(self, shares: _Shares) -> Candidate:
         here = first_parameters(self._problem, shares.updated_here, Kind.STORED)
         resident = tuple(dict.fromkeys((*here, *first_parameters(self._problem, shares.resident))))
-        return replace(self._base, resident=resident, updated_here=here, lead=shares.lead)
+        return replace(self.base, resident=resident, updated_here=here, lead=shares.lead)
 
     def _tolerable(self, least: int) -> int:
         """Return the cost that is as good as the least."""

@@ -59,8 +59,14 @@ class Tuning:
     coarse_from: int = 700
     # Steps that one search plans in all, then: 12 plans for a deep model, all of 36 for a shallow one.
     coarse_steps_planned: int = 6_000
+    # Choices of parameters that are best there, and are tried until two of them have a plan.
+    likely_shares: int = 6
     # Stretches that a problem is searched in: more cost time, and fewer miss what fits.
     stretches: int = 200
+    # Ops in all, with those that a stretch of the forward has for each set of recipes; of more, stretches are longer.
+    coarse_ops: int = 600
+    # Share of the budget up to which the floor may be in longer stretches: in reality it is lower.
+    coarse_floor_percent: int = 75
     # Recipes of one stretch are taken or left together if their prices per byte differ by less than e to one third.
     prices_per_e: int = 3
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from programs import tight_problems
 
 from tencache_fx.planning import search
-from tencache_fx.planning.coarsening import coarsen
+from tencache_fx.planning.coarsening import coarsen, coarsen_within
 from tencache_fx.planning.evaluation import Evaluator
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import keep_resident
@@ -97,3 +97,26 @@ def test_what_does_not_fit_is_searched_again_with_less(monkeypatch: pytest.Monke
     evaluator = Evaluator(problem.within(device_bytes=floor_bytes(problem) - 10), replace(TUNING, coarse_from=0))
     assert search._choose_recomputed(evaluator) == ()
     assert asked == [floor_bytes(problem) - 10, floor_bytes(problem) - 20]
+
+
+@pytest.mark.parametrize("name", ["gpt2-tied", "llama", "llama-adapted"])
+def test_parameters_are_chosen_as_well_coarsely(name: str) -> None:
+    runs = [run for run in read_runs() if run.problem == name and run.policy == "teraio"]
+    assert len(runs) == 2
+    for run in runs:
+        problem = read_problem(name).within(device_bytes=run.device_bytes)
+        tuning = replace(TUNING, coarse_from=100)
+        fine, coarse = make_plan(problem, "teraio"), make_plan(problem, "teraio", tuning=tuning)
+        verify_plan(keep_resident(problem, coarse.resident, coarse.updated_here), coarse)
+        assert coarse.forecast.makespan_ns <= fine.forecast.makespan_ns * 1.01
+
+
+def test_stretches_are_longer_where_they_hold_many_ops_unless_the_budget_is_near_the_floor() -> None:
+    problem = read_problem("resnet")
+    short = coarsen(problem, TUNING.stretches).problem
+    assert coarsen_within(problem).problem == short
+    few = replace(TUNING, coarse_ops=len(short.ops) // 2)
+    longer = coarsen_within(problem.within(device_bytes=2 * floor_bytes(problem)), few).problem
+    assert len(longer.ops) < len(short.ops)
+    tight = problem.within(device_bytes=floor_bytes(problem))
+    assert len(coarsen_within(tight, few).problem.ops) == len(short.ops)
