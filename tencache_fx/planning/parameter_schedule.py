@@ -162,9 +162,11 @@ def _departures(
 def _with_transfer(storage: Storage, transfer: Transfer | None) -> Storage:
     if transfer is None:
         return storage
-    if transfer.kind is TransferKind.LOAD:
-        return replace(storage, birth=transfer.prefetch_at)
-    return replace(storage, death=transfer.freed_at)
+    if transfer.out is None:
+        at = transfer.prefetch_at
+        return storage if at == storage.birth else replace(storage, birth=at)
+    freed = transfer.freed_at
+    return storage if freed == storage.death else replace(storage, death=freed)
 
 
 def _derated(links: Links, out_bytes_per_s: float, in_bytes_per_s: float) -> Links:

@@ -176,5 +176,7 @@ class _Line:
         last = max(uses, default=birth)
         taken = bool(storage.uses) and storage.death == storage.uses[-1] and last == self.at[storage.death]
         death = last if taken else max(Step(self.at[storage.death - 1] + 1), Step(last + 1))
-        ready = self.at[storage.ready]
-        return replace(storage, birth=birth, death=death, uses=tuple(sorted(set(uses))), ready=ready)
+        ready, used = self.at[storage.ready], tuple(sorted(set(uses)))
+        if (birth, death, used, ready) == (storage.birth, storage.death, storage.uses, storage.ready):
+            return storage  # as most of the forward; a copy takes longer than all the rest here
+        return replace(storage, birth=birth, death=death, uses=used, ready=ready)
