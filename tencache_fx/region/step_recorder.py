@@ -1,9 +1,9 @@
 """Records in which order a device's regions run in a step, and has the schedule of that order followed.
 
 A *round* is the time in which forwards wait for their backwards: it begins with the first forward and ends before the
-first forward that finds none waiting. Of a step with several micro-batches each is a round, or all are one, as the loop
-runs them. Rounds of one order (regions, calls, sizes) are a *program*. An order that is not known runs on the frugal
-schedule, which holds the least; when it is over, it is planned.
+first forward that finds none waiting, or one that was dropped long ago. Of a step with several micro-batches each is a
+round, or all are one, as the loop runs them. Rounds of one order (regions, calls, sizes) are a *program*. An order that
+is not known runs on the frugal schedule, which holds the least; when it is over, it is planned.
 
 A program is expected to be followed by the one that followed it the last time. Where another region runs than was
 expected, the round goes on with the schedule of a program that has begun the same way, or else frugally.
@@ -88,6 +88,8 @@ class StepRecorder:
             if self._visits and self._visits[-1].backward and not compat.in_backward():  # else of a checkpoint
                 for each in self._calls:
                     each.turns += 1
+                if any(each.turns > _TURNS and not self._lives(each) for each in self._calls):
+                    self._finish()  # one was dropped, and others always wait: the round would never be over
             self.settle()
             self._heed(options)
             given = frozenset(map(_key_of, _tensors(values)))
@@ -171,8 +173,9 @@ class StepRecorder:
         return not self._calls
 
     def _waits(self, call: Call) -> bool:
-        if call.turns > call.most_turns:
-            return False
+        return call.turns <= call.most_turns and self._lives(call)
+
+    def _lives(self, call: Call) -> bool:
         if call.residual is not None and not call.residual.expired():
             return True
         return self.points.holds(SwapKey(call.index, call.number, swap.name) for swap in call.region.swaps)

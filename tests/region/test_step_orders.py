@@ -207,3 +207,16 @@ def test_blocks_of_one_kind_of_which_the_first_are_checkpointed(engine: Engine, 
 
     for step, each in enumerate(expected):
         assert equal(gradients(model, run, inputs(step)), each), f"step {step}"
+
+
+def test_what_is_validated_with_autograd_does_not_make_a_step_last_for_ever(engine: Engine) -> None:
+    """Its result lives until the next validation, and so does its graph: a forward always waits."""
+    expected, model = wanted(12), one_by_one(blocks(), device_budget=BUDGETS["plenty"])
+    lengths, validated = [], None
+    for step, each in enumerate(expected):
+        assert equal(gradients(model, model, inputs(step)), each), f"step {step}"
+        lengths.append(len(recorder(engine)._visits))
+        validated = model(inputs(100))
+    assert validated is not None
+    assert max(lengths[6:]) <= max(lengths[:6])
+    assert any(program.schedule is not FRUGAL for program in recorder(engine).programs.values())
