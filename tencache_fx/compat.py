@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._dynamo import convert_frame
 from torch._dynamo.utils import calculate_time_spent, counters
 from torch._functorch import config as functorch_config
 from torch._inductor import config, list_mode_options
@@ -271,6 +272,11 @@ def runs_on_fakes(settings: Mapping[str, Any]) -> bool:
 def ends_at_graph_break(gm: fx.GraphModule) -> bool:
     """Return whether Dynamo's graph ends where it could not go on, with code behind (`_dynamo/output_graph.py`)."""
     return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+
+
+def compile_lock() -> contextlib.AbstractContextManager[object]:
+    """Return the lock under which Dynamo compiles: tracing has state that all threads share (`fx/traceback.py`)."""
+    return convert_frame.compile_lock
 
 
 def in_backward() -> bool:

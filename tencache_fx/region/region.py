@@ -179,7 +179,7 @@ class Region:
         self, offloaded: Mapping[int, OffloadedParameter], sizes: tuple[Sizes, Sizes] | None
     ) -> CompiledRegion:
         """Compile again as the region runs; whoever calls it sees nothing of that."""
-        with torch._guards.tracing(self._source.context), unchanged(self.device):
+        with compat.compile_lock(), torch._guards.tracing(self._source.context), unchanged(self.device):
             return self._compile(self._source.fakes(), offloaded, sizes)  # the first batch is not kept alive for this
 
     def _compile_first(self, inputs: Sequence[Any], offloaded: Mapping[int, OffloadedParameter]) -> CompiledRegion:

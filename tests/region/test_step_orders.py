@@ -1,5 +1,6 @@
 """Steps in unusual orders, and with too little of everything: numbers stay right, and what is refused is told."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,12 +22,16 @@ from test_step_plans import (
     wanted,
 )
 from torch import Tensor, nn
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 import tencache_fx
 from tencache_fx.errors import BudgetError, StoreError, UsageError
 from tencache_fx.planning.step import FRUGAL
+from tencache_fx.region import region
+from tencache_fx.region.compilation import compile_region
+from tencache_fx.region.compiled_region import CompiledRegion
 from tencache_fx.runtime.engine import Engine
 
 __all__ = ["meter"]
@@ -220,3 +225,26 @@ def test_what_is_validated_with_autograd_does_not_make_a_step_last_for_ever(engi
     assert validated is not None
     assert max(lengths[6:]) <= max(lengths[:6])
     assert any(program.schedule is not FRUGAL for program in recorder(engine).programs.values())
+
+
+def test_regions_are_planned_again_one_at_a_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing has state that all threads share: Dynamo's lock is held, whether Dynamo compiles or we do."""
+    left_free: list[bool] = []
+
+    def try_lock() -> None:
+        left_free.append(compile_lock.acquire(blocking=False))
+        if left_free[-1]:
+            compile_lock.release()
+
+    def compiled(*args: object) -> CompiledRegion:
+        other = threading.Thread(target=try_lock)
+        other.start()
+        other.join()
+        return compile_region(*args)
+
+    monkeypatch.setattr(region, "compile_region", compiled)
+    model = one_by_one(blocks(4), device_budget=BUDGETS["plenty"], scope="auto")
+    for step in range(3):
+        gradients(model, model, inputs(step))
+    assert len(left_free) > 1
+    assert not any(left_free)
