@@ -281,6 +281,7 @@ class StepRecorder:
             self._alone[index] = self._alone[index] + 1 if len(visits) == 2 and program.moves else 0
 
     def _forget_round(self) -> None:
+        self.points.settle()
         self._calls, self._visits = [], []
         self._counts.clear()
 

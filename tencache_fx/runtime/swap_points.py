@@ -174,6 +174,11 @@ class SwapPoints:
         with self._lock:
             self._parameters.settle()
 
+    def settle(self) -> None:
+        """Note that a step is over, be it before its order was: no parameter is on its way to a graph any more."""
+        with self._lock:
+            self._parameters.settle()
+
     def offload(self, src: Tensor, tier: Tier, label: str = "") -> Tensor:
         """Issue the copy out, or only note the tensor; return the handle."""
         run = self._pass_point()

@@ -190,6 +190,20 @@ def test_nothing_is_copied_ahead_for_a_model_that_is_gone(engine: Engine) -> Non
     assert engine.pool.acquired_bytes == 0
 
 
+def test_a_step_that_ends_early_leaves_nothing_on_its_way(engine: Engine) -> None:
+    model = offloaded(ROOMY)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        once(model, optimizer, step)
+    result = model[1](model[0](inputs(3)))
+    on_the_way = recorder(engine).points._parameters.extra_bytes
+    assert on_the_way > 0
+    del result
+    gc.collect()
+    recorder(engine).settle()
+    assert recorder(engine).points._parameters.extra_bytes == 0
+
+
 def test_a_step_that_fails_leaves_nothing_on_its_way(engine: Engine) -> None:
     model = offloaded(ROOMY)
     optimizer = AdamW(model.parameters(), lr=1e-2)
