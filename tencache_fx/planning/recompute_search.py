@@ -107,7 +107,13 @@ class RecomputeSearch:
             for rung in sorted({*range(0, len(line), stride), len(line)}):
                 rungs.setdefault(frozenset(line[:rung]), (line, rung, stride))
         enough = self.left // 2
-        self.bisect(sorted(rungs, key=self.added_ns), least_left=enough)
+        if len(self.evaluator.captured.ops) > self.evaluator.tuning.coarse_from:
+            self.bisect(sorted(rungs, key=self.added_ns), least_left=enough)
+        else:  # a plan takes milliseconds, and a valley may be missed
+            for names in sorted(rungs, key=self.bound):
+                if self.left <= enough:
+                    break
+                self.consider(names)
         self.consider(frozenset())  # never slower than `teraio`
         self.close_in(*rungs[self.best], least_left=enough // 2)
 
