@@ -1,5 +1,6 @@
 """Offloaded parameters of steps of several regions: copied in ahead of their graphs, gradients out behind them."""
 
+import contextlib
 import gc
 import re
 from collections.abc import Callable, Iterator
@@ -46,12 +47,22 @@ def plain() -> nn.Sequential:
 Loop = Callable[[nn.Sequential, torch.optim.Optimizer, int], Tensor]
 
 
-def once(model: nn.Sequential, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
-    loss = model(inputs(step)).square().mean()
+def updated(result: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    """End a step: return its loss."""
+    loss = result.square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
+
+
+def readable(module: nn.Module, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which the parameters can be read and written to, offloaded or not."""
+    return tencache_fx.summon(module) if isinstance(optimizer, AdamW) else contextlib.nullcontext()
+
+
+def once(model: nn.Sequential, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    return updated(model(inputs(step)), optimizer)
 
 
 def accumulated(model: nn.Sequential, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
@@ -70,11 +81,7 @@ def twice(model: nn.Sequential, optimizer: torch.optim.Optimizer, step: int) -> 
     x = inputs(step)
     for block in (*model, *reversed(model)):
         x = block(x)
-    loss = x.square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+    return updated(x, optimizer)
 
 
 def changed(model: nn.Sequential, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
@@ -83,31 +90,16 @@ def changed(model: nn.Sequential, optimizer: torch.optim.Optimizer, step: int) -
     for index, block in enumerate(model):
         if index == 2 and step % 2:
             module = model[4]
-            with torch.no_grad(), tencache_fx.summon(module) if is_offloaded(module) else torch.no_grad():
+            with torch.no_grad(), readable(module, optimizer):
                 for parameter in module.parameters():
                     parameter.mul_(1.5)
         x = block(x)
-    loss = x.square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def is_offloaded(module: nn.Module) -> bool:
-    return any(parameter.untyped_storage().nbytes() == 0 or _is_away(parameter) for parameter in module.parameters())
-
-
-def _is_away(parameter: Tensor) -> bool:
-    try:
-        return parameter.untyped_storage().data_ptr() == 0
-    except RuntimeError:
-        return True
+    return updated(x, optimizer)
 
 
 def trained(model: nn.Sequential, optimizer: torch.optim.Optimizer, loop: Loop) -> list[Tensor]:
     losses = [loop(model, optimizer, step) for step in range(STEPS)]
-    with tencache_fx.summon(model) if is_offloaded(model) else torch.no_grad():
+    with readable(model, optimizer):
         return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
 
 

@@ -132,9 +132,11 @@ def test_elsewhere_there_is_no_line(stream: str, monkeypatch: pytest.MonkeyPatch
     if stream == "closed":
         other.close()
     monkeypatch.setattr(sys, "stderr", other)
-    monkeypatch.setattr(stages, "_Line", None)
+    made: list[object] = []
+    monkeypatch.setattr(stages, "_Line", lambda *given: made.append(given))
     with show_line(lambda: "x"):
-        pass
+        assert not made
+    assert stream != "file" or other.getvalue() == ""
 
 
 def test_a_terminal_that_goes_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +144,7 @@ def test_a_terminal_that_goes_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     with show_line(lambda: "x"):
         wait_for(terminal.getvalue)
         terminal.close()
+    assert terminal.closed, "and no error came of it"
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
