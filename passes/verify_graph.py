@@ -275,7 +275,8 @@ def _replay(
             made = {} if node.name in away else _bytes_made(node, owner, capture.device)
             for key, nbytes in made.items():
                 held.setdefault(key, nbytes)
-            if sum(held.values()) > peak:
+            runs = node.op not in ("placeholder", "get_attr", "output")  # some graphs only hand on what they are given
+            if runs and sum(held.values()) > peak:
                 peak, where = sum(held.values()), node.name
             for key in last.get(node, ()):
                 if key not in kept:

@@ -226,6 +226,13 @@ def find_all_offloaded(values: Sequence[object], device: torch.device) -> dict[i
     }
 
 
+def total_offloaded_bytes(device: torch.device) -> int:
+    """Return the bytes of all parameters of `device` that are offloaded, wherever they are now."""
+    engine = find_engine(device) if device.type in ("cpu", "cuda") else None
+    store = None if engine is None else _attached_to(engine)
+    return sum(offloaded.nbytes for offloaded in store or ())
+
+
 def follow(device: torch.device, results: object, all_offloaded: Mapping[str, OffloadedParameter]) -> None:
     """Note a region's call, whose backward may come; see `PendingBackwards`."""
     if (engine := find_engine(device)) is not None:

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tencache_fx import compat
 from tencache_fx.hardware.device_memory import held_bytes
+from tencache_fx.model_state.parameter_store import find_all_offloaded, total_offloaded_bytes
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Phase, Request, WrittenPlan, keep_boxed
 from tencache_fx.region.dynamic_shapes import Sizes
 from tencache_fx.region.registry import REGIONS
@@ -27,6 +28,7 @@ from tencache_fx.region.step_monitor import StepMonitor
 from tencache_fx.tensors import storages_on
 
 _SMALL = 4  # a region whose inputs are less than one part in so many of what the device holds is not a whole model
+_LIBRARIES_BYTES = 128 << 20  # what cuBLAS and the like may hold on a device beside any model
 _TURNS = 2  # a forward that still waits when its region has begun so many times after a backward is not waited for
 
 
@@ -140,4 +142,7 @@ class Scope:
         if self._source.breaks_off or any(scope.waits(thread) for scope in REGIONS.scopes(device)):
             return True
         given = {storage._cdata: storage.nbytes() for storage in storages_on(device, tensors)}
-        return sum(given.values()) * _SMALL < held_bytes(device)
+        # Offloaded parameters count as if they were there.
+        offloaded_bytes = sum(each.nbytes for each in find_all_offloaded(inputs, device).values())
+        all_bytes = held_bytes(device) - _LIBRARIES_BYTES + total_offloaded_bytes(device)
+        return (sum(given.values()) + offloaded_bytes) * _SMALL < all_bytes

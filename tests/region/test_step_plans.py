@@ -191,6 +191,24 @@ def _raise(*_: object) -> None:
     raise RuntimeError("asked for")
 
 
+def test_a_backward_may_only_hand_on_its_gradient(engine: Engine) -> None:
+    """That of a sum has no step: what it is given is in no step of its plan."""
+
+    def run(backend: str, **options: object) -> list[list[Tensor]]:
+        model = one_by_one(blocks(2), backend, **options)
+        given = {"compiler": "eager", "calibrate": False, "scope": "step", **options}
+        more = {"options": given} if backend == "tencache" else {}
+        add = torch.compile(lambda x, y: x + y, backend=backend, **more)
+        return [gradients(model, lambda x: add(x, model[1](model[0](x))), inputs(seed)) for seed in range(3)]
+
+    found = run("tencache", device_budget=4_200_000)
+    records = [each for each in tencache_fx.regions() if len(each.problem.ops) == each.problem.boundary]
+    assert records, "no backward without a step"
+    torch.compiler.reset()
+    for mine, other in zip(found, run("aot_eager_decomp_partition"), strict=True):
+        assert equal(mine, other)
+
+
 def test_inputs_that_the_caller_keeps_are_not_written_to(engine: Engine) -> None:
     model, kept = one_by_one(blocks(), device_budget=BUDGETS["some"]), []
 
