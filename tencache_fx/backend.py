@@ -2,11 +2,11 @@
 
 tencache()         torch.compile hands over one captured region
 RegionSource       the region as it was handed over, with its options
+Variants           the function that torch calls: a region for each set of inputs that `offload` was given
 Region             compiles it, and again if more device memory is held beside it than the plan was made for
 compile_region()   joint graph -> forward and backward -> plan -> rewritten graphs -> code: a `CompiledRegion`
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,18 +14,14 @@ from torch import fx
 
 from tencache_fx import compat
 from tencache_fx.model_state import parameter_ops as _parameter_kernels  # noqa: F401  (registers the ops' kernels)
-from tencache_fx.model_state.parameter_store import find_all_offloaded
 from tencache_fx.options import Options
 from tencache_fx.region.compiled_region import Compiled
-from tencache_fx.region.region import Region
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
+from tencache_fx.region.variants import Variants
 from tencache_fx.runtime import op_kernels as _kernels  # noqa: F401  (registers the ops' kernels)
 from tencache_fx.runtime.engine_registry import usage
-from tencache_fx.stages import STAGES, show_times
 from tencache_fx.tensors import main_device
-
-log = logging.getLogger("tencache_fx")
 
 
 def tencache(
@@ -51,10 +47,4 @@ def tencache(
         settings=settings,
         own_budget="device_budget" in (options or {}),
     )
-    with STAGES.compilation(f"region {source.index}") as spent_ns:
-        region = Region(source, example_inputs, find_all_offloaded(example_inputs, device))
-    log.info("region %d: compiled in %s", source.index, show_times(spent_ns))
-    if region.record is not None and region.record.plan.transfers and (lost := compat.overruled(settings)):
-        log.warning("region %d has a plan, and so it runs without %s.", region.index, ", ".join(lost))
-    REGIONS.add(region)
-    return region
+    return Variants(source, example_inputs)

@@ -1,7 +1,7 @@
-"""One captured region from its first compilation on: from call to call its plan is checked, timed, and made again."""
+"""One region from its first compilation on: from call to call its plan is checked, timed, and made again."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from tencache_fx import compat
 from tencache_fx.errors import BudgetError, StoreError, TencacheError, UsageError
 from tencache_fx.hardware.device_memory import peak_held_bytes
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
-from tencache_fx.model_state.parameter_store import find_all_offloaded, follow
+from tencache_fx.model_state.parameter_store import follow
 from tencache_fx.model_state.step_hooks import check_updates_in_backward
 from tencache_fx.records import RegionRecord
 from tencache_fx.region.ambient_state import unchanged
@@ -27,19 +27,23 @@ from tencache_fx.region.source import RegionSource
 from tencache_fx.region.step_monitor import StepMonitor
 from tencache_fx.region.timers import CallTimes
 from tencache_fx.reporting.dump import write_measured
-from tencache_fx.tensors import are_faked
 
 log = logging.getLogger("tencache_fx")
 
 
 class Region:
-    """The function that torch calls: `current` is how the region runs now, `monitors` are why that may change.
+    """A region that runs: `current` is how it does so now, `monitors` are why that may change.
 
-    `offloaded` are the offloaded parameters among the `inputs`, by position; another module may have others.
+    `offloaded` are the offloaded parameters among the `inputs`, by position: in each call the same positions, though
+    another module has others there. A region that is compiled as another one `runs` is planned for the same sizes.
     """
 
     def __init__(
-        self, source: RegionSource, inputs: Sequence[Any], offloaded: Mapping[int, OffloadedParameter]
+        self,
+        source: RegionSource,
+        inputs: Sequence[Any],
+        offloaded: Mapping[int, OffloadedParameter],
+        runs: "Region | None" = None,
     ) -> None:
         self.index, self.device = source.index, source.device
         self.boundary_memory = BoundaryMemory(source.index, source.device, source.options.device_budget)
@@ -50,7 +54,11 @@ class Region:
         self._source, self._offloaded = source, offloaded
         self._check = BudgetCheck(source)
         self._calls, self._checkpointed = CallTimes(), CheckpointedCalls()
-        self.current = self._compile_first(inputs, offloaded)
+        if runs is None:
+            self.current = self._or_alone(lambda: self._compile(inputs, offloaded, None))
+        else:
+            sizes = runs._sizes_of(inputs)
+            self.current = self._or_alone(lambda: self._compile_between_steps(offloaded, sizes))
 
     @property
     def record(self) -> RegionRecord | None:
@@ -72,21 +80,15 @@ class Region:
             return self.scope, self.step
         return self.scope, self.donated_inputs, self.boundary_memory, self.recalibrator
 
-    def __call__(self, *args: Any) -> Any:
+    def run(self, args: Sequence[Any], offloaded: Mapping[int, OffloadedParameter]) -> Any:
         """Run the region; first plan it again if its inputs, or external memory, are larger than its plan allows.
 
         Once it has been timed at the sizes it is planned for, it is planned again if that pays.
-        Raises `BudgetError`, before anything runs, if there is no plan for these inputs, and `UsageError` for fake
-        tensors where Inductor's code would read them.
+        Raises `BudgetError`, before anything runs, if there is no plan for these inputs.
         """
-        if are_faked(args):
-            return self._run_fakes(args)
         self._calls.note()
-        offloaded = find_all_offloaded(args, self.device)
         if offloaded and torch.is_grad_enabled():
             check_updates_in_backward(offloaded.values())
-        if offloaded.keys() != self._offloaded.keys():
-            self._plan_for_parameters(args, offloaded)
         self._offloaded, placed = offloaded, self.current
         placed.placement.apply(offloaded)
         if self.current.footprint is not None:
@@ -105,6 +107,19 @@ class Region:
             follow(self.device, results, {names[index]: each for index, each in offloaded.items()})
         return results
 
+    def run_fakes(self, args: Sequence[Any]) -> Any:
+        """Run the graphs on fakes: nothing moves, nothing takes memory or time, and sizes may be symbols.
+
+        Raises `UsageError` where Inductor's code would read them.
+        """
+        if not self._source.takes_fakes:
+            raise UsageError(
+                f"region {self.index} is called on fake tensors, and the code that Inductor has generated for it would "
+                'read memory that they do not have; compile it with options={"compiler": "eager"} for that.'
+            )
+        self.recalibrator.stop(self.current)  # it would take this for a wrong forecast
+        return self.current.run(*args)
+
     def measured(self) -> dict[str, int | None]:
         """Return the median time from call to call, user code included, and on CUDA the peak since its last reset."""
         return {**self._calls.measured(), "device_peak_bytes": peak_held_bytes(self.device)}
@@ -113,16 +128,6 @@ class Region:
         """Write what was measured beside the region's record, if it is dumped."""
         if self._source.options.dump_dir is not None and self.record is not None:
             write_measured(self._source.options.dump_dir, self.index, self.measured())
-
-    def _run_fakes(self, args: Sequence[Any]) -> Any:
-        """Run the graphs on fakes: nothing moves, nothing takes memory or time, and sizes may be symbols."""
-        if not self._source.takes_fakes:
-            raise UsageError(
-                f"region {self.index} is called on fake tensors, and the code that Inductor has generated for it would "
-                'read memory that they do not have; compile it with options={"compiler": "eager"} for that.'
-            )
-        self.recalibrator.stop(self.current)  # it would take this for a wrong forecast
-        return self.current.run(*args)
 
     def _review(self, formulas: SizeFormulas, args: Sequence[Any]) -> None:
         """Plan the region again if a monitor says so, and then if its plan does not fit.
@@ -168,12 +173,10 @@ class Region:
                 if planned == sizes:
                     raise BudgetError(f"region {self.index}{at}: {error}") from error
 
-    def _plan_for_parameters(self, args: Sequence[Any], offloaded: Mapping[int, OffloadedParameter]) -> None:
-        """Compile again, because other parameters than before are offloaded; if that fails, all stays as it was."""
-        log.info("region %d: %d of its parameters are offloaded; planning again", self.index, len(offloaded))
+    def _sizes_of(self, args: Sequence[Any]) -> tuple[Sizes, Sizes] | None:
+        """Return the sizes of these inputs, and those that the region is planned for; None if it does not know."""
         footprint = self.current.footprint
-        sizes = None if footprint is None else (footprint.formulas.read(args), footprint.formulas.planned)
-        self.current = self._compile_between_steps(offloaded, sizes)
+        return None if footprint is None else (footprint.formulas.read(args), footprint.formulas.planned)
 
     def _compile_between_steps(
         self, offloaded: Mapping[int, OffloadedParameter], sizes: tuple[Sizes, Sizes] | None
@@ -182,14 +185,14 @@ class Region:
         with compat.compile_lock(), torch._guards.tracing(self._source.context), unchanged(self.device):
             return self._compile(self._source.fakes(), offloaded, sizes)  # the first batch is not kept alive for this
 
-    def _compile_first(self, inputs: Sequence[Any], offloaded: Mapping[int, OffloadedParameter]) -> CompiledRegion:
+    def _or_alone(self, compile_it: Callable[[], CompiledRegion]) -> CompiledRegion:
         """Compile the region; by itself, if it was only guessed to be a part, and has no plan as one."""
         try:
-            return self._compile(inputs, offloaded, None)
+            return compile_it()
         except BudgetError:
             if not self.scope.plan_alone():
                 raise
-            return self._compile(inputs, offloaded, None)
+            return compile_it()
 
     def _compile(
         self, inputs: Sequence[Any], offloaded: Mapping[int, OffloadedParameter], sizes: tuple[Sizes, Sizes] | None
