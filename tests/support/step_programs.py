@@ -1,9 +1,9 @@
 """Random training loops of several compiled blocks, drawn from a seed: what a step of many regions has to cope with.
 
 A loop calls blocks (random tensor programs, see `tensor_programs.py`) in any order, one of them several times, with
-eager code between; some of it checkpointed, some of it under no_grad, some of it dropped without a backward. A step has
-one or more micro-batches, whose backwards run after each forward or after all of them. Some steps are broken off, in a
-forward or in a backward.
+compiled sums and eager code between; some of it checkpointed, some of it under no_grad, some of it dropped without a
+backward. A step has one or more micro-batches, whose backwards run after each forward or after all of them. Some steps
+are broken off, in a forward or in a backward.
 """
 
 import random
@@ -35,7 +35,8 @@ class BrokenOffError(Exception):
 class Action:
     """One thing that a micro-batch does to two values, by their places from the end: results are values, too.
 
-    `kind` is "call", "checkpoint", "evaluate", "drop", or the name of an instruction that runs without a compiler.
+    `kind` is "call", "checkpoint", "evaluate", "drop", "join", or the name of an instruction that runs without a
+    compiler.
     """
 
     kind: str
@@ -119,7 +120,7 @@ def _draw_batch(rng: random.Random, blocks: tuple[Program, ...]) -> MicroBatch:
     often, actions = rng.randrange(len(blocks)), []
     for _ in range(rng.randint(5, 14)):
         kind = rng.choices(
-            ("call", "checkpoint", "evaluate", "drop", rng.choice(EAGER)), weights=(60, 6, 4, 4, 12), k=1
+            ("call", "checkpoint", "evaluate", "drop", "join", rng.choice(EAGER)), weights=(60, 6, 4, 4, 6, 12), k=1
         )[0]
         block = often if rng.random() < 0.4 else rng.randrange(len(blocks))
         if kind == "checkpoint" and any(name in WRITING for name, _, _ in blocks[block].instructions):
@@ -131,6 +132,13 @@ def _draw_batch(rng: random.Random, blocks: tuple[Program, ...]) -> MicroBatch:
 
 def _break_off(gradient: Tensor) -> None:
     raise BrokenOffError
+
+
+class Join(nn.Module):
+    """The sum of two values: its backward has no step, and hands on the gradient."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Values:
+        return [x + y]
 
 
 class WeightedLoss(nn.Module):
@@ -147,17 +155,19 @@ class Trainer:
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
         self.blocks = [Interpreted(program) for program in loop.blocks]
-        self.loss = WeightedLoss()
+        self.join, self.loss = Join(), WeightedLoss()
         for number, block in enumerate(self.blocks):
             with torch.no_grad():
                 block.weight.mul_(1 + number / 10)
         self._begin = [{name: t.clone() for name, t in block.state_dict().items()} for block in self.blocks]
         self._run: list[Block] = list(self.blocks)
+        self._run_join: Block = self.join
         self._run_loss: Block = self.loss
 
     def compile(self, wrap: Wrap) -> None:
-        """Run each block, and the loss, as `wrap` makes it from now on."""
-        self._run, self._run_loss = [wrap(block) for block in self.blocks], wrap(self.loss)
+        """Run each block, joins, and the loss, as `wrap` makes them from now on."""
+        self._run = [wrap(block) for block in self.blocks]
+        self._run_join, self._run_loss = wrap(self.join), wrap(self.loss)
 
     def train(self) -> Iterator[list[Tensor]]:
         """Yield what each step leaves, from the first parameters on: results, inputs, gradients, parameters, buffers.
@@ -220,6 +230,8 @@ class Trainer:
         """Return the results of one action; what is not differentiated is only `left`."""
         if action.kind in INSTRUCTIONS:
             return [INSTRUCTIONS[action.kind](x, y)]
+        if action.kind == "join":
+            return self._run_join(x, y)
         run = self._run[action.block]
         if action.kind == "checkpoint":
             results = checkpoint(run, x, y, noise, use_reentrant=False)

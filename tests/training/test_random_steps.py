@@ -1,4 +1,4 @@
-"""Random loops of several compiled blocks, planned together: the bits of torch's own compiler, on the same graphs."""
+"""Random loops of several compiled blocks, planned together or not: bit for bit as torch's own compiler has them."""
 
 import contextlib
 import gc
@@ -15,6 +15,7 @@ from outcomes import Outcomes
 from step_programs import Loop, Trainer, draw_loop
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import BackendCompilerFailed
 
 import tencache_fx
 from tencache_fx.backend import tencache
@@ -32,6 +33,10 @@ ROOMY = 1 << 24
 """No loop needs so much; of more, 8 KiB would not be worth an op."""
 
 
+SCOPES = ("step", "auto", "step", "mixed")
+"""What regions are planned with, in turns; "mixed" has each region draw its scope."""
+
+
 class Both:
     """A backend that compiles with torch's own and with tencache; `ours` says which is run."""
 
@@ -43,6 +48,20 @@ class Both:
         theirs = lookup_backend("aot_eager_decomp_partition")(gm, inputs)
         ours = tencache(gm, inputs, options=self._options)
         return lambda *args: (ours if self.ours else theirs)(*args)
+
+    def wrap(self, module: nn.Module) -> Callable[..., list[Tensor]]:
+        return torch.compile(module, backend=self)
+
+
+class Ours:
+    """A backend that compiles with tencache: all regions in one scope, or "mixed"."""
+
+    def __init__(self, options: Options, scope: str, rng: random.Random) -> None:
+        self._options, self._scope, self._rng = options, scope, rng
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        scope = self._rng.choice(["auto", "step", "region"]) if self._scope == "mixed" else self._scope
+        return tencache(gm, inputs, options={**self._options, "scope": scope})
 
     def wrap(self, module: nn.Module) -> Callable[..., list[Tensor]]:
         return torch.compile(module, backend=self)
@@ -77,8 +96,11 @@ def serving() -> Iterator[tuple[Engine, Meter]]:
         yield engine, meter
 
 
-def check(loop: Loop, engine: Engine, meter: Meter, seen: Outcomes) -> None:
-    """Train as torch's own compiler does, with all the room there is, and then with a part of what that took."""
+def check(loop: Loop, scope: str, engine: Engine, meter: Meter, seen: Outcomes) -> None:
+    """Train as torch's own compiler does, with all the room there is, and then with a part of what that took.
+
+    Peaks are compared with the budget where all regions are planned with their step.
+    """
     torch.compiler.reset()
     trainer = Trainer(loop)
     try:
@@ -91,7 +113,8 @@ def check(loop: Loop, engine: Engine, meter: Meter, seen: Outcomes) -> None:
         seen.note("not finite")
         return
     rng = random.Random(loop.seed + 1)
-    both = Both({**EAGER, "scope": "step", "recompute": rng.choice(["none", "auto"]), "policy": "joint"})
+    options = {**EAGER, "recompute": rng.choice(["none", "auto"]), "policy": "joint"}
+    both = Both({**options, "scope": "step"})
     tencache_fx.configure(device_budget=ROOMY)
     trainer.compile(both.wrap)
     try:
@@ -111,17 +134,24 @@ def check(loop: Loop, engine: Engine, meter: Meter, seen: Outcomes) -> None:
     budget = (floor + (peak - floor) * rng.randint(0, 80) // 100) * 65 // 64
     while True:
         tencache_fx.configure(device_budget=budget)
+        if scope != "step":
+            torch.compiler.reset()
+            trainer.compile(Ours(options, scope, rng).wrap)
         try:
-            assert_same(trainer, wanted, meter, budget)
+            assert_same(trainer, wanted, meter if scope == "step" else None, budget)
             break
-        except BudgetError:  # a step that breaks off, or is never differentiated, may need more: it is in no plan
+        except (BudgetError, BackendCompilerFailed) as error:
+            if isinstance(error, BackendCompilerFailed) and not isinstance(error.inner_exception, BudgetError):
+                raise
+            # A step that breaks off, or is never differentiated, may need more: it is in no plan.
             budget = budget * 5 // 4
             assert budget < 4 * peak
     records = [record for record in tencache_fx.steps() if record.device_budget == budget]
     assert all(record.plan.forecast.peak_bytes <= budget for record in records)
     assert recorder_of(swap_points(engine)).points.extra_bytes == 0
-    moved = any(record.plan.transfers for record in records)
-    seen.note("transferred" if moved else "left alone" if records else "no plan")
+    plans = [record.plan for record in (*records, *(() if scope == "step" else tencache_fx.regions()))]
+    moved = any(plan.transfers for plan in plans)
+    seen.note("transferred" if moved else "left alone" if plans else "no plan")
 
 
 def assert_same(trainer: Trainer, wanted: list[list[Tensor]], meter: Meter | None = None, budget: int = 0) -> None:
@@ -152,7 +182,7 @@ def check_loops(seeds: range, share: float) -> None:
     for seed in seeds:
         try:
             with serving() as (engine, meter):
-                check(draw_loop(seed), engine, meter, seen)
+                check(draw_loop(seed), SCOPES[seed % len(SCOPES)], engine, meter, seen)
                 points = swap_points(engine)
                 torch.compiler.reset()
                 assert eventually(lambda points=points: nothing_waits(points)), "a storage waits for a backward"
