@@ -78,7 +78,7 @@ def makespan_ns(problem: Problem, variants: Sequence[Policy]) -> int | None:
     if floor > (problem.budgets.device_bytes or 0):
         return None
     plan = fastest_variant(problem, "joint", variants, floor)
-    return None if over_tiers(problem, plan) else plan.forecast.makespan_ns
+    return None if over_tiers(problem, plan.forecast) else plan.forecast.makespan_ns
 
 
 def plan_without_each(problem: Problem) -> dict[str, tuple[int | None, float]]:

@@ -56,9 +56,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What no plan for a choice can beat, whatever the budget: its floor, its time, and the peak without transfers."""
+    """What no plan for a choice can beat, whatever the budget: its time, and the peak without transfers."""
 
-    floor_bytes: int
     peak_bytes: int
     busy_ns: int
 
@@ -75,6 +74,7 @@ class Evaluator:
         self.spent_looks = 0
         self._outcomes: dict[Candidate, Outcome] = {}
         self._limits: dict[Candidate, Limits] = {}
+        self._floors: dict[Candidate, int] = {}
         kept = max(4, tuning.steps_kept // max(1, len(captured.ops)))  # not all: problems are large
         self._recomputed = lru_cache(maxsize=kept)(partial(recompute, captured))
 
@@ -89,11 +89,17 @@ class Evaluator:
         if key not in self._limits:
             problem = self.problem_for(key)
             self._limits[key] = Limits(
-                floor_bytes=floor_bytes(problem),
                 peak_bytes=int(live_bytes(problem).max(initial=problem.external_bytes)),
                 busy_ns=sum(op.duration_ns for op in problem.ops),
             )
         return self._limits[key]
+
+    def floor_bytes(self, candidate: Candidate) -> int:
+        """Return the floor of what `candidate` recomputes and pins."""
+        key = replace(candidate, policy="", reserved_bytes=0, lead=0.0)
+        if key not in self._floors:
+            self._floors[key] = floor_bytes(self.problem_for(key))
+        return self._floors[key]
 
     def evaluate(self, candidate: Candidate) -> Outcome:
         """Return the plan for `candidate` and its costs, or why there is none. Known candidates cost nothing."""

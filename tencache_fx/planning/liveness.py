@@ -1,14 +1,16 @@
 """Which device bytes are live at each step, with and without a plan's transfers. No torch here."""
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tencache_fx.planning.plan import CopyIn, CopyOut, Transfer, TransferKind
 from tencache_fx.planning.problem import Problem, Step, Storage, Tier
+
+Profile = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def inactive_intervals(storage: Storage) -> tuple[tuple[Step, Step], ...]:
@@ -23,30 +25,58 @@ def inactive_intervals(storage: Storage) -> tuple[tuple[Step, Step], ...]:
     return tuple([(u, v) for u, v in pairs if v - u > 1 and u >= ready])
 
 
-def live_bytes(problem: Problem, transfers: Iterable[Transfer] = ()) -> "np.ndarray[Any, np.dtype[np.int64]]":
+def live_bytes(problem: Problem, transfers: Iterable[Transfer] = ()) -> Profile:
     """Return the device bytes in use at each step under `transfers`, external bytes included.
 
-    One difference array and one running sum: O(steps + storages + transfers).
+    One difference array and one running sum: O(steps + storages + transfers), and O(steps + transfers) from then on.
     """
-    delta = [0] * (len(problem.ops) + 1)  # single elements of an array are slow
-    for storage in problem.storages:
-        delta[storage.birth] += storage.nbytes
-        delta[storage.death] -= storage.nbytes
+    changes: list[tuple[int, int]] = []
     one_way = []
     for transfer in transfers:
         if transfer.out is None or transfer.back is None:
             one_way.append(transfer)
         else:
-            delta[transfer.out.freed_at] -= transfer.nbytes
-            delta[transfer.back.prefetch_at] += transfer.nbytes
+            changes.append((transfer.out.freed_at, -transfer.nbytes))
+            changes.append((transfer.back.prefetch_at, transfer.nbytes))
     storages = {storage.name: storage for storage in problem.storages} if one_way else {}
     for transfer in one_way:
         for step, sign in device_changes(transfer, storages[transfer.name]):
-            delta[step] += sign * transfer.nbytes
+            changes.append((step, sign * transfer.nbytes))
+    return _changed(_kept_bytes(problem), changes)
+
+
+def least_bytes(problem: Problem) -> Profile:
+    """Return the device bytes in use at each step with every candidate on its minimal swap."""
+    changes: list[tuple[int, int]] = []
+    for window in _minimal_windows(problem):
+        changes.append((window.freed_at, -window.storage.nbytes))
+        changes.append((window.prefetch_at, window.storage.nbytes))
+    return _changed(_kept_bytes(problem), changes)
+
+
+def _kept_bytes(problem: Problem) -> Profile:
+    """Return the device bytes in use at each step if nothing is transferred; not to be written to."""
+    known: Profile | None = problem.derived.get("kept bytes")
+    if known is not None:
+        return known
+    delta = [0] * (len(problem.ops) + 1)  # single elements of an array are slow
+    for storage in problem.storages:
+        delta[storage.birth] += storage.nbytes
+        delta[storage.death] -= storage.nbytes
     scratch = np.array([op.scratch_bytes for op in problem.ops], dtype=np.int64)
     if more_bytes := problem.boundary_excess_bytes:
         scratch[problem.boundary] += more_bytes
-    return np.cumsum(delta[:-1], dtype=np.int64) + scratch + problem.external_bytes
+    kept: Profile = np.cumsum(delta[:-1], dtype=np.int64) + scratch + problem.external_bytes
+    problem.derived["kept bytes"] = kept
+    return kept
+
+
+def _changed(kept: Profile, changes: Iterable[tuple[int, int]]) -> Profile:
+    """Return `kept` with so many bytes more from each of these steps on."""
+    delta = [0] * (kept.size + 1)
+    for step, nbytes in changes:
+        delta[step] += nbytes
+    return kept + np.cumsum(delta[:-1], dtype=np.int64)
 
 
 def device_changes(transfer: Transfer, storage: Storage) -> tuple[tuple[Step, int], tuple[Step, int]]:
@@ -102,23 +132,58 @@ def _clipped(problem: Problem, offload: Step, freed: Step, fetch: Step, back: St
     return (min(freed, boundary), max(fetch, boundary)) if offload < boundary <= back else (freed, fetch)
 
 
+class Window(NamedTuple):
+    """An inactive interval of a candidate, and when its bytes are away if it is swapped out then without any slack."""
+
+    storage: Storage
+    freed_at: Step
+    prefetch_at: Step
+    last_use: Step
+    next_use: Step
+
+
+def windows(problem: Problem) -> Sequence[Window]:
+    """Return those of all candidates whose bytes are ever free, in order."""
+    known: list[Window] | None = problem.derived.get("windows")
+    if known is None:
+        known = []
+        for s in (s for s in problem.storages if is_candidate(problem, s)):
+            for u, v in inactive_intervals(s):
+                freed, fetch = _clipped(problem, u, Step(u + 1), v, v) if problem.barriers else (Step(u + 1), v)
+                if freed < fetch:
+                    known.append(Window(s, freed, fetch, u, v))
+        problem.derived["windows"] = known
+    return known
+
+
+def with_windows_of(problem: Problem, other: Problem) -> Problem:
+    """Return `problem`, which differs from `other` in nothing that its windows depend on, with the windows of that."""
+    problem.derived["windows"] = windows(other)
+    return problem
+
+
+def _minimal_windows(problem: Problem) -> list[Window]:
+    """Return the longest window of each candidate."""
+    ends_ns = [0, *accumulate(op.duration_ns for op in problem.ops)]
+    longest: dict[str, tuple[tuple[int, Step, Step, Step, Step], Window]] = {}
+    for window in windows(problem):
+        _, freed, fetch, u, v = window
+        away = (ends_ns[fetch] - ends_ns[freed], freed, fetch, u, v)
+        before = longest.get(window.storage.name)
+        if before is None or away > before[0]:
+            longest[window.storage.name] = away, window
+    return [window for _, window in longest.values()]
+
+
 def minimal_swaps(problem: Problem) -> tuple[Transfer, ...]:
     """Return, for every candidate, its longest swap without any slack: the least any plan of ours can hold.
 
     Each storage is transferred at most once, over the inactive interval that contains the most time.
     """
-    ends_ns = list(accumulate(op.duration_ns for op in problem.ops))
-    transfers = []
-    for s in (s for s in problem.storages if is_candidate(problem, s)):
-        away = []  # as numbers, with the time that each is away: only the longest is to be an object
-        for u, v in inactive_intervals(s):
-            freed, fetch = _clipped(problem, u, Step(u + 1), v, v) if problem.barriers else (Step(u + 1), v)
-            if freed < fetch:
-                away.append((ends_ns[fetch - 1] - ends_ns[freed - 1], freed, fetch, u, v))
-        if away:
-            _, a, b, u, v = max(away)
-            transfers.append(swap_to_host(s, u, a, b, v))
-    return tuple(transfers)
+    return tuple(
+        swap_to_host(window.storage, window.last_use, window.freed_at, window.prefetch_at, window.next_use)
+        for window in _minimal_windows(problem)
+    )
 
 
 def held_at(problem: Problem, transfers: Iterable[Transfer], step: Step) -> tuple[Storage, ...]:

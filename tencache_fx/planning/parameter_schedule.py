@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from tencache_fx.planning.liveness import live_bytes, minimal_swaps
+from tencache_fx.planning.liveness import Profile, least_bytes, with_windows_of
 from tencache_fx.planning.plan import CopyIn, CopyOut, Forecast, Transfer, TransferKind
 from tencache_fx.planning.problem import Kind, Links, Problem, Step, Storage, Tier
-from tencache_fx.planning.schedule import Barriers, Profile, copy_times, time_returns
+from tencache_fx.planning.schedule import Barriers, copy_times, time_returns
 from tencache_fx.planning.tuning import TUNING
 
 _NO_LIMIT = 1 << 62
@@ -34,7 +34,7 @@ def schedule_parameters(problem: Problem, lead: float) -> tuple[Transfer, ...]:
     """
     limit = problem.budgets.device_bytes
     limit = _NO_LIMIT if limit is None else limit
-    memory = live_bytes(problem, minimal_swaps(problem))
+    memory = least_bytes(problem)
     durations = [op.duration_ns for op in problem.ops]
     starts_ns = np.concatenate([[0.0], np.cumsum(durations)]).tolist()
     barriers = Barriers(problem)
@@ -47,6 +47,17 @@ def schedule_parameters(problem: Problem, lead: float) -> tuple[Transfer, ...]:
     return (*timed, *departures)
 
 
+def least_bytes_with_parameters(problem: Problem) -> Profile:
+    """Return the device bytes in use at each step with every transfer without slack, those of parameters included."""
+    memory, barriers = least_bytes(problem), Barriers(problem)
+    for storage in problem.storages:
+        if storage.kind is Kind.FETCHED:
+            memory[_latest_prefetch(problem, barriers, storage) : storage.birth] += storage.nbytes
+        elif storage.kind is Kind.STORED:
+            memory[storage.death : _earliest_freed(problem, barriers, storage)[0]] += storage.nbytes
+    return memory
+
+
 def with_parameters_scheduled(problem: Problem, parameter_transfers: Collection[Transfer]) -> Problem:
     """Return `problem` with the lives and the links that loads and stores leave, to plan the rest for."""
     by_name = {transfer.name: transfer for transfer in parameter_transfers}
@@ -55,7 +66,7 @@ def with_parameters_scheduled(problem: Problem, parameter_transfers: Collection[
     out_bytes = sum(transfer.nbytes for transfer in parameter_transfers if transfer.kind is TransferKind.STORE)
     in_bytes = sum(transfer.nbytes for transfer in parameter_transfers if transfer.kind is TransferKind.LOAD)
     links = _derated(problem.links, out_bytes * 1e9 / total_ns, in_bytes * 1e9 / total_ns)
-    return replace(problem, storages=storages, links=links)
+    return with_windows_of(replace(problem, storages=storages, links=links), problem)
 
 
 def step_ns(problem: Problem, forecast: Forecast) -> int:
@@ -131,9 +142,19 @@ def first_parameters(problem: Problem, share: float, having: Kind = Kind.FETCHED
 
 def _arrival(problem: Problem, barriers: Barriers, storage: Storage) -> Transfer:
     """Return the load that begins as late as can be."""
-    first = Step(0) if storage.birth < problem.boundary else problem.boundary
-    back = CopyIn(prefetch_at=max(first, barriers.fetch_by(storage.birth)), needed_at=storage.birth)
+    back = CopyIn(prefetch_at=_latest_prefetch(problem, barriers, storage), needed_at=storage.birth)
     return Transfer(name=storage.name, nbytes=storage.nbytes, tier=Tier.HOST, back=back)
+
+
+def _latest_prefetch(problem: Problem, barriers: Barriers, storage: Storage) -> Step:
+    first = Step(0) if storage.birth < problem.boundary else problem.boundary
+    return max(first, barriers.fetch_by(storage.birth))
+
+
+def _earliest_freed(problem: Problem, barriers: Barriers, storage: Storage) -> tuple[Step, Step]:
+    """Return the first step at which the bytes of a gradient are free, and the last: the end of its graph."""
+    end = problem.boundary if storage.death <= problem.boundary else Step(len(problem.ops))
+    return min(barriers.freed_from(storage.death), end), end
 
 
 def _departures(
@@ -145,11 +166,11 @@ def _departures(
     for storage in done:
         times = copy_times(problem.links, storage.nbytes, Tier.HOST)
         link_free = max(starts_ns[storage.death], link_free) + times.out
-        end = problem.boundary if storage.death <= problem.boundary else len(problem.ops)
-        earliest = gone = min(barriers.freed_from(storage.death), Step(end))
+        earliest, end = _earliest_freed(problem, barriers, storage)
+        gone = earliest
         memory[storage.death : earliest] += storage.nbytes
         while gone < end and starts_ns[gone] < link_free:
-            following = min(barriers.freed_from(gone + 1), Step(end))
+            following = min(barriers.freed_from(gone + 1), end)
             if (memory[gone:following] + storage.nbytes > limit).any():
                 break
             memory[gone:following] += storage.nbytes
@@ -164,9 +185,9 @@ def _with_transfer(storage: Storage, transfer: Transfer | None) -> Storage:
         return storage
     if transfer.out is None:
         at = transfer.prefetch_at
-        return storage if at == storage.birth else replace(storage, birth=at)
+        return storage if at == storage.birth else storage.living(at, storage.death, storage.uses, storage.ready)
     freed = transfer.freed_at
-    return storage if freed == storage.death else replace(storage, death=freed)
+    return storage if freed == storage.death else storage.living(storage.birth, freed, storage.uses, storage.ready)
 
 
 def _derated(links: Links, out_bytes_per_s: float, in_bytes_per_s: float) -> Links:

@@ -8,8 +8,13 @@ from types import MappingProxyType
 import numpy as np
 
 from tencache_fx.errors import BudgetError
-from tencache_fx.planning.liveness import clip_to_barriers, held_at, live_bytes, minimal_swaps
-from tencache_fx.planning.parameter_schedule import has_offloaded, schedule_parameters, with_parameters_scheduled
+from tencache_fx.planning.liveness import clip_to_barriers, held_at, least_bytes, live_bytes, minimal_swaps
+from tencache_fx.planning.parameter_schedule import (
+    has_offloaded,
+    least_bytes_with_parameters,
+    schedule_parameters,
+    with_parameters_scheduled,
+)
 from tencache_fx.planning.plan import Forecast, Plan, Transfer
 from tencache_fx.planning.policies.ten_cache import choose_10cache
 from tencache_fx.planning.policies.teraio import choose_teraio
@@ -33,6 +38,20 @@ POLICIES: Mapping[str, tuple[Policy, ...]] = MappingProxyType(
 )
 
 
+class _Sized:
+    """Transfers in their order, the buffers that they need, and the bytes of each tier."""
+
+    def __init__(self, problem: Problem, transfers: Sequence[Transfer], floor_bytes: int) -> None:
+        self.transfers = tuple(sorted(transfers, key=lambda s: (s.steps[0] if s.out else s.needed_at, s.steps, s.name)))
+        self.floor_bytes = floor_bytes
+        self.pool, self.staging = host_buffers(self.transfers, problem.budgets.host_bytes)
+        self.host_bytes = total_bytes(self.pool) + total_bytes(self.staging)
+        self.disk_bytes = total_bytes(pool_classes(self.transfers, Tier.NVME))
+        live = live_bytes(problem, self.transfers)
+        self.peak_bytes = int(live.max(initial=problem.external_bytes))
+        self.peak_step = Step(int(live.argmax()) if live.size else 0)
+
+
 def plan_transfers(problem: Problem, policy: str, lead: float) -> Plan:
     """Return `policy`'s plan for a problem in which it is decided what is recomputed and what is pinned on the device.
 
@@ -46,25 +65,31 @@ def plan_transfers(problem: Problem, policy: str, lead: float) -> Plan:
 def _plan_with_parameters(problem: Problem, policy: str, lead: float) -> Plan:
     """Return `policy`'s plan beside the loads and stores, prefetched with `lead`; its floor is left open."""
     parameter_transfers = schedule_parameters(problem, lead)
-    swaps = _plan_swaps(with_parameters_scheduled(problem, parameter_transfers), policy)
+    swaps = _choose_swaps(with_parameters_scheduled(problem, parameter_transfers), policy)
     plan = build_plan(problem, policy, [*swaps.transfers, *parameter_transfers], floor=0)
-    check_tiers(problem, plan)
+    check_tiers(problem, plan.forecast)
     return plan
 
 
 def _plan_swaps(problem: Problem, policy: str) -> Plan:
-    """Return `policy`'s plan for a problem whose loads and stores are scheduled."""
+    """Return `policy`'s plan for a problem without loads and stores."""
+    swaps = _choose_swaps(problem, policy)
+    return _replayed(problem, policy, swaps, swaps.floor_bytes)
+
+
+def _choose_swaps(problem: Problem, policy: str) -> _Sized:
+    """Return `policy`'s swaps for a problem whose loads and stores are scheduled; they fit all budgets."""
     limit = problem.budgets.device_bytes
+    floor = _scheduled_floor_bytes(problem)
     if limit is None or live_bytes(problem).max(initial=problem.external_bytes) <= limit:
-        return build_plan(problem, policy, (), _scheduled_floor_bytes(problem))
+        return _Sized(problem, (), floor)
     if policy == "none":
         _refuse_device(problem, (), note='policy="none" never spills')
-    floor = _scheduled_floor_bytes(problem)
     if floor > limit:
         _refuse_device(problem, minimal_swaps(problem), note="with everything spilled that may be")
-    plan = fastest_variant(problem, policy, POLICIES[policy], floor)
-    check_tiers(problem, plan)
-    return plan
+    swaps = _fastest_swaps(problem, policy, POLICIES[policy], floor)
+    check_tiers(problem, swaps)
+    return swaps
 
 
 def fastest_variant(problem: Problem, policy: str, variants: Sequence[Policy], floor: int) -> Plan:
@@ -72,11 +97,22 @@ def fastest_variant(problem: Problem, policy: str, variants: Sequence[Policy], f
 
     `floor` is `floor_bytes(problem)`.
     """
-    plans = [_share_out(problem, _repair(problem, policy, variant, floor), floor) for variant in variants]
-    return min(plans, key=lambda plan: (over_tiers(problem, plan), plan.forecast.makespan_ns, plan.forecast.d2h_bytes))
+    return _replayed(problem, policy, _fastest_swaps(problem, policy, variants, floor), floor)
 
 
-def _repair(problem: Problem, policy: str, variant: Policy, floor: int) -> Plan:
+def _fastest_swaps(problem: Problem, policy: str, variants: Sequence[Policy], floor: int) -> _Sized:
+    found = [_share_out(problem, _repair(problem, variant, floor)) for variant in variants]
+    if len(found) == 1:  # a replay takes as long as the choice
+        return found[0]
+
+    def cost(swaps: _Sized) -> tuple[int, int, int]:
+        forecast = _replayed(problem, policy, swaps, floor).forecast
+        return over_tiers(problem, swaps), forecast.makespan_ns, forecast.d2h_bytes
+
+    return min(found, key=cost)
+
+
+def _repair(problem: Problem, variant: Policy, floor: int) -> _Sized:
     """Ask a variant of a policy for its swaps, and again with less of what they overran, buffers and barriers counted.
 
     Swaps that still overrun the device after some rounds are replaced by minimal swaps, which need no more than
@@ -88,37 +124,35 @@ def _repair(problem: Problem, policy: str, variant: Policy, floor: int) -> Plan:
     for _ in range(TUNING.repairs):
         transfers = minimal_swaps(asked) if floor > (asked.budgets.device_bytes or 0) else variant(asked)
         clipped = [s for s in (clip_to_barriers(problem, transfer) for transfer in transfers) if s is not None]
-        plan = build_plan(problem, policy, clipped, floor)
-        over_device = max(0, plan.forecast.peak_bytes - limit)
-        over_host = max(0, plan.forecast.host_bytes - host_bytes) if problem.budgets.disk_bytes else 0
+        swaps = _Sized(problem, clipped, floor)
+        over_device = max(0, swaps.peak_bytes - limit)
+        over_host = max(0, swaps.host_bytes - host_bytes) if problem.budgets.disk_bytes else 0
         if not over_device and not over_host:
-            return plan
-        less = replace(
-            asked.budgets,
+            return swaps
+        asked = asked.within(
             device_bytes=(asked.budgets.device_bytes or 0) - over_device,
             host_bytes=max(0, asked.budgets.host_bytes - over_host),
         )
-        asked = replace(asked, budgets=less)
-    return build_plan(problem, policy, minimal_swaps(problem), floor) if over_device else plan
+    return _Sized(problem, minimal_swaps(problem), floor) if over_device else swaps
 
 
-def _share_out(problem: Problem, plan: Plan, floor: int) -> Plan:
-    """Return `plan` with its swaps shared out between host memory and disk anew, if host memory is short.
+def _share_out(problem: Problem, swaps: _Sized) -> _Sized:
+    """Return `swaps` shared out between host memory and disk anew, if host memory is short.
 
     One staging buffer for the largest is set aside first; then the shortest go to host memory, as long as their buffers
     fit, and the rest to disk. Slower than what a policy would choose, but it fits if anything does.
     O(n^2 log n) in transfers.
     """
     host_bytes = problem.budgets.host_bytes
-    if not plan.transfers or plan.forecast.host_bytes <= host_bytes or problem.budgets.disk_bytes == 0:
-        return plan
-    room_bytes = host_bytes - round_up(max(transfer.nbytes for transfer in plan.transfers), PAGE_BYTES)
+    if not swaps.transfers or swaps.host_bytes <= host_bytes or problem.budgets.disk_bytes == 0:
+        return swaps
+    room_bytes = host_bytes - round_up(max(transfer.nbytes for transfer in swaps.transfers), PAGE_BYTES)
     placed: list[Transfer] = []
-    for transfer in sorted(plan.transfers, key=lambda s: (s.needed_at - s.copy_out_after, s.nbytes, s.name)):
+    for transfer in sorted(swaps.transfers, key=lambda s: (s.needed_at - s.copy_out_after, s.nbytes, s.name)):
         on_host = replace(transfer, tier=Tier.HOST)
         fits = total_bytes(pool_classes([*placed, on_host], Tier.HOST)) <= room_bytes
         placed.append(on_host if fits else replace(transfer, tier=Tier.NVME))
-    return build_plan(problem, plan.policy, placed, floor)
+    return _Sized(problem, placed, swaps.floor_bytes)
 
 
 def floor_bytes(problem: Problem) -> int:
@@ -128,31 +162,32 @@ def floor_bytes(problem: Problem) -> int:
     is away during one of them only, so the step-by-step bound, which lets it be away during all, can be lower: this one
     can be reached.
     """
-    if has_offloaded(problem):
-        problem = with_parameters_scheduled(problem, schedule_parameters(problem.within(device_bytes=0), 0.0))
-    return _scheduled_floor_bytes(problem)
+    held = least_bytes_with_parameters(problem) if has_offloaded(problem) else least_bytes(problem)
+    return int(held.max(initial=problem.external_bytes))
 
 
 def _scheduled_floor_bytes(problem: Problem) -> int:
     """Return the floor of a problem whose loads and stores, if there are any, are scheduled."""
-    return int(live_bytes(problem, minimal_swaps(problem)).max(initial=problem.external_bytes))
+    return int(least_bytes(problem).max(initial=problem.external_bytes))
 
 
 def build_plan(problem: Problem, policy: str, transfers: Sequence[Transfer], floor: int | None = None) -> Plan:
     """Return the plan that these transfers make: their buffers, and what the simulator forecasts of them.
 
-    `floor` is `floor_bytes(problem)`, if the caller knows it: it takes as long to find as all the rest.
+    `floor` is `floor_bytes(problem)`, if the caller knows it.
     """
-    ordered = tuple(sorted(transfers, key=lambda s: (s.steps[0] if s.out else s.needed_at, s.steps, s.name)))
-    pool, staging = host_buffers(ordered, problem.budgets.host_bytes)
-    replay = simulate(problem, ordered, staging)
-    live = live_bytes(problem, ordered)
+    floor = floor_bytes(problem) if floor is None else floor
+    return _replayed(problem, policy, _Sized(problem, transfers, floor), floor)
+
+
+def _replayed(problem: Problem, policy: str, sized: _Sized, floor: int) -> Plan:
+    replay = simulate(problem, sized.transfers, sized.staging)
     forecast = Forecast(
-        peak_bytes=int(live.max(initial=problem.external_bytes)),
-        peak_step=Step(int(live.argmax()) if live.size else 0),
-        floor_bytes=floor_bytes(problem) if floor is None else floor,
-        host_bytes=total_bytes(pool) + total_bytes(staging),
-        disk_bytes=total_bytes(pool_classes(ordered, Tier.NVME)),
+        peak_bytes=sized.peak_bytes,
+        peak_step=sized.peak_step,
+        floor_bytes=floor,
+        host_bytes=sized.host_bytes,
+        disk_bytes=sized.disk_bytes,
         ideal_ns=replay.ideal_ns - problem.recompute_ns,
         recompute_ns=problem.recompute_ns,
         makespan_ns=replay.makespan_ns,
@@ -164,7 +199,7 @@ def build_plan(problem: Problem, policy: str, transfers: Sequence[Transfer], flo
         disk_write_bytes=replay.disk_write_bytes,
         disk_read_bytes=replay.disk_read_bytes,
     )
-    return Plan(policy=policy, transfers=ordered, pool=pool, staging=staging, forecast=forecast)
+    return Plan(policy=policy, transfers=sized.transfers, pool=sized.pool, staging=sized.staging, forecast=forecast)
 
 
 def lower_bound_ns(problem: Problem) -> int:
@@ -213,31 +248,31 @@ def _refuse_device(problem: Problem, transfers: Sequence[Transfer], note: str) -
     )
 
 
-def over_tiers(problem: Problem, plan: Plan) -> int:
-    """Return by how many bytes the buffers and extents of `plan` miss their budgets."""
-    budgets, forecast = problem.budgets, plan.forecast
-    return max(0, forecast.host_bytes - budgets.host_bytes) + max(0, forecast.disk_bytes - budgets.disk_bytes)
+def over_tiers(problem: Problem, sizes: Forecast | _Sized) -> int:
+    """Return by how many bytes buffers and extents of these sizes miss their budgets."""
+    budgets = problem.budgets
+    return max(0, sizes.host_bytes - budgets.host_bytes) + max(0, sizes.disk_bytes - budgets.disk_bytes)
 
 
-def check_tiers(problem: Problem, plan: Plan) -> None:
-    """Raise `BudgetError` if the buffers or extents of `plan` do not fit."""
-    budgets, forecast = problem.budgets, plan.forecast
-    if forecast.host_bytes > budgets.host_bytes:
+def check_tiers(problem: Problem, sizes: Forecast | _Sized) -> None:
+    """Raise `BudgetError` if buffers or extents of these sizes do not fit."""
+    budgets = problem.budgets
+    if sizes.host_bytes > budgets.host_bytes:
         taken = budgets.host_taken_bytes
-        needs, budget = _told_apart(forecast.host_bytes + taken, budgets.host_bytes + taken)
+        needs, budget = _told_apart(sizes.host_bytes + taken, budgets.host_bytes + taken)
         hint = "" if budgets.disk_bytes else "set spill_dir, "
         others = f", with {format_bytes(taken)} for what is or will be there besides" if taken else ""
         raise BudgetError(
             f"the transfers that fit the region into its device budget need {needs} of pinned host memory{others}; "
             f"host_budget is {budget}, and the disk may hold {format_bytes(budgets.disk_bytes)}.\n"
-            f"  Set host_budget to {at_least(forecast.host_bytes + taken)} or more, {hint}"
+            f"  Set host_budget to {at_least(sizes.host_bytes + taken)} or more, {hint}"
             "raise device_budget, or shrink the batch."
         )
-    if forecast.disk_bytes > budgets.disk_bytes:
-        needs, budget = _told_apart(forecast.disk_bytes, budgets.disk_bytes)
+    if sizes.disk_bytes > budgets.disk_bytes:
+        needs, budget = _told_apart(sizes.disk_bytes, budgets.disk_bytes)
         raise BudgetError(
             f"the transfers to NVMe need {needs} of disk; the budget is {budget}.\n"
-            f"  Set spill_budget to {at_least(forecast.disk_bytes)} or more, raise host_budget, or shrink the batch."
+            f"  Set spill_budget to {at_least(sizes.disk_bytes)} or more, raise host_budget, or shrink the batch."
         )
 
 

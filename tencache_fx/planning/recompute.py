@@ -20,7 +20,9 @@ def recompute(problem: Problem, names: Collection[str]) -> Problem:
     """
     if not names:
         return problem
-    naming = _naming_steps(problem)
+    naming: dict[Step, set[Step]] | None = problem.derived.get("naming steps")
+    if naming is None:  # many choices are tried for one problem
+        naming = problem.derived["naming steps"] = _naming_steps(problem)
     line = _Line(problem, _placed(problem, names, naming), naming)
     storages: list[Storage] = []
     for storage in problem.storages:
@@ -100,7 +102,8 @@ class _Line:
         for step in range(len(problem.ops) + 1):
             for source in placed.get(step, ()):
                 self.again[source] = Step(len(ops))
-                ops.append(replace(problem.ops[source], name=problem.ops[source].name + _AGAIN))
+                op = problem.ops[source]
+                ops.append(Op(name=op.name + _AGAIN, duration_ns=op.duration_ns, scratch_bytes=op.scratch_bytes))
             self.at.append(Step(len(ops)))
             if step < len(problem.ops):
                 ops.append(problem.ops[step])
@@ -127,16 +130,16 @@ class _Line:
             return (self._stretched(storage, birth, [*early, *late, *repeated]),)
         remade = self.again[storage.birth]
         if again:
-            first = replace(storage, death=Step(early[-1] + 1), uses=tuple(early), spillable=False)
+            first = storage.living(storage.birth, Step(early[-1] + 1), tuple(early), storage.ready, spillable=False)
             second = self._stretched(storage, remade, [*repeated, *late])
         elif late:
             naming = self.naming.get(storage.birth, ())
             unread = {remade, *(self.again[step] for step in naming if step in self.again)}
             first = self._stretched(storage, storage.birth, [*early, *late, *(k for k in repeated if k not in unread)])
-            second = replace(storage, birth=remade, death=Step(max(unread) + 1), uses=tuple(sorted(unread)))
+            second = storage.living(remade, Step(max(unread) + 1), tuple(sorted(unread)), storage.ready)
         else:
             first = self._stretched(storage, storage.birth, early)
-            second = replace(storage, birth=remade, death=Step(max(repeated) + 1), uses=tuple(sorted(repeated)))
+            second = storage.living(remade, Step(max(repeated) + 1), tuple(sorted(repeated)), storage.ready)
         ready = self.again.get(storage.ready, remade)
         # What is made again is needed soon after: it is not swapped.
         return first, replace(second, name=storage.name + _AGAIN, ready=ready, spillable=False)
@@ -179,4 +182,4 @@ class _Line:
         ready, used = self.at[storage.ready], tuple(sorted(set(uses)))
         if (birth, death, used, ready) == (storage.birth, storage.death, storage.uses, storage.ready):
             return storage  # as most of the forward; a copy takes longer than all the rest here
-        return replace(storage, birth=birth, death=death, uses=used, ready=ready)
+        return storage.living(birth, death, used, ready)

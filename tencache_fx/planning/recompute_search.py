@@ -71,14 +71,18 @@ class RecomputeSearch:
         What is over the budget at the peak goes out before it and comes back after it.
         """
         if names not in self.bounds:
-            limits, links = self.evaluator.limits(self.base.recomputing(names)), self.problem.links
-            least_ns, over_bytes = limits.busy_ns, max(0, limits.floor_bytes - self.limit)
-            if over_bytes == 0:
-                away_bytes = max(0, limits.peak_bytes - self.limit)
-                rates = links.d2h_bytes_per_s, links.h2d_bytes_per_s
-                least_ns = max(least_ns, sum(away_bytes * _NS_PER_S // max(1, rate) for rate in rates))
-            self.bounds[names] = Score(over_bytes, least_ns)
+            candidate = self.base.recomputing(names)
+            over_bytes = max(0, self.evaluator.floor_bytes(candidate) - self.limit)
+            busy_ns = self.evaluator.limits(candidate).busy_ns
+            self.bounds[names] = Score(over_bytes, busy_ns if over_bytes else self.least_ns(names))
         return self.bounds[names]
+
+    def least_ns(self, names: frozenset[str]) -> int:
+        """Return a time that `names` cannot beat if they fit."""
+        limits, links = self.evaluator.limits(self.base.recomputing(names)), self.problem.links
+        away_bytes = max(0, limits.peak_bytes - self.limit)
+        rates = links.d2h_bytes_per_s, links.h2d_bytes_per_s
+        return max(limits.busy_ns, sum(away_bytes * _NS_PER_S // max(1, rate) for rate in rates))
 
     def score(self, names: frozenset[str]) -> Score:
         """Return how `names` does, planned and replayed; only its bound, if that is no better than the best."""
@@ -93,6 +97,8 @@ class RecomputeSearch:
 
     def consider(self, names: frozenset[str]) -> bool:
         """Take `names` if it beats what was best; return whether it did."""
+        if names not in self.bounds and Score(0, self.least_ns(names)) >= self.best_score:
+            return False  # whatever its floor is, which takes longer to find
         score = self.score(names)
         better = score < self.best_score
         if better:

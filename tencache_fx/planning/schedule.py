@@ -10,15 +10,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any
 
 import numpy as np
 
-from tencache_fx.planning.liveness import live_bytes
+from tencache_fx.planning.liveness import Profile, live_bytes
 from tencache_fx.planning.plan import Transfer
 from tencache_fx.planning.problem import Links, Problem, Step, Tier
-
-Profile = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +200,12 @@ def time_returns(
     time; then each is pulled forward by up to `lead` transfer times, never past the one before it in the queue.
     """
     order = sorted(transfers, key=lambda s: (s.needed_at, s.name))
+    sizes = [(transfer.nbytes, transfer.tier) for transfer in order]
+    by_size = {size: copy_times(problem.links, *size) for size in set(sizes)}
     latest_ns: list[float] = []
     link = disk = float("inf")
-    for transfer in reversed(order):
-        times = copy_times(problem.links, transfer.nbytes, transfer.tier)
+    for transfer, size in zip(reversed(order), reversed(sizes), strict=True):
+        times = by_size[size]
         link = min(starts_ns[transfer.needed_at], link) - times.into
         issue = link
         if transfer.tier is Tier.NVME:
@@ -218,14 +217,13 @@ def time_returns(
         fetches.append(_fetch_at(problem, barriers, transfer, issue, transfer.prefetch_at, memory, limit, starts_ns))
         memory[fetches[-1] : transfer.prefetch_at] += transfer.nbytes
     timed, before = [], Step(0)
-    for transfer, issue, fetch in zip(order, latest_ns, fetches, strict=True):
-        times = copy_times(problem.links, transfer.nbytes, transfer.tier)
-        eager_ns = issue - lead * (times.read + times.into)
-        early = min(
-            fetch, max(before, _fetch_at(problem, barriers, transfer, eager_ns, fetch, memory, limit, starts_ns))
-        )
-        memory[early:fetch] += transfer.nbytes
-        before = max(before, early)
+    for transfer, size, issue, fetch in zip(order, sizes, latest_ns, fetches, strict=True):
+        early = fetch
+        if before < fetch:
+            eager_ns = issue - lead * (by_size[size].read + by_size[size].into)
+            eager = _fetch_at(problem, barriers, transfer, eager_ns, fetch, memory, limit, starts_ns)
+            before = early = min(fetch, max(before, eager))
+            memory[early:fetch] += transfer.nbytes
         timed.append(transfer.prefetched(early))
     return tuple(timed)
 
@@ -253,5 +251,7 @@ def _fetch_at(
     first = max(barriers.fetch_from(earliest), barriers.fetch_by(max(0, bisect_right(starts_ns, issue_ns) - 1)))
     if first >= until:
         return until
-    full = np.flatnonzero(memory[first:until] + transfer.nbytes > limit)
-    return min(until, barriers.fetch_from(first + int(full[-1]) + 1)) if full.size else first
+    room_bytes, window = limit - transfer.nbytes, memory[first:until]
+    if window.max() <= room_bytes:
+        return first
+    return min(until, barriers.fetch_from(first + int(np.flatnonzero(window > room_bytes)[-1]) + 1))

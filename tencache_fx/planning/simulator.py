@@ -19,10 +19,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
+from operator import itemgetter
 from typing import Literal
 
 from tencache_fx.planning.plan import PoolClass, Transfer, TransferKind
 from tencache_fx.planning.problem import Problem, Step, Tier
+
+Verb = Literal["offload", "release", "prefetch", "wait"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,7 @@ class Event:
     """One runtime op of a plan: what is done, for which transfer, in the gap before `step`."""
 
     step: Step
-    verb: Literal["offload", "release", "prefetch", "wait"]
+    verb: Verb
     transfer: Transfer
 
 
@@ -39,18 +42,29 @@ def program(transfers: Iterable[Transfer]) -> tuple[Event, ...]:
 
     Inside one gap the most urgent goes first: offloads by `freed_at`, prefetches by `needed_at`, ties by name.
     """
+    return tuple(
+        Event(step=step, verb=_VERBS[verb], transfer=transfer) for step, verb, _, _, transfer in _in_order(transfers)
+    )
+
+
+_VERBS: tuple[Verb, ...] = ("offload", "release", "prefetch", "wait")
+
+
+def _in_order(transfers: Iterable[Transfer]) -> list[tuple[Step, int, Step, str, Transfer]]:
+    """Return step, number of the verb, urgency, name and transfer of each runtime op, sorted by these."""
     events = []
     for s in transfers:
-        if s.kind is not TransferKind.LOAD:
-            out = Event(step=Step(s.copy_out_after + 1), verb="offload", transfer=s)
-            events.append(((s.copy_out_after + 1, 0, s.freed_at, s.name), out))
-            events.append(((s.freed_at, 1, s.freed_at, s.name), Event(step=s.freed_at, verb="release", transfer=s)))
-        if s.kind is not TransferKind.STORE:
-            events.append(
-                ((s.prefetch_at, 2, s.needed_at, s.name), Event(step=s.prefetch_at, verb="prefetch", transfer=s))
-            )
-            events.append(((s.needed_at, 3, s.needed_at, s.name), Event(step=s.needed_at, verb="wait", transfer=s)))
-    return tuple(event for _, event in sorted(events, key=lambda pair: pair[0]))
+        out, back, name = s.out, s.back, s.name
+        if out is not None:
+            events.append((Step(out.after + 1), 0, out.freed_at, name, s))
+            events.append((out.freed_at, 1, out.freed_at, name, s))
+        if back is not None:
+            events.append((back.prefetch_at, 2, back.needed_at, name, s))
+            events.append((back.needed_at, 3, back.needed_at, name, s))
+    return sorted(events, key=_WITHOUT_TRANSFER)
+
+
+_WITHOUT_TRANSFER = itemgetter(0, 1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,21 +115,24 @@ def simulate(problem: Problem, transfers: Sequence[Transfer], staging: Sequence[
     starts: list[float] = []
     now = stall_out = stall_in = 0.0
     step = 0
-    for event in program(transfers):
-        starts.extend(now + end - ends[step] for end in ends[max(len(starts), step) : event.step])
-        now += ends[event.step] - ends[step]
-        step = event.step
-        run = runs[event.transfer.name]
+    for at, number, _, name, _ in _in_order(transfers):
+        if at > step:
+            starts.extend([now + end - ends[step] for end in ends[max(len(starts), step) : at]])
+            now += ends[at] - ends[step]
+            step = at
+        run = runs[name]
         machine.advance(now)
-        waited = machine.act(event.verb, run)
+        waited = machine.act(_VERBS[number], run)
+        if not waited:
+            continue
         now += waited
-        if event.verb == "wait":
+        if number == 3:
             run.stall_in += waited
             stall_in += waited
         else:
             run.stall_out += waited
             stall_out += waited
-    starts.extend(now + end - ends[step] for end in ends[len(starts) : -1])
+    starts.extend([now + end - ends[step] for end in ends[len(starts) : -1]])
     on_disk = sum(transfer.nbytes for transfer in transfers if transfer.tier is Tier.NVME)
     return Replay(
         makespan_ns=round(now + ends[-1] - ends[step]),
@@ -201,7 +218,7 @@ class _Machine:
         self.into = _Server(links.h2d_bytes_per_s, links.h2d_duplex_bytes_per_s, links.copy_latency_ns)
         disk_rates = links.disk_write_bytes_per_s, links.disk_read_bytes_per_s
         self.write, self.read = (_Server(rate, rate, links.disk_latency_ns) for rate in disk_rates)
-        self.servers = (self.out, self.into, self.write, self.read)
+        self.servers = (self.out, self.into, self.write, self.read) if staging else (self.out, self.into)
         self.staging = sorted(staging, key=lambda pool: pool.nbytes)
         self.free = [pool.count for pool in self.staging]
 
@@ -235,17 +252,26 @@ class _Machine:
     def until(self, done: Callable[[], bool]) -> None:
         """Let the servers work until `done()`."""
         while not done():
-            soonest = min(server.left_ns() for server in self.servers)
+            soonest = self._soonest_ns()
             assert soonest < inf, "nothing is under way that could end this wait"
             self._pass(soonest)
 
     def advance(self, until_ns: float) -> None:
         """Let the servers work until `until_ns`."""
-        while (soonest := min(server.left_ns() for server in self.servers)) <= until_ns - self.now:
+        while (soonest := self._soonest_ns()) <= until_ns - self.now:
             self._pass(soonest)
+        passed = until_ns - self.now
         for server in self.servers:
-            server.left = max(0.0, server.left - (until_ns - self.now) * server.rate)
+            if server.serves is not None:
+                server.left = max(0.0, server.left - passed * server.rate)
         self.now = until_ns
+
+    def _soonest_ns(self) -> float:
+        soonest = inf
+        for server in self.servers:
+            if server.serves is not None and (left_ns := server.left / server.rate) < soonest:
+                soonest = left_ns
+        return soonest
 
     def _pass(self, dt: float) -> None:
         """Move time on by `dt`, when the next copy ends, and start what that makes possible."""

@@ -279,7 +279,7 @@ def align(joined: StepProblem, plan: Plan) -> Plan:
         if behind in places and behind > transfer.freed_at and hold(transfer, transfer.freed_at, behind):
             transfers[place] = transfer.leaving(freed_at=behind)
     aligned = build_plan(problem, plan.policy, transfers, plan.forecast.floor_bytes)
-    if over_tiers(problem, aligned) > over_tiers(problem, plan):  # more is away at once
+    if over_tiers(problem, aligned.forecast) > over_tiers(problem, plan.forecast):  # more is away at once
         return plan
     return replace(aligned, recomputed=plan.recomputed)
 

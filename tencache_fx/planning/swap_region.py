@@ -122,7 +122,7 @@ def plan_swap_points(problem: Problem, policy: str) -> Plan:
     unlimited = problem.within(device_bytes=None)
     plan = build_plan(unlimited, policy, frugal_transfers(unlimited), floor=0)
     if not problem.budgets.disk_bytes:
-        check_tiers(unlimited, plan)
+        check_tiers(unlimited, plan.forecast)
         return plan
     to_disk = [
         replace(transfer, tier=Tier.NVME) if transfer.kind is TransferKind.SWAP else transfer
@@ -131,7 +131,7 @@ def plan_swap_points(problem: Problem, policy: str) -> Plan:
     staging = staging_classes(to_disk, problem.budgets.host_bytes - total_bytes(plan.pool))
     if total_bytes(plan.pool) + total_bytes(staging) > problem.budgets.host_bytes:
         plan = build_plan(unlimited, policy, to_disk, floor=0)
-        check_tiers(unlimited, plan)
+        check_tiers(unlimited, plan.forecast)
         return plan
     forecast = replace(plan.forecast, host_bytes=total_bytes(plan.pool) + total_bytes(staging))
     return replace(plan, staging=staging, forecast=forecast)

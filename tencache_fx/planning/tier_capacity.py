@@ -34,6 +34,7 @@ class TierCapacity:
         host_bytes = problem.budgets.host_bytes
         self._room = {Tier.HOST: host_bytes, Tier.NVME: problem.budgets.disk_bytes if problem.links.has_disk else 0}
         everything = sum(pool.nbytes * pool.count for pool in classes)  # all in use at once
+        self._roomy = everything <= host_bytes  # and nothing needs to be counted
         self.staging_bytes = 0  # of one buffer
         self.staging_count = 0
         if self._room[Tier.NVME] and everything > host_bytes:
@@ -56,11 +57,15 @@ class TierCapacity:
 
     def fits(self, transfer: Transfer) -> bool:
         """Whether `transfer`'s own tier has room for it."""
+        if self._roomy and transfer.tier is Tier.HOST:
+            return True
         staged = self.staging_count > 0 and self._more_staging_bytes(transfer) <= self._room[Tier.HOST]
         return (staged or transfer.tier is Tier.HOST) and self._growth_bytes(transfer) <= self._room[transfer.tier]
 
     def charge(self, transfer: Transfer) -> None:
         """Take the room that `transfer` needs in its tier."""
+        if self._roomy:
+            return
         key = self._key(transfer)
         self._room[transfer.tier] -= self._growth_bytes(transfer)
         in_use = self._in_use.setdefault(key, np.zeros(self._gaps, dtype=np.int32))

@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 
 from tencache_fx.planning.liveness import (
-    clip_to_barriers,
+    Profile,
     earliest_offload,
-    inactive_intervals,
-    is_candidate,
+    least_bytes,
     live_bytes,
     minimal_swaps,
     swap_to_host,
+    windows,
 )
 from tencache_fx.planning.plan import Transfer
 from tencache_fx.planning.problem import Problem, Step, Tier
-from tencache_fx.planning.schedule import Barriers, CopyTimes, Profile, copy_times, crosses, time_swaps
+from tencache_fx.planning.schedule import Barriers, CopyTimes, copy_times, crosses, time_swaps
 from tencache_fx.planning.tier_capacity import TierCapacity
 from tencache_fx.planning.tuning import TUNING
 
@@ -46,7 +46,7 @@ def choose_teraio(problem: Problem, *, headroom: float = 0.0, lead: float = TUNI
     if limit is None or live_bytes(problem).max(initial=0) <= limit:
         return ()
     candidates = _minimal_transfers(problem)
-    chosen_for = max(limit - int(limit * headroom), int(live_bytes(problem, minimal_swaps(problem)).max()))
+    chosen_for = max(limit - int(limit * headroom), int(least_bytes(problem).max()))
     greedy = _Greedy(problem, min(limit, chosen_for))
     greedy.take_free(candidates)
     fits = greedy.take_exposed(candidates)
@@ -60,14 +60,11 @@ def choose_teraio(problem: Problem, *, headroom: float = 0.0, lead: float = TUNI
 def _minimal_transfers(problem: Problem, only: Sequence[Transfer] | None = None) -> tuple[Transfer, ...]:
     """Return a transfer without slack for every inactive interval of every candidate, or for those of `only`."""
     wanted = None if only is None else {(transfer.name, transfer.needed_at) for transfer in only}
-    transfers = (
-        swap_to_host(storage, earliest_offload(problem, storage, u), Step(u + 1), v, v)
-        for storage in problem.storages
-        if is_candidate(problem, storage)
-        for u, v in inactive_intervals(storage)
-        if wanted is None or (storage.name, v) in wanted
+    return tuple(
+        swap_to_host(w.storage, earliest_offload(problem, w.storage, w.last_use), w.freed_at, w.prefetch_at, w.next_use)
+        for w in windows(problem)
+        if wanted is None or (w.storage.name, w.next_use) in wanted
     )
-    return tuple(clipped for transfer in transfers if (clipped := clip_to_barriers(problem, transfer)) is not None)
 
 
 class _Calendar:
@@ -88,9 +85,14 @@ class _Calendar:
     def charge(self, start: int, end: int, need_ns: float, *, late: bool = False) -> None:
         """Take up to `need_ns` of what is free during `[start, end)`, from its start, or from its end if `late`."""
         span = self.free[start:end][::-1] if late else self.free[start:end]
-        taken = np.diff(np.minimum(np.cumsum(span), need_ns), prepend=0.0)
-        np.maximum(span - taken, 0.0, out=span)  # a view: this is `self.free`
-        self.before = np.concatenate([[0.0], np.cumsum(self.free)])
+        taken = np.cumsum(span)
+        np.minimum(taken, need_ns, out=taken)
+        taken[1:] -= taken[:-1].copy()
+        np.subtract(span, taken, out=span)  # a view: this is `self.free`
+        np.maximum(span, 0.0, out=span)
+        rest = self.before[start:]  # what is before it stays as it is
+        rest[1:] = self.free[start:]
+        np.cumsum(rest, out=rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,8 @@ class _Greedy:
         self.problem, self.limit = problem, limit
         self.memory: Profile = live_bytes(problem)
         self.barriers = Barriers(problem)
+        self.over: _Floats = (self.memory - limit).astype(np.float64)
+        self.times: dict[tuple[int, Tier], CopyTimes] = {}
         self.durations = np.array([op.duration_ns for op in problem.ops], dtype=np.float64)
         self.out, self.write, self.read, self.into = (_Calendar(self.durations) for _ in range(4))
         self.capacity = TierCapacity(problem)
@@ -118,25 +122,29 @@ class _Greedy:
 
     def take_free(self, candidates: Sequence[Transfer]) -> None:
         """Take, by score, transfers that stall nothing, until the region fits or none is left that helps."""
-        heap = [
-            (-most, transfer.copy_out_after, transfer.name, transfer.needed_at, transfer)
+        heap: list[tuple[float, Step, str, Step, Transfer, _Offer | None]] = [
+            (-most, transfer.copy_out_after, transfer.name, transfer.needed_at, transfer, None)
             for most, transfer in zip(self._most_scores(candidates), candidates, strict=True)
             if most > 0
         ]
         heapify(heap)
-        while heap and self.memory.max() > self.limit:
-            transfer = heap[0][-1]
-            offer = None if transfer.name in self.chosen else self._offer(transfer)
+        current: set[tuple[str, Step]] = set()  # those looked at since the last choice
+        while heap and (current or self.over.max() > 0):
+            transfer, offer = heap[0][-2:]
+            if (transfer.name, transfer.needed_at) not in current:
+                offer = None if transfer.name in self.chosen else self._offer(transfer)
             if offer is None:
                 heappop(heap)
                 continue
-            renewed = (-offer.score, *heap[0][1:])
+            current.add((transfer.name, transfer.needed_at))
+            renewed = (-offer.score, *heap[0][1:-1], offer)
             following = min(heap[1:3], default=renewed)
             if renewed > following and offer.score < -following[0] * TUNING.enough_of_best_score:
                 heapreplace(heap, renewed)  # worse than when last looked at: compare again
                 continue
             heappop(heap)
             self._commit(offer)
+            current.clear()
 
     def _most_scores(self, candidates: Sequence[Transfer]) -> list[float]:
         """Return what the score of each candidate can be at most: without waiting for links, and in host memory.
@@ -165,7 +173,10 @@ class _Greedy:
 
     def _score(self, transfer: Transfer) -> _Offer | None:
         """Return what `transfer` gives, None if it gives nothing or cannot be done without a stall."""
-        problem, times = self.problem, copy_times(self.problem.links, transfer.nbytes, transfer.tier)
+        problem, size = self.problem, (transfer.nbytes, transfer.tier)
+        if size not in self.times:
+            self.times[size] = copy_times(problem.links, *size)
+        times = self.times[size]
         start, end = transfer.copy_out_after + 1, transfer.needed_at
         gone = max(transfer.freed_at, self.out.earliest_end(start, times.out))
         fetch = self.into.latest_start(end, times.into)
@@ -177,11 +188,12 @@ class _Greedy:
             return None
         if gone >= fetch:
             return None
-        over = self.memory[gone:fetch] - self.limit
+        over = self.over[gone:fetch]
         most = min(int(over.max()), transfer.nbytes)
         if most <= 0:
             return None
-        area = float(np.minimum(np.maximum(over, 0), transfer.nbytes) @ self.durations[gone:fetch])
+        removed = np.maximum(over, 0.0)
+        area = float(np.minimum(removed, transfer.nbytes, out=removed) @ self.durations[gone:fetch])
         cost = times.out + times.write + times.read + times.into
         return _Offer((area + most) / cost, transfer, times, gone, fetch)
 
@@ -192,7 +204,7 @@ class _Greedy:
         if transfer.tier is Tier.NVME:
             self.write.charge(transfer.copy_out_after + 1, offer.gone, times.write)
             self.read.charge(offer.fetch, transfer.needed_at, times.read, late=True)
-        self.memory[offer.gone : offer.fetch] -= transfer.nbytes
+        self.over[offer.gone : offer.fetch] -= transfer.nbytes
         self.capacity.charge(transfer)
         self.chosen[transfer.name] = transfer
 
