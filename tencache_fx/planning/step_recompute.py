@@ -2,7 +2,8 @@
 
 The saved values of all regions make one list, by what their recipe costs per byte. The search goes down that list,
 first in even strides, then closer around the best: each choice is modelled (`recompute.py`), joined to the problem of
-the whole step, planned by `teraio` and replayed by the simulator. About 20 plans.
+the whole step, planned by `teraio` and replayed by the simulator. About 20 choices, and fewer plans: what cannot beat
+the best so far is not planned.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import replace
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning.liveness import live_bytes
-from tencache_fx.planning.planner import floor_bytes
+from tencache_fx.planning.planner import floor_bytes, lower_bound_ns
 from tencache_fx.planning.problem import Budgets, Links, Problem
 from tencache_fx.planning.recompute import recompute
 from tencache_fx.planning.recompute_search import RecomputeSearch
@@ -39,10 +40,15 @@ def choose_for_step(
     now = {index: region.recomputed for index, region in regions.items()}
     scores: dict[int, tuple[int, int]] = {}
 
-    def score(choice: Choice) -> tuple[int, int]:
-        """Return by how many bytes the floor is over the budget, and how long the step takes."""
+    def score(choice: Choice, least: tuple[int, int] | None = None) -> tuple[int, int]:
+        """Return by how many bytes the floor is over the budget, and how long the step takes.
+
+        Where no plan beats the `least` score so far, a bound stands for the time.
+        """
         models = {index: _model(region, choice[index]) for index, region in regions.items()}
         problem = join(with_regions(visits, models), links, budgets, shared).problem
+        if least is not None and (bound := (0, lower_bound_ns(problem))) > least:
+            return bound
         try:
             return 0, make_plan(problem, "teraio", tuning=_TUNING).forecast.makespan_ns
         except BudgetError:
@@ -50,7 +56,7 @@ def choose_for_step(
 
     def rung(count: int) -> tuple[int, int]:
         if count not in scores:
-            scores[count] = score(_first(line, count, regions))
+            scores[count] = score(_first(line, count, regions), min(scores.values(), default=None))
         return scores[count]
 
     stride = max(1, len(line) // _STRIDES)
@@ -59,8 +65,11 @@ def choose_for_step(
         stride = (stride + 1) // 2
         nearby = {max(0, best - stride), best, min(len(line), best + stride)}
         best = min(nearby, key=lambda count: (rung(count), count))
-    choice, over, present = _first(line, best, regions), rung(best), score(now)
-    if choice == now or over[0] > present[0]:
+    choice, over = _first(line, best, regions), rung(best)
+    if choice == now:
+        return None
+    present = score(now)
+    if over[0] > present[0]:
         return None
     if over[0] == present[0] and over[1] * 100 > present[1] * (100 - _GAIN_PERCENT):
         return None

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from outcomes import Outcomes
-from problems import GIB, boundary_bytes, problems, problems_with_swaps, transformer
+from problems import GIB, boundary_bytes, moving_problems, problems, problems_with_swaps, transformer
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning.liveness import held_at, inactive_intervals, live_bytes, minimal_swaps
+from tencache_fx.planning.parameter_schedule import schedule_parameters, with_parameters_scheduled
 from tencache_fx.planning.plan import CopyIn, CopyOut, Plan, Transfer, TransferKind
 from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.pool_sizing import pool_classes, size_classes, staging_classes, total_bytes
@@ -84,6 +85,29 @@ def test_floor_is_between_its_bound_and_the_peak(problem: Problem) -> None:
     assert bound <= floor_bytes(problem) <= int(live.max())
     once = all(len(surely_away(problem, s)) <= 1 for s in problem.storages)
     assert not once or bound == floor_bytes(problem)
+
+
+@SEEN.reaching(0.3, "parameters")
+@given(problem=moving_problems())
+def test_the_floor_with_parameters_is_what_their_schedule_holds_without_room(problem: Problem) -> None:
+    scheduled = schedule_parameters(problem.within(device_bytes=0), 0.0)
+    SEEN.note("parameters" if scheduled else "none")
+    left = with_parameters_scheduled(problem, scheduled)
+    held = live_bytes(left, minimal_swaps(left))
+    assert floor_bytes(problem) == int(held.max(initial=problem.external_bytes))
+
+
+@given(problem=problems(), nbytes=st.integers(0, 9))
+def test_what_is_derived_once_holds_for_other_budgets_and_is_not_written_to(problem: Problem, nbytes: int) -> None:
+    fresh = replace(problem)
+    live, least = live_bytes(problem), floor_bytes(problem)
+    expected = live.tolist()
+    live += nbytes + 1
+    other = problem.within(device_bytes=nbytes)
+    assert live_bytes(problem).tolist() == live_bytes(other).tolist() == live_bytes(fresh).tolist() == expected
+    assert floor_bytes(other) == floor_bytes(fresh) == least
+    changed = replace(problem, external_bytes=problem.external_bytes + 1)
+    assert live_bytes(changed).tolist() == [each + 1 for each in expected]
 
 
 @given(acquired=LENT)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from outcomes import Outcomes
 
 from tencache_fx.errors import BudgetError
+from tencache_fx.planning import step_recompute
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Recipe, Step, Storage, Tier
 from tencache_fx.planning.search import make_plan
@@ -250,6 +251,51 @@ def test_what_is_cheaper_than_copying_is_recomputed():
     visits = [visit_of(region, 0, call, backward=backward, held_bytes=100) for call, backward in order]
     assert choose_for_step(visits, LINKS, budgets(1 << 20)) is None, "all fits"
     assert choose_for_step(visits, LINKS, budgets(2500)) == {0: frozenset({"large"})}
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7])
+def test_what_is_not_planned_could_not_be_best(monkeypatch, share):
+    """The choice is the same as if each had been planned, and some are not."""
+    region = priced_region(steps=16)
+    visits = [visit_of(region, 0, call, backward=back, held_bytes=100) for back in (False, True) for call in range(3)]
+    _, limit = joined(visits, share)
+    planned = []
+
+    def counted(problem, *arguments, **options):
+        planned.append(problem)
+        return make_plan(problem, *arguments, **options)
+
+    monkeypatch.setattr(step_recompute, "make_plan", counted)
+    found, fewer = choose_for_step(visits, LINKS, budgets(limit)), len(planned)
+    monkeypatch.setattr(step_recompute, "lower_bound_ns", lambda problem: 0)
+    assert choose_for_step(visits, LINKS, budgets(limit)) == found
+    assert fewer < len(planned) - fewer
+
+
+def priced_region(steps: int) -> SwapRegion:
+    """A region that saves the result of each forward step, at rising prices of computing it again."""
+    storages = [
+        Storage(
+            name=f"s{k}",
+            nbytes=1000,
+            kind=Kind.ACTIVATION,
+            birth=Step(k),
+            death=Step(2 * steps - k),
+            uses=(Step(k), Step(2 * steps - k - 1)),
+            spillable=True,
+        )
+        for k in range(steps)
+    ]
+    problem = Problem(
+        ops=tuple(Op(name=f"op{k}", duration_ns=400 + 100 * (k % steps)) for k in range(2 * steps)),
+        boundary=Step(steps),
+        storages=tuple(storages),
+        links=LINKS,
+        budgets=budgets(None),
+        recipes=tuple(Recipe(name=f"s{k}", steps=(Step(k),)) for k in range(steps)),
+    )
+    swaps = boundary_swaps(problem)
+    return SwapRegion(problem=problem, transfers=swaps, points=points_of(problem, swaps), original=problem)
 
 
 def test_forwards_that_wait_keep_what_their_region_keeps():

@@ -114,6 +114,7 @@ class _Greedy:
         self.memory: Profile = live_bytes(problem)
         self.barriers = Barriers(problem)
         self.over: _Floats = (self.memory - limit).astype(np.float64)
+        self.fullest = int(self.over.argmax())
         self.times: dict[tuple[int, Tier], CopyTimes] = {}
         self.durations = np.array([op.duration_ns for op in problem.ops], dtype=np.float64)
         self.out, self.write, self.read, self.into = (_Calendar(self.durations) for _ in range(4))
@@ -129,7 +130,7 @@ class _Greedy:
         ]
         heapify(heap)
         current: set[tuple[str, Step]] = set()  # those looked at since the last choice
-        while heap and (current or self.over.max() > 0):
+        while heap and self.over[self.fullest] > 0:
             transfer, offer = heap[0][-2:]
             if (transfer.name, transfer.needed_at) not in current:
                 offer = None if transfer.name in self.chosen else self._offer(transfer)
@@ -188,8 +189,9 @@ class _Greedy:
             return None
         if gone >= fetch:
             return None
-        over = self.over[gone:fetch]
-        most = min(int(over.max()), transfer.nbytes)
+        over, most = self.over[gone:fetch], transfer.nbytes
+        if not (gone <= self.fullest < fetch and self.over[self.fullest] >= most):  # else there is no need to look
+            most = min(int(over.max()), most)
         if most <= 0:
             return None
         removed = np.maximum(over, 0.0)
@@ -205,6 +207,7 @@ class _Greedy:
             self.write.charge(transfer.copy_out_after + 1, offer.gone, times.write)
             self.read.charge(offer.fetch, transfer.needed_at, times.read, late=True)
         self.over[offer.gone : offer.fetch] -= transfer.nbytes
+        self.fullest = int(self.over.argmax())
         self.capacity.charge(transfer)
         self.chosen[transfer.name] = transfer
 
