@@ -206,9 +206,13 @@ class HostGradient(Tensor):
 
 
 def _on_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carry out `func` on the device: on copies, if it neither writes to them nor returns a view of one."""
+    """Carry out `func` on the device: on copies, if it neither writes to them nor returns a view of one.
+
+    The schemas of collectives (namespace c10d) do not say what they write to.
+    """
     schema = func._schema
     stays = schema.is_mutable or any(returned.alias_info is not None for returned in schema.returns)
+    stays = stays or func.namespace == "c10d"
     copies: dict[int, HostGradientBuffer] = {}
 
     def copy(value: Any) -> Any:
