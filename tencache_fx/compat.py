@@ -1,6 +1,7 @@
 """Everything that touches torch's own compiler entry points, and all that differs between torch 2.11 and 2.15."""
 
 import contextlib
+import copy
 import functools
 import logging
 import operator
@@ -14,6 +15,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._dynamo import convert_frame
 from torch._dynamo.utils import calculate_time_spent, counters
 from torch._functorch import config as functorch_config
+from torch._guards import TracingContext
 from torch._inductor import config, list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
@@ -48,6 +50,8 @@ PLANNED: Mapping[str, Any] = MappingProxyType(
 
 COMPILER_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, OSError)
 """What compilers were seen to raise where they fail; torch's own errors are RuntimeErrors."""
+
+_ALONE: dict[str, Any] = {"_sync_decision_cross_ranks": False}  # how often a graph is split is each rank's own affair
 
 _OURS = ("custom_partitioner_fn", "post_grad_custom_post_pass")
 _UNLISTED = ("force_disable_caches",)  # a setting that torch's own list leaves out
@@ -146,7 +150,9 @@ def compile_inductor(
     # What AOTAutograd has cached would skip the plan.
     with (
         STAGES.stage("tracing"),
-        functorch_config.patch(force_non_lazy_backward_lowering=not lazy_backward, enable_autograd_cache=False),
+        functorch_config.patch(
+            force_non_lazy_backward_lowering=not lazy_backward, enable_autograd_cache=False, **_ALONE
+        ),
     ):
         compiled: Any = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=settings)
     return compiled  # type: ignore[no-any-return]
@@ -174,6 +180,20 @@ def _is_laid_out(graph: fx.Graph) -> bool:
         "model.to(memory_format=torch.channels_last), and the same for its input, may be faster."
     )
     return False
+
+
+def recompile_context(context: TracingContext | None) -> TracingContext | None:
+    """Return the context to compile a region in again, that of its first compilation.
+
+    Regions that torch's DDPOptimizer cut out of one graph share a context, which counts their backwards as they are
+    compiled, each once. What is compiled again is in a copy that does not count.
+    Source: `_dynamo/backends/distributed.py: DDPOptimizerContext`.
+    """
+    if context is None or context.ddp_optimizer_ctx is None:
+        return context
+    alone = copy.copy(context)
+    alone.ddp_optimizer_ctx = None
+    return alone
 
 
 def may_unfuse(addend: fx.Node, total: fx.Node) -> bool:
@@ -217,7 +237,7 @@ def compile_eager(
         return _run_boxed(gm)
 
     lower = _timed_lower(lower)
-    with STAGES.stage("tracing"), functorch_config.patch(unlift_effect_tokens=True):
+    with STAGES.stage("tracing"), functorch_config.patch(unlift_effect_tokens=True, **_ALONE):
         return aot_autograd(
             fw_compiler=functools.partial(lower, compile_graph=run, phase="forward"),
             bw_compiler=functools.partial(lower, compile_graph=run, phase="backward"),

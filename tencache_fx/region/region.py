@@ -182,7 +182,8 @@ class Region:
         self, offloaded: Mapping[int, OffloadedParameter], sizes: tuple[Sizes, Sizes] | None
     ) -> CompiledRegion:
         """Compile again as the region runs; whoever calls it sees nothing of that."""
-        with compat.compile_lock(), torch._guards.tracing(self._source.context), unchanged(self.device):
+        context = compat.recompile_context(self._source.context)
+        with compat.compile_lock(), torch._guards.tracing(context), unchanged(self.device):
             return self._compile(self._source.fakes(), offloaded, sizes)  # the first batch is not kept alive for this
 
     def _or_alone(self, compile_it: Callable[[], CompiledRegion]) -> CompiledRegion:
