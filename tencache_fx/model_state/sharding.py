@@ -8,7 +8,7 @@ guards that contains offloaded parameters, from its `offload` on, or from when i
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,27 @@ from tencache_fx.model_state.parameter_store import ParameterStore, find_offload
 
 
 def refuse_shards(model: nn.Module) -> None:
-    """Raise `OptionError` if a parameter is made of other tensors, as a DTensor is: it has no bytes of its own."""
+    """Raise `OptionError` for a model that has been spread already, but by DistributedDataParallel.
+
+    A parameter that is made of other tensors, as a DTensor is, has no bytes of its own; one of
+    FullyShardedDataParallel is a view of a flat one, or is that; `replicate` looks at its module in the first forward.
+    """
     for name, parameter in model.named_parameters():
         if is_traceable_wrapper_subclass(parameter):
             raise OptionError(
                 f"{name} is a {type(parameter).__name__}, as fully_shard and tensor parallelism make it, and "
                 "tencache_fx.offload takes parameters that are ordinary tensors; use one or the other."
+            )
+        if getattr(parameter, "_fsdp_flattened", False):  # torch/distributed/fsdp/_common_utils.py
+            raise OptionError(
+                f"{name} is this rank's part of what FullyShardedDataParallel has spread over ranks, and "
+                "tencache_fx.offload takes parameters that are ordinary tensors; use one or the other."
+            )
+    for name, module in model.named_modules():
+        if any(applied == "replicate" for applied in _applied_to(module)):
+            raise OptionError(
+                f"replicate has been applied to {name or 'the model'}, and does not find offloaded parameters; wrap "
+                "the model in DistributedDataParallel instead, and call tencache_fx.offload then."
             )
 
 
@@ -88,10 +103,20 @@ def guard_from_sharding(model: nn.Module, store: ParameterStore) -> None:
             _guard(module)
 
 
+def _applied_to(module: nn.Module) -> Mapping[str, object]:
+    """Return what of torch's composable wrappers has been applied to a module."""
+    if not torch.distributed.is_available():
+        return {}
+    from torch.distributed._composable.contract import REGISTRY_KEY
+
+    applied: Mapping[str, object] = module.__dict__.get(REGISTRY_KEY, {})
+    return applied
+
+
 def _guard(module: nn.Module) -> None:
     from torch.distributed._composable.contract import REGISTRY_KEY
 
-    applied = module.__dict__.get(REGISTRY_KEY, {})
+    applied = _applied_to(module)
     if not isinstance(applied, ComposableGuard):
         module.__dict__[REGISTRY_KEY] = ComposableGuard(module, applied.items())
     module.__dict__.setdefault("_distribute_module_applied", TensorParallelGuard(module))
