@@ -5,7 +5,8 @@
 | device_budget | auto     | most bytes of device tensors this process may hold; auto: 90 % of what it can have    |
 |               |          | when it compiles (no limit on a CPU); None: no limit                                  |
 | host_budget   | auto     | most pinned host bytes; auto: 80 % of the memory available to this process, divided   |
-|               |          | by the ranks that torchrun runs on this host (LOCAL_WORLD_SIZE)                       |
+|               |          | by the ranks on this host: LOCAL_WORLD_SIZE, as torchrun sets it, or the size of the  |
+|               |          | process group                                                                         |
 | spill_dir     | ()       | directory, or several, on fast disks; none: nothing is spilled to disk                |
 | spill_budget  | auto     | most bytes on disk; auto: 90 % of what is free in spill_dir, divided by these ranks   |
 | policy        | joint    | the algorithm that plans transfers and recomputing: none, 10cache, teraio, joint      |

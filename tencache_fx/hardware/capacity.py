@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,14 +65,26 @@ def disk_space(directories: Sequence[Path]) -> Space:
 
 
 def ranks_here() -> int:
-    """Return how many processes torchrun has started on this host, which share its memory and disks; 1 without it.
+    """Return how many processes share this host's memory and disks: ranks that train together, or only this one.
 
-    Raises `OptionError` if it says so in no number.
+    torchrun says how many ranks it has started here. Without it, all ranks of torch's process group are taken to be
+    here: where that is not so, they get less than there is, never more. Raises `OptionError` if the environment says it
+    in no number.
     """
-    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    text = os.environ.get("LOCAL_WORLD_SIZE")
+    if text is None:
+        return _group_size()
     if not text.isdecimal() or int(text) < 1:
         raise OptionError(f"LOCAL_WORLD_SIZE={text!r} is no number of ranks; set it to at least 1, or remove it.")
     return int(text)
+
+
+def _group_size() -> int:
+    """Return the size of torch's process group, if there is one by now; does not load torch."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 1
+    return 1 if distributed.get_backend() == "fake" else int(distributed.get_world_size())
 
 
 def _cgroup_limits(root: Path) -> Iterable[tuple[int, int]]:
