@@ -1,11 +1,10 @@
-"""What one of two ranks does: `python ranks.py RANK MEETING_FILE` prints what came of each case, as JSON."""
+"""What one of several ranks does, and what came of it: above all, what is refused."""
 
 import contextlib
-import datetime
+import gc
 import itertools
-import json
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tencache_fx
+from tencache_fx.hardware.capacity import ranks_here
 from tencache_fx.model_state.host_gradient import HostGradient
 from tencache_fx.optim import AdamW
 
@@ -221,8 +221,9 @@ def shard_what_is_offloaded() -> dict[str, object]:
 
 
 def offload_what_is_sharded() -> dict[str, object]:
+    from torch.distributed._composable.replicate import replicate
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -239,6 +240,16 @@ def offload_what_is_sharded() -> dict[str, object]:
             p is before[n][0] and torch.equal(p.full_tensor() if isinstance(p, DTensor) else p, before[n][1])
             for n, p in model.named_parameters()
         )
+    wrap = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+    flat, views, copied = wrap(net()), wrap(net(), use_orig_params=True), net()
+    replicate(copied)
+    for name, model in (
+        ("FullyShardedDataParallel", flat),
+        ("its module", flat.module),
+        ("FullyShardedDataParallel with views", views),
+        ("replicate", copied),
+    ):
+        found[name] = refused(lambda: tencache_fx.offload(model, "cpu"))  # noqa: B023
     found["homes"] = len(tencache_fx.runtime.engine_registry.engines())
     return found
 
@@ -317,6 +328,7 @@ def train_shards() -> dict[str, object]:
 def fresh() -> None:
     torch.compiler.reset()
     tencache_fx.close()
+    gc.collect()  # regions that nobody has are in no report
 
 
 GROUPS: dict[str, dict[str, Callable[[], dict[str, object]]]] = {
@@ -332,24 +344,5 @@ GROUPS: dict[str, dict[str, Callable[[], dict[str, object]]]] = {
         "no budget": lambda: clip_shards({"device_budget": None}),
         "train": train_shards,
     },
+    "budgets": {"shares": lambda: {"ranks here": ranks_here()}},
 }
-
-
-def main(rank: int, meeting_file: str) -> None:
-    torch.set_num_threads(1)
-    tencache_fx.configure(host_budget="64MB", calibrate=False)
-    limit = datetime.timedelta(seconds=110)  # a rank may wait for the other one to compile
-    dist.init_process_group("gloo", init_method=f"file://{meeting_file}", rank=rank, world_size=WORLD, timeout=limit)
-    found: dict[str, dict[str, dict[str, object]]] = {}
-    for group, cases in GROUPS.items():
-        found[group] = {}
-        for name, case in cases.items():
-            found[group][name] = case()
-            fresh()
-    dist.barrier()
-    dist.destroy_process_group()
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
