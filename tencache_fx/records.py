@@ -115,7 +115,8 @@ class StepRecord:
             raise ValueError("the runs do not follow one another, or are of another problem.")
         joined = self.joined
         released, back = ({str(key) for key in keys} for keys in (joined.releases, joined.prefetches))
-        for storage in self.problem.storages:
+        moved = [s for s in self.problem.storages if s.spillable or s.kind in (Kind.FETCHED, Kind.STORED)]
+        for storage in moved:
             leaves, comes = storage.kind is not Kind.FETCHED, storage.kind is not Kind.STORED
             if (leaves and storage.name not in released) or (comes and storage.name not in back):
                 raise ValueError(f"{storage.name} has no release, or no prefetch, in any run.")

@@ -16,15 +16,16 @@ _NO_BOUND = 1 << 50  # torch's bound of a size that may be anything is one of 64
 
 def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
     """Return the fake tensors a node makes or stands for; nothing for symbols, tokens and void ops."""
-    return tuple(_tensors_in(node.meta.get("val")))
+    return tuple(tensors_in(node.meta.get("val")))
 
 
-def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield `value` if it is a tensor, and those in lists and tuples of it, however deep."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -6,6 +6,7 @@ from enum import Enum, auto
 
 from torch import Tensor
 
+from tencache_fx import compat
 from tencache_fx.runtime.streams import Event
 
 
@@ -51,3 +52,8 @@ class HostUpdate:
     work: "Future[None] | None" = None  # until somebody was told how it went
     device: Tensor | None = None  # the parameter as the update found it, while that is to be refreshed
     readers: Event | None = None  # behind it, nobody reads the device copy from before the update; None if unknown
+
+
+def is_on_device(parameter: Tensor) -> bool:
+    """Whether there are bytes behind a parameter."""
+    return compat.has_bytes(parameter.untyped_storage()) or parameter.numel() == 0

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tencache_fx.errors import UsageError
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import find_offloaded
+from tencache_fx.runtime.transfers import Layout
 
 
 class _Guard:
@@ -91,3 +92,21 @@ def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
         if offloaded.on_device:  # else a module below it has the parameter, too, and was loaded before this hook
             offloaded.write_back()
             offloaded.evict()
+
+
+def alias_of(offloaded: OffloadedParameter) -> Tensor:
+    """Return the parameter as it is on the device, for `restore`."""
+    with torch.inference_mode(False):
+        return offloaded.parameter.detach()
+
+
+def restore(offloaded: OffloadedParameter, own: Tensor) -> Tensor | None:
+    """Give a parameter, of which `own` is an alias, its own bytes again; return what it was given instead."""
+    given = offloaded.parameter.detach()
+    is_own = given.untyped_storage()._cdata == own.untyped_storage()._cdata
+    same_place = given.storage_offset() == own.storage_offset()
+    if is_own and same_place and Layout.of(given, offloaded.name) == offloaded.layout:
+        return None
+    given = given.clone() if is_own else given  # a view of them, which it is to have as they were
+    offloaded.parameter.data = own
+    return given

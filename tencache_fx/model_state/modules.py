@@ -24,7 +24,7 @@ from tencache_fx import compat
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.model_state.arguments import find_device, need_model
-from tencache_fx.model_state.module_guards import guard, keep_loadable
+from tencache_fx.model_state.module_guards import alias_of, guard, keep_loadable, restore
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.offloading import Offloading, should_offload
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
@@ -104,14 +104,14 @@ def _summoned(offloaded: OffloadedParameter, *, write: bool) -> Iterator[None]:
     offloaded.wait_update()
     offloaded.sync_host()  # so that what is done to it here can be dropped
     was_absent, offloaded.summoned = offloaded.load(), True
-    own = offloaded.alias()
+    own = alias_of(offloaded)
     if torch.is_grad_enabled():
         offloaded.gradient.expect(_ALONE)
     try:
         yield
     finally:
         offloaded.summoned = False
-        given = offloaded.restore(own)
+        given = restore(offloaded, own)
         if not write or given is None or _take_over(offloaded, given):
             try:
                 if write:
@@ -272,7 +272,7 @@ class _Forward:
             self._all_offloaded.append(offloaded)
             if offloaded.load_for_forward(self, inference=not self._trains):
                 engine_of(offloaded.layout.device).stats.add(h2d_bytes=offloaded.nbytes)
-            self._came[offloaded] = offloaded.alias(), offloaded.device_version
+            self._came[offloaded] = alias_of(offloaded), offloaded.device_version
 
     def end(self, made: set[Any]) -> None:
         """Take over what the forward has changed; a backward by the nodes `made` may follow."""
@@ -290,7 +290,7 @@ class _Forward:
         if offloaded.is_dead or offloaded not in self._came:
             return
         own, written = self._came[offloaded]
-        given = offloaded.restore(own)
+        given = restore(offloaded, own)
         if given is not None and not _take_over(offloaded, given):
             offloaded.end_forward(self, keep=True)  # the parameter has nothing to do with this record any more
             return

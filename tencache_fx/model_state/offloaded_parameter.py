@@ -24,7 +24,7 @@ from torch.autograd.graph import increment_version
 
 from tencache_fx import compat
 from tencache_fx.errors import InvariantError, UsageError
-from tencache_fx.model_state.copy_state import NEXT_STATES, CopyState, HostUpdate
+from tencache_fx.model_state.copy_state import NEXT_STATES, CopyState, HostUpdate, is_on_device
 from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.expected_gradient import ExpectedGradient
 from tencache_fx.model_state.host_state import State
@@ -47,6 +47,7 @@ class OffloadedParameter:
             self._host = empty.clone().set_(storage, 0, parameter.size(), parameter.stride())
             self._elements = empty.set_(storage, 0, (parameter.numel(),), (1,))
         self.resident = False
+        self.planned_by_step = False  # that it is resident, or is not
         self.summoned = False
         self.gradient = ExpectedGradient()
         self.last_read: Event | None = None  # of the last copy that reads the host copy
@@ -118,6 +119,11 @@ class OffloadedParameter:
         """Return the bytes of its optimizer's state that are on the device."""
         state = None if self.optimizer_state is None else self.optimizer_state()
         return state.nbytes if state is not None and state.place is Tier.DEVICE else 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the bytes of the device copy, and of its optimizer's state that is on the device."""
+        return 0 if self.is_dead else self.device_state_bytes + (self.nbytes if self.on_device else 0)
 
     @property
     def host(self) -> Tensor:
@@ -300,6 +306,20 @@ class OffloadedParameter:
             self.resident = False
             self.evict()
 
+    def stay(self, *, updated_here: bool) -> None:
+        """Pin the parameter, as steps have it, with its gradient and its optimizer's state if it is `updated_here`."""
+        if not updated_here:
+            self.update_on_host()
+        self.planned_by_step, self.updated_on_device = True, updated_here
+        self.pin()
+
+    def leave(self) -> None:
+        """End `stay`: evict the parameter; its optimizer's state leaves the device."""
+        self.planned_by_step = False
+        if not self.is_dead:
+            self.update_on_host()
+            self.unpin()
+
     def load_for_forward(self, forward: object, *, inference: bool) -> bool:
         """Load the parameter for a forward that runs uncompiled, up to `end_forward`; return whether it was absent.
 
@@ -325,21 +345,6 @@ class OffloadedParameter:
         with self._lock:
             self._for_inference = False
         return self.load()
-
-    def alias(self) -> Tensor:
-        """Return the parameter as it is on the device, for `restore`."""
-        with torch.inference_mode(False):
-            return self.parameter.detach()
-
-    def restore(self, own: Tensor) -> Tensor | None:
-        """Give the parameter, of which `own` is an alias, its own bytes again; return what it was given instead."""
-        given = self.parameter.detach()
-        is_own = given.untyped_storage()._cdata == own.untyped_storage()._cdata
-        if is_own and (Layout.of(given, self.name), given.storage_offset()) == (self.layout, own.storage_offset()):
-            return None
-        given = given.clone() if is_own else given  # a view of them, which it is to have as they were
-        self.parameter.data = own
-        return given
 
     def make_ordinary(self, device: torch.device) -> None:
         """Make the parameter an ordinary one, of `device`, with a copy of the host copy."""
@@ -389,8 +394,3 @@ class OffloadedParameter:
             )
         if self._state is CopyState.SHARED:
             self._become(CopyState.HOST_NEWER)
-
-
-def is_on_device(parameter: Tensor) -> bool:
-    """Whether there are bytes behind a parameter."""
-    return compat.has_bytes(parameter.untyped_storage()) or parameter.numel() == 0

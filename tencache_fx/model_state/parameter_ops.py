@@ -47,9 +47,9 @@ def fetch_param(engine: Engine, parameter: Tensor, label: str = "") -> Tensor:
         transfer = ActiveTransfer(
             lifecycle.table.next_key(), label, Tier.HOST, layout, allocated, None, None, Stage.PREFETCHING
         )
-        if offloaded is None or offloaded.on_device:
+        if stays := offloaded is None or offloaded.on_device:
             if offloaded is not None:
-                offloaded.load()
+                _load(engine, offloaded)
             transfer.dst = dst.copy_(parameter.detach())
             transfer.copied_in = streams.record_compute()
         elif offloaded.updating:
@@ -57,7 +57,7 @@ def fetch_param(engine: Engine, parameter: Tensor, label: str = "") -> Tensor:
         else:
             transfer.dst, transfer.copied_in = dst, _copy_in(offloaded, dst, allocated)
         ticket = lifecycle.table.ticket(transfer)
-    engine.stats.add(prefetches=1, h2d_bytes=layout.nbytes)
+    engine.stats.add(prefetches=1, h2d_bytes=0 if stays else layout.nbytes)
     return ticket
 
 
@@ -71,12 +71,17 @@ def sync_param(engine: Engine, parameter: Tensor) -> Tensor:
     """Load a parameter that stays on the device, behind its last update; return a token."""
     engine.enter()
     if (offloaded := parameters_of(engine).find(parameter)) is not None:
-        watch = engine.streams.watch() if offloaded.updating else None
-        offloaded.load()
-        if watch is not None:
-            watch.stop()
-            engine.stats.add_stall(watch, "stall_in_ns")
+        _load(engine, offloaded)
     return new_token()
+
+
+def _load(engine: Engine, offloaded: OffloadedParameter) -> None:
+    """Load a parameter, and note how long the host has waited for its update."""
+    watch = engine.streams.watch() if offloaded.updating else None
+    offloaded.load()
+    if watch is not None:
+        watch.stop()
+        engine.stats.add_stall(watch, "stall_in_ns")
 
 
 def refresh_param(engine: Engine, parameter: Tensor) -> Tensor:
@@ -137,10 +142,15 @@ class ParameterFetch:
     nbytes: int
 
     @property
+    def owner(self) -> OffloadedParameter | None:
+        """The parameter; None if it is gone."""
+        offloaded = self.offloaded()
+        return None if offloaded is None or offloaded.is_dead else offloaded
+
+    @property
     def stamp(self) -> object:
         """Something that is another one as soon as the parameter, or its value, is; None if it is gone."""
-        offloaded = self.offloaded()
-        if offloaded is None or offloaded.is_dead:
+        if (offloaded := self.owner) is None:
             return None
         return id(offloaded), offloaded.updates, offloaded.version
 
@@ -173,12 +183,18 @@ def _offload_grad(src: Tensor, engine: int, label: str, param: str, shard: bool 
     server = server_by_id(engine)
     if not isinstance(server, SwapPoints):
         return offload_grad(server, src, label, param, shard=shard)
+    owner = parameters_of(server.engine).pending.find(param)
+    if owner is not None and owner.updated_on_device and not shard:
+        return server.keep(label, src)
     return server.store(label, partial(offload_grad, server.engine, src, label, param, shard=shard))
 
 
 def _take_grad(
     handle: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, engine: int
 ) -> Tensor:
+    server = server_by_id(engine)
+    if isinstance(server, SwapPoints) and (gradient := server.take(handle)) is not None:
+        return gradient
     return take_grad(engine_by_id(engine), handle)
 
 

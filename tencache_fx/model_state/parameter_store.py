@@ -233,6 +233,16 @@ def total_offloaded_bytes(device: torch.device) -> int:
     return sum(offloaded.nbytes for offloaded in store or ())
 
 
+def evict_residents(device: torch.device) -> bool:
+    """Evict the parameters that stay by the plans of steps, up to the next planned step; return whether there are."""
+    engine = find_engine(device) if device.type in ("cpu", "cuda") else None
+    store = None if engine is None else _attached_to(engine)
+    found = [offloaded for offloaded in store or () if offloaded.planned_by_step]
+    for offloaded in found:
+        offloaded.leave()
+    return bool(found)
+
+
 def follow(device: torch.device, results: object, all_offloaded: Mapping[str, OffloadedParameter]) -> None:
     """Note a region's call, whose backward may come; see `PendingBackwards`."""
     if (engine := find_engine(device)) is not None:

@@ -62,6 +62,11 @@ class PendingBackwards:
         node.register_prehook(start)
         node.register_hook(stop)
 
+    def find(self, name: str) -> OffloadedParameter | None:
+        """Return the parameter that the running backward calls `name`."""
+        backward: PendingBackward | None = getattr(self._running, "backward", None)
+        return None if backward is None else backward.all_offloaded.get(name)
+
     def whole(self, name: str) -> OffloadedParameter | None:
         """Return the parameter that the running backward calls `name`, if the gradient it has now is all of it."""
         backward: PendingBackward | None = getattr(self._running, "backward", None)

@@ -81,7 +81,8 @@ def step_ns(problem: Problem, forecast: Forecast) -> int:
     if not rate or not stored:
         return forecast.makespan_ns
     # Its gradient is read, its state read and written, and its weight, which is as large as the gradient, written.
-    update_bytes = sum(2 * storage.nbytes + 2 * storage.state_bytes for storage in stored)
+    state_bytes = {storage.parameter: storage.state_bytes for storage in stored}  # of several gradients one is the sum
+    update_bytes = sum(2 * storage.nbytes for storage in stored) + 2 * sum(state_bytes.values())
     parameters = {storage.parameter for storage in stored}
     renewed_bytes = sum(s.nbytes for s in problem.storages if s.kind is Kind.PARAMETER and s.parameter in parameters)
     host_bytes = update_bytes + forecast.d2h_bytes + forecast.h2d_bytes + renewed_bytes
@@ -96,29 +97,34 @@ def keep_resident(problem: Problem, parameters: Collection[str], updated_here: C
     if not parameters:
         return problem
     end = Step(len(problem.ops))
-    here = {s.name: s for s in problem.storages if s.kind is Kind.STORED and s.parameter in updated_here}
-    others = [
-        replace(s, kind=Kind.GRADIENT, death=end, state_bytes=0) if s.name in here else s
-        for s in problem.storages
-        if s.kind is not Kind.FETCHED or s.parameter not in parameters
-    ]
+    state_bytes: dict[str, int] = {}
     lives: dict[str, list[Storage]] = {}
+    others: list[Storage] = []
     for storage in problem.storages:
-        if storage.kind is Kind.FETCHED and storage.parameter in parameters:
+        if storage.kind is Kind.STORED and storage.parameter in updated_here:
+            state_bytes[storage.parameter] = storage.state_bytes
+            death = storage.caller_frees_at or end
+            others.append(replace(storage, kind=Kind.GRADIENT, death=death, caller_frees_at=Step(0), state_bytes=0))
+        elif storage.kind is Kind.FETCHED and storage.parameter in parameters:
             lives.setdefault(storage.parameter, []).append(storage)
+            if problem.copies_parameters:
+                others.append(replace(storage, kind=Kind.ACTIVATION, birth=storage.ready, spillable=False))
+        else:
+            others.append(storage)
     kept = [
         replace(
             parts[0],
+            name=f"{parameter} on the device" if problem.copies_parameters else parts[0].name,
             kind=Kind.PARAMETER,
             birth=Step(0),
             ready=Step(0),
-            death=Step(len(problem.ops)),
+            death=end,
             uses=tuple(sorted({use for part in parts for use in part.uses})),
         )
-        for parts in lives.values()
+        for parameter, parts in lives.items()
     ]
-    state_bytes = sum(storage.state_bytes for storage in here.values())
-    return replace(problem, storages=(*kept, *others), external_bytes=problem.external_bytes + state_bytes)
+    external_bytes = problem.external_bytes + sum(state_bytes.values())
+    return replace(problem, storages=(*kept, *others), external_bytes=external_bytes)
 
 
 def first_parameters(problem: Problem, share: float, having: Kind = Kind.FETCHED) -> tuple[str, ...]:

@@ -58,8 +58,9 @@ class Storage:
     shapes are dynamic. `caller_frees_at` is the first step at which the region's caller no longer holds it as well, 0
     for what it does not: only the swap that crosses that step frees anything. `parameter` names the one that a FETCHED
     or STORED one belongs to; its life here is the shortest there can be, as if copies took no time: the plan's
-    transfers add to it. `state_bytes` of a STORED one are those of the optimizer's state, which an update reads and
-    writes.
+    transfers add to it. A FETCHED one is `ready` from the op on that fetches it, where graphs read copies of parameters
+    that stay. `state_bytes` of a STORED one are those of the optimizer's state, which an update reads and
+    writes; its caller frees it at `caller_frees_at`, or behind the last step, if it stays on the device.
     """
 
     name: str
@@ -161,8 +162,8 @@ class Problem:
     below `min_spill_bytes` are not worth an op. `recipes` are what could be recomputed instead of saved, and
     `recompute_ns` is the time of the steps that do so already. `barriers`, scheduling barriers, are the steps whose
     place among the runtime ops is sure in the code that will run: a compiler that fuses may move the other steps
-    between two barriers. Without any, every step is one. `copies_parameters` says that every offloaded parameter has
-    to be copied each time: none may stay on the device.
+    between two barriers. Without any, every step is one. `copies_parameters` says that graphs read copies of all
+    offloaded parameters: of one that stays on the device, too.
     """
 
     ops: tuple[Op, ...]

@@ -167,7 +167,7 @@ def _search_turns(evaluator: Evaluator) -> Names:
     def search(start: Candidate) -> Names:
         return RecomputeSearch(evaluator, start).run()
 
-    if limit is None or not has_offloaded(captured) or captured.copies_parameters:
+    if limit is None or not has_offloaded(captured):
         return search(base)
     starts = [base]
     room_bytes = limit - floor_bytes(captured)
@@ -285,11 +285,9 @@ def _try_shares(
         tried.add(_Shares(first, 0.0, lead) for lead in leads or tuning.leads)
         finalists = [tried.best()] if tried.planned else []
         lead = finalists[0].lead if finalists else tuning.leads[0]
-        if not evaluator.captured.copies_parameters:
-            tried.add(_Shares(share, 0.0, lead) for share in more)
+        tried.add(_Shares(share, 0.0, lead) for share in more)
         if tried.planned:
-            if not evaluator.captured.copies_parameters:
-                tried.add_state(lead)
+            tried.add_state(lead)
             return tried, [*finalists, tried.best()]
     raise tried.refusals[0]
 

@@ -105,6 +105,18 @@ FRUGAL = StepSchedule()
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterNames:
+    """Which offloaded parameters the calls of a step read, as far as was seen.
+
+    `names` has one name of each, by the calls and what the region calls it. Updates of those `freed_at_once` follow the
+    graph that stores the gradient.
+    """
+
+    names: Mapping[SwapKey, str] = field(default_factory=lambda: MappingProxyType({}))
+    freed_at_once: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepProblem:
     """The problem of a whole step; `keys` are its storages' by name, `points` where a schedule may act, in order.
 
@@ -119,12 +131,17 @@ class StepProblem:
 
 
 def join(
-    visits: Sequence[Visit], links: Links, budgets: Budgets, shared: Collection[tuple[int, str]] = ()
+    visits: Sequence[Visit],
+    links: Links,
+    budgets: Budgets,
+    shared: Collection[tuple[int, str]] = (),
+    parameters: ParameterNames | None = None,
 ) -> StepProblem:
     """Return the problem of these runs, one after the other; before each there is a step for the time between.
 
     Every forward that has a backward in the step may have its storages away in between, but for those that are
-    `shared` with their caller, by region and label. O(steps + storages).
+    `shared` with their caller, by region and label. `parameters` are those that the calls were seen to fetch.
+    O(steps + storages).
     """
     lengths = [1 + len(visit.region.steps(backward=visit.backward)) for visit in visits]
     starts = [Step(start) for start in accumulate(lengths[:-1], initial=0)] if visits else []
@@ -150,8 +167,10 @@ def join(
         ]
     storages: list[Storage] = []
     keys: dict[str, SwapKey] = {}
-    for visit in visits:
-        found = _parameters(visit, begins[visit.index, visit.call, visit.backward])
+    parameters = parameters or ParameterNames()
+    gradients: dict[str, list[tuple[int, Step]]] = {}  # by parameter, with when their graph's caller has them
+    for visit, behind in zip(visits, (*starts, Step(len(ops)))[1:], strict=True):
+        found = _parameters(visit, begins[visit.index, visit.call, visit.backward], parameters.names)
         if not visit.backward and (visit.index, visit.call, True) in begins:
             shifts = begins[visit.index, visit.call, False], begins[visit.index, visit.call, True]
             found = chain(found, _swapped(visit, *shifts, shared))
@@ -159,7 +178,10 @@ def join(
             for span in held:
                 base[span.start : span.stop] -= storage.nbytes
             keys[storage.name] = key
+            if storage.kind is Kind.STORED:
+                gradients.setdefault(storage.parameter, []).append((len(storages), Step(min(behind + 1, len(ops)))))
             storages.append(storage)
+    _free_gradients(storages, gradients, parameters.freed_at_once)
     ops = [replace(op, scratch_bytes=nbytes) for op, nbytes in zip(ops, np.maximum(base, 0).tolist(), strict=True)]
     boundary = next((start for visit, start in zip(visits, starts, strict=True) if visit.backward), Step(len(ops)))
     problem = Problem(
@@ -177,6 +199,20 @@ def join(
         releases=MappingProxyType(own["release"]),
         prefetches=MappingProxyType(own["prefetch"]),
     )
+
+
+def _free_gradients(
+    storages: list[Storage], gradients: Mapping[str, list[tuple[int, Step]]], freed_at_once: Collection[str]
+) -> None:
+    """State until when each gradient lives if it stays: the first of a parameter up to its update, the others less.
+
+    `gradients` has the places of each parameter's among `storages`, and when what called their graphs has them.
+    """
+    for parameter, parts in gradients.items():
+        for place, freed in parts[1:]:  # they are added to the first
+            storages[place] = replace(storages[place], caller_frees_at=freed)
+        place, (_, last) = parts[0][0], parts[-1]
+        storages[place] = replace(storages[place], caller_frees_at=last if parameter in freed_at_once else Step(0))
 
 
 def _swapped(
@@ -201,7 +237,9 @@ def _swapped(
         yield key, storage, (range(gone - 1, gone), range(asked, death))
 
 
-def _parameters(visit: Visit, shift: Step) -> Iterator[tuple[SwapKey, Storage, tuple[range, ...]]]:
+def _parameters(
+    visit: Visit, shift: Step, names: Mapping[SwapKey, str]
+) -> Iterator[tuple[SwapKey, Storage, tuple[range, ...]]]:
     """Yield the offloaded parameters and gradients of a run, and when its graph holds their bytes by itself.
 
     `shift` are the steps that a step of the region is further on in the step's problem.
@@ -215,14 +253,15 @@ def _parameters(visit: Visit, shift: Step) -> Iterator[tuple[SwapKey, Storage, t
         first = storage.birth if transfer.back is None else transfer.prefetch_at
         last = storage.death if transfer.out is None else transfer.freed_at
         key = SwapKey(visit.index, visit.call, storage.name)
+        parameter = key._replace(label=storage.parameter)
         moved = replace(
             storage,
             name=str(key),
             birth=Step(storage.birth + shift),
             death=Step(storage.death + shift),
             uses=tuple(Step(use + shift) for use in storage.uses),
-            ready=Step(0),
-            parameter=str(key._replace(label=storage.parameter)),
+            ready=Step(0 if transfer.back is None else first + shift),
+            parameter=names.get(parameter, str(parameter)),
         )
         yield key, moved, (range(first + shift, last + shift),)
 
@@ -281,11 +320,14 @@ def align(joined: StepProblem, plan: Plan) -> Plan:
     aligned = build_plan(problem, plan.policy, transfers, plan.forecast.floor_bytes)
     if over_tiers(problem, aligned.forecast) > over_tiers(problem, plan.forecast):  # more is away at once
         return plan
-    return replace(aligned, recomputed=plan.recomputed)
+    return replace(aligned, recomputed=plan.recomputed, resident=plan.resident, updated_here=plan.updated_here)
 
 
 def to_schedule(joined: StepProblem, plan: Plan) -> StepSchedule:
-    """Return the schedule of a step's plan: bytes are freed no later, and come back no sooner, than the plan says."""
+    """Return the schedule of a step's plan: bytes are freed no later, and come back no sooner, than the plan says.
+
+    Of points at one step, bytes are freed at the first that can, and come back at the last: kernels may run in between.
+    """
     steps = [step for step, _ in joined.points]  # they never fall: a graph ends where the time behind it begins
     away: dict[SwapKey, Tier] = {}
     one_way = {joined.keys[each.name] for each in plan.transfers if each.kind is not TransferKind.SWAP}
@@ -295,10 +337,14 @@ def to_schedule(joined: StepProblem, plan: Plan) -> StepSchedule:
         key = joined.keys[transfer.name]
         if transfer.kind is TransferKind.SWAP:
             away[key] = transfer.tier
-        if transfer.out is not None and (freed := bisect_right(steps, transfer.freed_at) - 1) > joined.releases[key]:
-            frees.setdefault(joined.points[freed][1], []).append(key)
-        if transfer.back is not None and (asked := bisect_left(steps, transfer.prefetch_at)) < joined.prefetches[key]:
-            prefetches.setdefault(joined.points[asked][1], []).append(key)
+        if transfer.out is not None:
+            last = bisect_right(steps, transfer.freed_at) - 1
+            if (freed := bisect_left(steps, steps[last])) > joined.releases[key]:
+                frees.setdefault(joined.points[freed][1], []).append(key)
+        if transfer.back is not None:
+            first = bisect_left(steps, transfer.prefetch_at)
+            if (asked := bisect_right(steps, steps[first]) - 1) < joined.prefetches[key]:
+                prefetches.setdefault(joined.points[asked][1], []).append(key)
     return StepSchedule(
         kept=frozenset(joined.keys.values()) - away.keys() - one_way,
         away=MappingProxyType(away),

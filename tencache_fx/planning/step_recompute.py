@@ -23,7 +23,7 @@ from tencache_fx.planning.tuning import TUNING
 Choice = Mapping[int, frozenset[str]]
 """The storages to recompute, by region."""
 
-_TUNING = replace(TUNING, leads=(TUNING.compared_lead,))
+_TUNING = replace(TUNING, leads=(TUNING.compared_lead,), resident_shares=(0.0,), state_shares=())
 _STRIDES = 8
 _GAIN_PERCENT = 1  # as much faster another choice has to be, for the regions to be compiled again
 

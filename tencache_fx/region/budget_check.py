@@ -5,6 +5,7 @@ import logging
 
 from tencache_fx.errors import BudgetError, StoreError
 from tencache_fx.hardware.device_memory import held_bytes, most_bytes
+from tencache_fx.model_state.parameter_store import evict_residents
 from tencache_fx.region.boundary_memory import compilations
 from tencache_fx.region.dynamic_shapes import Footprint, Sizes
 from tencache_fx.region.lowering import reserve
@@ -31,6 +32,8 @@ class BudgetCheck:
         if peak_bytes > budget_bytes and self._collected_at != (compiled := compilations()):
             self._collected_at = compiled
             gc.collect()  # garbage of torch's compiler holds on to the inputs that it compiled for
+            peak_bytes = own_bytes + held_bytes(device)
+        if peak_bytes > budget_bytes and evict_residents(device):
             peak_bytes = own_bytes + held_bytes(device)
         if (over_bytes := peak_bytes - budget_bytes) > 0:
             waiting, most = REGIONS.waiting(device), most_bytes(device)

@@ -58,20 +58,25 @@ class Placement:
 
     The `resident` ones stay on the device; the `staying` ones among them have to, and are read where they are. Those
     `updated_here` have their optimizer's state there, too; None in a region without a backward, which does not decide
-    that.
+    that. Of a region planned `by_step` the steps decide all but which are `staying`.
     """
 
     names: Mapping[int, str]
     resident: frozenset[str] = frozenset()
     staying: frozenset[str] = frozenset()
     updated_here: frozenset[str] | None = None
+    by_step: bool = False
 
     def apply(self, offloaded: Mapping[int, OffloadedParameter]) -> None:
         """Have those parameters on the device that the plan counts on there, and no others of them.
 
-        A region without a backward does not touch those whose optimizer's state is there: they are held beside it.
+        A region without a backward does not touch those whose optimizer's state is there: they are held beside it. So
+        are those that stay in steps.
         """
         for index, each in offloaded.items():
+            if each.planned_by_step and (self.by_step or self.updated_here is None):
+                continue
+            each.planned_by_step = False
             if self.updated_here is not None and self.names[index] in self.updated_here:
                 each.updated_on_device = True
             elif self.updated_here is not None:

@@ -150,6 +150,7 @@ class PlannedLowering:
                 resident=frozenset(plan.resident),
                 staying=candidate.staying,
                 updated_here=frozenset(plan.updated_here) if trains else None,
+                by_step=swap_region is not None,
             ),
             record=record,
             footprint=_footprint(candidate, plan),

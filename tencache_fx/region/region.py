@@ -10,7 +10,7 @@ from tencache_fx import compat
 from tencache_fx.errors import BudgetError, StoreError, TencacheError, UsageError
 from tencache_fx.hardware.device_memory import peak_held_bytes
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
-from tencache_fx.model_state.parameter_store import follow
+from tencache_fx.model_state.parameter_store import evict_residents, follow
 from tencache_fx.model_state.step_hooks import check_updates_in_backward
 from tencache_fx.records import RegionRecord
 from tencache_fx.region.ambient_state import unchanged
@@ -157,7 +157,7 @@ class Region:
         assert self.current.footprint is not None
         if self.scope.leaves_step():
             self._plan_again(formulas, sizes, "it does not fit while storages are away only between its graphs")
-        elif not self.scope.by_step and not self._check.passes(self.current.footprint, sizes):
+        elif not self.in_steps and not self._check.passes(self.current.footprint, sizes):
             self._plan_again(formulas, sizes, "its plan, or what is held beside it, is over the budget")
 
     def _plan_again(self, formulas: SizeFormulas, sizes: Sizes, reason: str) -> None:
@@ -209,7 +209,12 @@ class Region:
             by_step=by_step,
             recomputed=self.step.recomputed if by_step else None,
         )
-        compiled = compile_region(self._source, inputs, request, self.monitors)
+        try:
+            compiled = compile_region(self._source, inputs, request, self.monitors)
+        except BudgetError:  # beside parameters that stay by the plans of steps
+            if not evict_residents(self.device):
+                raise
+            compiled = compile_region(self._source, inputs, request, self.monitors)
         for monitor in self.monitors:
             monitor.on_compiled(request, compiled)
         return compiled

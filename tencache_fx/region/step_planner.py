@@ -1,22 +1,26 @@
 """Plans the steps of one device: what each region recomputes, and for each order of runs a schedule."""
 
+import contextlib
 import itertools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tencache_fx.errors import BudgetError, OptionError, StoreError
 from tencache_fx.hardware import rates
 from tencache_fx.hardware.device_memory import held_bytes
 from tencache_fx.options import Options
+from tencache_fx.planning.parameter_schedule import keep_resident
 from tencache_fx.planning.plan import Plan, PoolClass
 from tencache_fx.planning.problem import Budgets, Links
 from tencache_fx.planning.search import make_plan
 from tencache_fx.planning.step import FRUGAL, StepProblem, StepSchedule, Visit, align, join, to_schedule
 from tencache_fx.planning.step_recompute import choose_for_step, least_peak_bytes
+from tencache_fx.planning.tuning import TUNING
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.records import StepRecord
 from tencache_fx.region.optimizer_forecast import expected_state_bytes
 from tencache_fx.region.step_records import record_step
+from tencache_fx.region.step_residency import ReadParameters, StepResidency
 from tencache_fx.reporting.dump import write_step
 from tencache_fx.reporting.step_tables import show_figures
 from tencache_fx.runtime.engine_registry import usage
@@ -32,6 +36,7 @@ Order = tuple[Place, ...]
 
 _DRIFT = 256  # one part in so many of the budget is left for external memory that grows
 _ROOM = 64  # with so much of the budget more room than its plan was made for, a program is planned again
+_COPYING = replace(TUNING, resident_shares=(0.0,), state_shares=())  # nothing more stays than was decided
 _PLANS = 4  # times that a program is planned at most
 
 
@@ -39,10 +44,13 @@ _PLANS = 4  # times that a program is planned at most
 class StepPlan:
     """The plan of a program, `None` where none fits, with what it was made for and the schedule that carries it out.
 
-    `limit` is the device budget it was made for.
+    `limit` is the device budget it was made for, `beside_bytes` are those of parameters that stay, and that the program
+    does not read.
     """
 
     limit: int | None
+    beside_bytes: int
+    read: ReadParameters
     visits: tuple[Visit, ...]
     joined: StepProblem
     plan: Plan | None
@@ -77,12 +85,15 @@ class Program:
         plan = None if self.planned is None else self.planned.plan
         return plan is None or bool(plan.transfers) or any(visit.region.recomputed for visit in self.visits)
 
-    def excess_bytes(self, visit: Visit, place: int, limit: int | None) -> int:
-        """Return by how much the plan would go over the budget with what is held beside it in its `place`-th run."""
+    def excess_bytes(self, visit: Visit, place: int, limit: int | None, beside_bytes: int) -> int:
+        """Return by how much the plan would go over the budget with what is held beside it in its `place`-th run.
+
+        That are `beside_bytes` of parameters that stay, and others.
+        """
         if limit is None or self.planned is None or self.planned.plan is None:
             return 0
         grown_bytes = visit.held_bytes - self.planned.visits[place].held_bytes
-        return grown_bytes + self.planned.plan.forecast.peak_bytes - limit
+        return grown_bytes + self.planned.plan.forecast.peak_bytes + beside_bytes - limit
 
 
 class StepPlanner:
@@ -91,6 +102,7 @@ class StepPlanner:
     def __init__(self, points: SwapPoints) -> None:
         self.recomputed: dict[int, frozenset[str]] = {}
         self._points = points
+        self._residency = StepResidency(points)
         self._warned = False
         self._numbers = itertools.count()
 
@@ -98,25 +110,79 @@ class StepPlanner:
         """Plan a program that has been measured, if it is new, or if that was for other memory than is there now."""
         device, limit = self._points.engine.device, options.device_budget
         other = program.planned is not None and program.planned.limit != limit
-        if not other and (program.plans >= _PLANS or not _is_outdated(program, limit)):
+        if not other and (program.plans >= _PLANS or not self._is_outdated(program, limit)):
             return
         links = rates.links(device, options.spill_dir, calibrate=options.calibrate)
-        budgets = self._budgets(program, options)
+        read = self._residency.read_by(program.visits)
+        beside_bytes = self._residency.bytes_beside(read)
+        budgets = self._budgets(program, options, beside_bytes)
         self._choose_recomputed(program, options, links, budgets)
-        joined = join(program.visits, links, budgets, frozenset(self._points.shared))
+        joined = join(program.visits, links, budgets, frozenset(self._points.shared), read.names)
         plan, schedule = None, FRUGAL
         try:
-            plan = align(joined, make_plan(joined.problem, options.policy))
-            verify_plan(joined.problem, plan)
+            joined, plan = self._plan(program, joined, read, options)
             self._reserve(program, plan)
         except (BudgetError, StoreError) as error:
             plan = None
             self._tell(program, error)
         else:
+            if not self._residency.agrees(read, plan):
+                self._residency.decide(program.order, limit, read, plan)
             schedule = to_schedule(joined, plan)
-        program.planned = StepPlan(limit=limit, visits=program.visits, joined=joined, plan=plan, schedule=schedule)
+        program.planned = StepPlan(
+            limit=limit,
+            beside_bytes=beside_bytes,
+            read=read,
+            visits=program.visits,
+            joined=joined,
+            plan=plan,
+            schedule=schedule,
+        )
         program.plans = 1 if other else program.plans + 1
         self._report(program, options)
+
+    def bytes_beside(self, program: Program) -> int:
+        """Return the bytes of parameters that stay on the device, and that a program with a plan does not read."""
+        return 0 if program.planned is None else self._residency.bytes_beside(program.planned.read)
+
+    def _plan(
+        self, program: Program, joined: StepProblem, read: ReadParameters, options: Options
+    ) -> tuple[StepProblem, Plan]:
+        """Return the plan, beside the parameters that stay by other programs, and the problem that it is for.
+
+        Where there is none like that, the plan may have others stay. Raises `BudgetError` if there is none either.
+        """
+        decided, policy = self._residency.decided(program.order, options.device_budget, read), options.policy
+        plan: Plan | None = None
+        if decided is not None:
+            problem = keep_resident(joined.problem, *decided)
+            with contextlib.suppress(BudgetError):
+                plan = make_plan(problem, policy, tuning=_COPYING)
+                plan = replace(plan, resident=decided[0], updated_here=decided[1])
+        if plan is None:
+            plan = make_plan(joined.problem, policy)
+        joined = replace(joined, problem=keep_resident(joined.problem, plan.resident, plan.updated_here))
+        plan = align(joined, plan)
+        verify_plan(joined.problem, plan)
+        return joined, plan
+
+    def _is_outdated(self, program: Program, limit: int | None) -> bool:
+        """Return whether a program has no plan yet, or one for other residents, or for clearly more or less memory."""
+        if (planned := program.planned) is None:
+            return True
+        if limit is None:
+            return False
+        if planned.plan is not None and not self._residency.agrees(planned.read, planned.plan):
+            return True
+        more_bytes = self.bytes_beside(program) - planned.beside_bytes
+        changes = [
+            new.held_bytes - old.held_bytes + more_bytes
+            for new, old in zip(program.visits, planned.visits, strict=True)
+        ]
+        if planned.plan is None:
+            return max(changes) < 0
+        over = planned.plan.forecast.peak_bytes + planned.beside_bytes + max(changes) > limit
+        return over or (bool(planned.plan.transfers) and -min(changes) > limit // _ROOM)
 
     def _report(self, program: Program, options: Options) -> None:
         """Log the plan of a program, and write it where it is to be dumped."""
@@ -153,12 +219,12 @@ class StepPlanner:
         self.recomputed |= {visit.index: visit.region.recomputed for visit in program.visits}
         self.recomputed |= dict(choice or {})
 
-    def _budgets(self, program: Program, options: Options) -> Budgets:
+    def _budgets(self, program: Program, options: Options, beside_bytes: int) -> Budgets:
         device, limit = self._points.engine.device, options.device_budget
-        used, reserved_bytes = usage(device), 0
+        used, reserved_bytes = usage(device), beside_bytes
         staging_bytes = round_up(_largest(program), PAGE_BYTES) if self._points.engine.store is not None else 0
         if limit is not None:
-            reserved_bytes = limit // _DRIFT
+            reserved_bytes += limit // _DRIFT
             if held_bytes(device):  # a CPU's allocator does not count
                 reserved_bytes += expected_state_bytes(device)
         return Budgets(
@@ -196,16 +262,3 @@ def _largest(program: Program) -> int:
 def _name(program: Program) -> str:
     regions = len({visit.index for visit in program.visits})
     return f"a step of {len(program.visits)} runs of {regions} regions"
-
-
-def _is_outdated(program: Program, limit: int | None) -> bool:
-    """Return whether a program has no plan yet, or one for clearly more or less memory of others than there is now."""
-    if (planned := program.planned) is None:
-        return True
-    if limit is None:
-        return False
-    changes = [new.held_bytes - old.held_bytes for new, old in zip(program.visits, planned.visits, strict=True)]
-    if planned.plan is None:
-        return max(changes) < 0
-    over = planned.plan.forecast.peak_bytes + max(changes) > limit
-    return over or (bool(planned.plan.transfers) and -min(changes) > limit // _ROOM)

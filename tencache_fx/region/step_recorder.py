@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -28,7 +28,7 @@ from tencache_fx.planning.swap_region import SwapRegion
 from tencache_fx.records import StepRecord
 from tencache_fx.region.step_planner import Order, Program, StepPlanner, place_of, record_of
 from tencache_fx.runtime.swap_points import SwapPoints
-from tencache_fx.tensors import storage_of
+from tencache_fx.tensors import storage_of, tensors_in
 from tencache_fx.units import at_least, format_bytes
 
 log = logging.getLogger("tencache_fx")
@@ -69,6 +69,7 @@ class StepRecorder:
         self._alone: Counter[int] = Counter()  # by region, the last steps in a row in which it was alone
         self._visits: list[Visit] = []
         self._expected: Program | None = None
+        self._beside_bytes = 0  # of parameters that stay, and that the program expected does not read
         self._last: Program | None = None
         self._first: Options | None = None  # of the round's first forward
         self._options: Options | None = None  # of the forward that has the least budget
@@ -83,7 +84,7 @@ class StepRecorder:
 
     def begin_forward(self, index: int, region: SwapRegion, options: Options, values: Sequence[object]) -> Call:
         """Note that a forward begins in this thread; raises `BudgetError` if it cannot run within the budget."""
-        self.points.gauge.see(values)
+        self.points.see(values)
         with self._lock:
             if self._visits and self._visits[-1].backward and not compat.in_backward():  # else of a checkpoint
                 for each in self._calls:
@@ -92,7 +93,7 @@ class StepRecorder:
                     self._finish()  # one was dropped, and others always wait: the round would never be over
             self.settle()
             self._heed(options)
-            given = frozenset(map(_key_of, _tensors(values)))
+            given = frozenset(map(_key_of, tensors_in(values)))
             call = Call(index, self._counts[index], region, given)
             self._counts[index] += 1
             self._arrive(call, backward=False)
@@ -102,7 +103,7 @@ class StepRecorder:
 
     def begin_backward(self, index: int, values: Sequence[object]) -> None:
         """Note that the backward of a call begins in this thread: the one that the handles among `values` are of."""
-        self.points.gauge.see(values)
+        self.points.see(values)
         found = self.points.call_of(values)
         with self._lock:
             own = [call for call in self._calls if call.index == index]
@@ -121,11 +122,11 @@ class StepRecorder:
     def end(self, call: Call | None, results: Sequence[object]) -> None:
         """Note that the graph of this thread is over; `call` is that of a forward."""
         self.points.end()
-        self.points.gauge.see(results)
+        self.points.see(results)
         with self._lock:
             self._mark = self.points.gauge.mark()
             if call is not None:
-                left = list(_tensors(results))
+                left = list(tensors_in(results))
                 made = [each for each in left if _key_of(each) not in call.given]
                 storage = storage_of((made or left)[-1]) if left else None
                 call.residual = None if storage is None else StorageWeakRef(storage)
@@ -191,6 +192,8 @@ class StepRecorder:
 
     def _arrive(self, call: Call, *, backward: bool) -> None:
         """Add a run to the round: compare it with what is expected, and what is held with what is planned for."""
+        if not self._visits:
+            self.points.forget_gradients()
         held_bytes, gap_bytes = self._measure()
         if not self._visits:  # an optimizer may have held more before; no storage of this round was there
             gap_bytes = held_bytes
@@ -212,10 +215,15 @@ class StepRecorder:
         if self._expected is not None and self._expected.order[place - 1 : place] != (place_of(visit),):
             begun = tuple(map(place_of, self._visits))
             self._expect(next((each for each in self.programs.values() if each.order[:place] == begun), None))
-        if self._expected is not None and (more := self._expected.excess_bytes(visit, place - 1, limit)) > 0:
+        more = 0
+        if self._expected is not None:
+            more = self._expected.excess_bytes(visit, place - 1, limit, self._beside_bytes)
+        if more > 0:
             log.info("the device would be %d bytes over its budget; the rest of the step offloads all it may", more)
             self._expect(None)
         if self.points.schedule is FRUGAL and limit is not None:
+            if visit.peak_bytes + self.points.resident_bytes > limit:
+                self.points.evict_residents()
             self._check(visit, limit)
 
     def _measure(self) -> tuple[int, int]:
@@ -258,6 +266,7 @@ class StepRecorder:
 
     def _expect(self, program: Program | None) -> None:
         self._expected = program
+        self._beside_bytes = 0 if program is None else self.planner.bytes_beside(program)
         self.points.follow(FRUGAL if program is None else program.schedule)
 
     def _finish(self) -> None:
@@ -302,11 +311,3 @@ def _key_of(tensor: Tensor) -> int:
     """Return what tells a tensor's storage from others that live; 0 for a tensor without one."""
     storage = storage_of(tensor)
     return 0 if storage is None else storage._cdata
-
-
-def _tensors(values: Sequence[object]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-        elif isinstance(value, Tensor):
-            yield value

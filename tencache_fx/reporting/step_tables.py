@@ -124,6 +124,9 @@ def tell_storage(record: StepRecord, name: str) -> str:
     return f"{name}, of {run}, {run.name}: {_Telling(record).story(key)}."
 
 
+_STAYING = {"fetch": "stays, and is copied on the device", "store": "stays, and is updated on the device"}
+
+
 class _Telling:
     """Says what a step's schedule does, in words."""
 
@@ -159,6 +162,8 @@ class _Telling:
         """Return what the op at a position does."""
         op = run.ops[position - 1]
         key = SwapKey(run.region, run.call, op.label)
+        if op.deed in _STAYING and key in self._schedule.kept:
+            return _STAYING[op.deed]
         if op.deed == "offload" or (op.deed in ("fetch", "store") and key in self._keys):
             return self.story(key)
         if self._kept(key) is not None or op.deed == "wait":

@@ -7,7 +7,7 @@ from tabulate import tabulate
 
 from tencache_fx.planning.bounds import joint_lower_bound_ns
 from tencache_fx.planning.plan import Plan, PoolClass, Transfer
-from tencache_fx.planning.problem import Problem, Step, Storage, Tier
+from tencache_fx.planning.problem import Kind, Problem, Step, Storage, Tier
 
 if TYPE_CHECKING:
     from tencache_fx.planning.explain import Choice, Price, Reasons, TensorReason
@@ -54,6 +54,10 @@ def amount_rows(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
     yield "disk", f"{format_bytes(forecast.disk_bytes)} of {format_bytes(budgets.disk_bytes)}"
     for tier in (Tier.HOST, Tier.NVME):
         yield f"spilled to {tier}", count_and_bytes([each for each in plan.transfers if each.tier is tier])
+    if plan.resident:
+        staying = [each for each in problem.storages if each.kind is Kind.PARAMETER and each.parameter in plan.resident]
+        with_state = [each for each in staying if each.parameter in plan.updated_here]
+        yield "parameters here", f"{count_and_bytes(staying)}; with their state {count_and_bytes(with_state)}"
     yield "time", f"{format_ns(forecast.makespan_ns)}, {over:.3f} of the {format_ns(forecast.ideal_ns)} without limits"
     yield "lower bound", format_ns(forecast.lower_bound_ns)
     yield "stalls", f"{format_ns(forecast.stall_out_ns)} going out, {format_ns(forecast.stall_in_ns)} coming in"

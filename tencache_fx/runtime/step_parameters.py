@@ -3,21 +3,54 @@
 Which parameter a call reads is known once it has run: blocks that share their code have others in each call. So what
 was fetched in one step can be fetched ahead in the next. If another parameter comes, or its value has changed since, it
 is fetched anew. Guarded by the lock of the `SwapPoints` that this belongs to.
+
+Some parameters stay on the device, as the plans of all steps have it: graphs then read a copy of what is there. If the
+optimizer's state of one is there, too, so does its gradient stay.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tencache_fx.planning.step import SwapKey
 
 _REMEMBERED = 1 << 16
 
 
+class Resident(Protocol):
+    """An offloaded parameter, which may stay on the device."""
+
+    planned_by_step: bool
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the parameter is gone."""
+
+    @property
+    def parameter(self) -> Tensor:
+        """Return the parameter itself."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the bytes of the parameter, and of its optimizer's state, that are on the device."""
+
+    def stay(self, *, updated_here: bool) -> None:
+        """Keep the parameter on the device, and its gradient and its optimizer's state there or in host memory."""
+
+    def leave(self) -> None:
+        """Evict the parameter and its optimizer's state."""
+
+
 class Fetch(Protocol):
     """How to fetch one parameter."""
+
+    @property
+    def owner(self) -> Resident | None:
+        """Return the parameter; None if it is gone."""
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +90,63 @@ class StepParameters:
         self._ahead: dict[SwapKey, _Ahead] = {}
         self._stored: dict[int, SwapKey] = {}  # by the address of a handle
         self._behind: dict[SwapKey, _Behind] = {}
+        self._residents: WeakKeyDictionary[Resident, bool] = WeakKeyDictionary()
+        self._pinned: WeakSet[Resident] = WeakSet()
+        self._gradients: list[tuple[StorageWeakRef, int]] = []  # that have stayed, with their bytes
+
+    @property
+    def owners(self) -> Mapping[SwapKey, Resident]:
+        """The parameters that calls have fetched last, by the fetch."""
+        found = {name: fetch.owner for name, fetch in self._known.items()}
+        return {name: owner for name, owner in found.items() if owner is not None}
+
+    def keep_residents(self, residents: Mapping[Resident, bool]) -> None:
+        """Have these parameters, and no others, stay from their next fetch on; with their state, if that is true."""
+        self._residents = WeakKeyDictionary(residents)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Return the bytes on the device of the parameters that stay, and of their optimizers' state."""
+        return sum(owner.device_bytes for owner in self._pinned if owner.planned_by_step)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Return the bytes of the gradients that have stayed since `forget_gradients`, and live."""
+        self._gradients = [each for each in self._gradients if not each[0].expired()]
+        return sum(nbytes for _, nbytes in self._gradients)
+
+    def forget_gradients(self) -> None:
+        """Count the gradients that have stayed as what anybody holds: a step begins that did not make them."""
+        self._gradients.clear()
+
+    def is_resident(self, storage: int) -> bool:
+        """Return whether this storage, given by its address, is that of a parameter that stays."""
+        alive = (owner.parameter for owner in self._pinned if owner.planned_by_step and not owner.is_dead)
+        return any(parameter.untyped_storage()._cdata == storage for parameter in alive)
+
+    def evict_residents(self) -> None:
+        """Evict all parameters that stay, up to their next fetch by a plan."""
+        for owner in tuple(self._pinned):
+            self._evict(owner)
+
+    def place(self, owner: Resident | None) -> None:
+        """Have a parameter stay or leave, as the plans have it; blocks the host while it is updated."""
+        if owner is None:
+            return
+        if owner in self._residents:
+            owner.stay(updated_here=self._residents[owner])
+            self._pinned.add(owner)
+        elif owner in self._pinned:
+            self._evict(owner)
+
+    def keep_gradient(self, gradient: Tensor) -> None:
+        """Note a gradient that stays on the device."""
+        storage = gradient.untyped_storage()
+        self._gradients.append((StorageWeakRef(storage), storage.nbytes()))
+
+    def _evict(self, owner: Resident) -> None:
+        self._pinned.discard(owner)
+        owner.leave()
 
     @property
     def extra_bytes(self) -> int:

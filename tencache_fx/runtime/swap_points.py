@@ -8,7 +8,8 @@ The ops are those of `ops.py`; their engine index names a `SwapPoints` instead o
     wait       kept: return the tensor itself; else compute waits for the copy in
 
 Offloaded parameters come by `fetch_param` and `wait`, gradients leave by `offload_grad` and `release`: their copies
-may be issued at an earlier point, their bytes be freed at a later one (`step_parameters.py`).
+may be issued at an earlier point, their bytes be freed at a later one (`step_parameters.py`). The gradient of a
+parameter that is updated on the device stays, and `take_grad` hands it out.
 
 Which call it is, the region says with `begin`, in the thread that runs the graph. A point (the begin of a graph, each
 of its ops, its end) first frees, then prefetches what the schedule lists there, of whatever call.
@@ -22,12 +23,9 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,45 +34,12 @@ from tencache_fx.hardware.memory_gauge import MemoryGauge
 from tencache_fx.planning.problem import Tier
 from tencache_fx.planning.step import FRUGAL, Point, StepSchedule, SwapKey
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.step_parameters import Fetch, StepParameters
+from tencache_fx.runtime.step_parameters import Fetch, Resident, StepParameters
+from tencache_fx.runtime.swap import State, Swap, owner_of, refusal_of
 from tencache_fx.runtime.transfers import new_token
+from tencache_fx.tensors import storage_of, tensors_in
 
 log = logging.getLogger("tencache_fx")
-
-
-class State(Enum):
-    """Where a storage is."""
-
-    HERE = auto()  # on the device, whether a copy is under way or not
-    AWAY = auto()
-    COMING = auto()
-    ENDED = auto()
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Swap:
-    """One storage of one call. Guarded by the lock of its `SwapPoints`."""
-
-    key: int
-    name: SwapKey
-    nbytes: int
-    src: Tensor | None
-    version: int
-    donated: bool = False
-    shared: bool = False  # its caller keeps it as well
-    modified: bool = False  # since the forward, before its bytes were free: the copy may be of either
-    state: State = State.HERE
-    released: bool = False  # the forward has no reader left
-    asked: bool = False  # the backward's prefetch has passed
-    handle: Tensor | None = None  # the engine's, while a copy is out
-    ticket: Tensor | None = None
-    owners: set[int] = field(default_factory=set)  # the addresses of our handle and ticket
-
-    @property
-    def extra_bytes(self) -> int:
-        """The bytes that it holds on the device, and would not if everything left at once."""
-        held = self.state in (State.HERE, State.COMING)
-        return self.nbytes if held and self.released and not self.asked and not self.shared else 0
 
 
 @dataclass(slots=True)
@@ -85,12 +50,6 @@ class _Run:
     call: int
     backward: bool
     position: int = 0
-
-
-class _Key(np.ndarray[Any, np.dtype[np.int64]]):
-    """The memory of a handle or ticket: it owns a swap, and dies with the tensor's storage."""
-
-    swap: Swap | None = None
 
 
 class SwapPoints:
@@ -124,8 +83,42 @@ class SwapPoints:
     def extra_bytes(self) -> int:
         """Return the bytes on the device that would not be there if everything left at once."""
         with self._lock:
-            nbytes = sum(swap.extra_bytes for swap in self._live.values())
-            return nbytes + self._parameters.extra_bytes if self.gauge.counts_all else nbytes
+            nbytes = sum(swap.extra_bytes for swap in self._live.values()) + self._parameters.gradient_bytes
+            if not self.gauge.counts_all:
+                return nbytes
+            return nbytes + self._parameters.extra_bytes + self._parameters.resident_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Return the bytes on the device of parameters that stay, and of their optimizers' state."""
+        with self._lock:
+            return self._parameters.resident_bytes
+
+    def owners(self) -> Mapping[SwapKey, Resident]:
+        """Return the parameters that calls have fetched last, by the fetch."""
+        with self._lock:
+            return self._parameters.owners
+
+    def keep_residents(self, residents: Mapping[Resident, bool]) -> None:
+        """Have these parameters stay on the device in all planned steps, with their state if that is true."""
+        with self._lock:
+            self._parameters.keep_residents(residents)
+
+    def forget_gradients(self) -> None:
+        """Count gradients that have stayed as held by others: a round begins."""
+        with self._lock:
+            self._parameters.forget_gradients()
+
+    def evict_residents(self) -> None:
+        """Evict the parameters that stay, up to the next step that has a plan. Blocks while they are updated."""
+        with self._lock:
+            self._parameters.evict_residents()
+
+    def see(self, values: Iterable[object]) -> None:
+        """Show the gauge what a graph takes or returns, but for parameters that stay, which are counted apart."""
+        if not self.gauge.counts_all:
+            with self._lock:
+                self.gauge.see([value for value in tensors_in(values) if not self._is_resident(value)])
 
     @property
     def in_use(self) -> int:
@@ -191,7 +184,7 @@ class SwapPoints:
             if name not in self.schedule.kept and (name.region, label) not in self.shared:
                 self._leave(swap)
             self._live[name] = self._by_key[swap.key] = swap
-            return _owner(swap)
+            return owner_of(swap)
 
     def release(self, handle: Tensor, src: Tensor, *, donated: bool = False) -> Tensor:
         """Free the bytes once the copy out is over, if the schedule has that done here."""
@@ -210,6 +203,8 @@ class SwapPoints:
         """Return the ticket of an offloaded parameter, whose copy in may have been issued at an earlier point."""
         run = self._pass_point()
         with self._lock:
+            if self.schedule is not FRUGAL:
+                self._parameters.place(fetch.owner)
             return self._parameters.fetch(SwapKey(run.region, run.call, label), fetch)
 
     def pass_by(self, issue: Callable[[], Tensor]) -> Tensor:
@@ -225,16 +220,36 @@ class SwapPoints:
             self._parameters.note_stored(SwapKey(run.region, run.call, label), handle)
         return handle
 
+    def keep(self, label: str, gradient: Tensor) -> Tensor:
+        """Keep a gradient on the device, for `take`; return the handle."""
+        run = self._pass_point()
+        with self._lock:
+            self._parameters.keep_gradient(gradient)
+            name = SwapKey(run.region, run.call, label)
+            swap = Swap(next(self._keys), name, gradient.numel() * gradient.itemsize, gradient, gradient._version)
+            self._by_key[swap.key] = swap
+            return owner_of(swap)
+
+    def take(self, handle: Tensor) -> Tensor | None:
+        """Return the gradient that was kept by this handle, which ends; None if it was offloaded."""
+        with self._lock:
+            if (swap := self._owned_by(handle)) is None:
+                return None
+            gradient, swap.src, swap.state = swap.src, None, State.ENDED
+        if gradient is None:
+            raise UsageError(refusal_of(swap))
+        return gradient
+
     def prefetch(self, handle: Tensor) -> Tensor:
         """Issue the copy in, unless that was done before or the storage is here; return the ticket."""
         self._pass_point()
         with self._lock:
             swap = self._find(handle, "prefetch")
             if swap.asked:
-                raise UsageError(_refusal(swap))
+                raise UsageError(refusal_of(swap))
             self._bring(swap)
             swap.asked = True
-            return _owner(swap)
+            return owner_of(swap)
 
     def wait(self, ticket: Tensor) -> Tensor:
         """Return the tensor: the very one, if it has stayed and nobody else has it."""
@@ -243,7 +258,7 @@ class SwapPoints:
             return self.engine.wait(ticket)
         with self._lock:
             if swap.state is State.ENDED:
-                raise UsageError(_refusal(swap))
+                raise UsageError(refusal_of(swap))
             src, coming, swap.src, swap.ticket, swap.handle = swap.src, swap.ticket, None, None, None
             swap.state = State.ENDED
             if self._live.get(swap.name) is swap:
@@ -329,6 +344,10 @@ class SwapPoints:
         swap = self._by_key.get(int(tensor.item()))
         return swap if swap is not None and tensor.data_ptr() in swap.owners else None
 
+    def _is_resident(self, tensor: Tensor) -> bool:
+        storage = storage_of(tensor)
+        return storage is not None and self._parameters.is_resident(storage._cdata)
+
     def _find(self, tensor: Tensor, deed: str) -> Swap:
         if (swap := self._owned_by(tensor)) is None:
             raise UsageError(
@@ -338,23 +357,7 @@ class SwapPoints:
         return swap
 
 
-def _owner(swap: Swap) -> Tensor:
-    """Return a new tensor that owns the swap: a handle or a ticket."""
-    key = np.array([swap.key], dtype=np.int64).view(_Key)
-    key.swap = swap
-    tensor = torch.from_numpy(key)
-    swap.owners.add(tensor.data_ptr())
-    return tensor
-
-
 def _is_shared(src: Tensor) -> bool:
     """Return whether somebody beside `src` has its storage."""
     storage = src.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # `src`, and `storage` itself
-
-
-def _refusal(swap: Swap) -> str:
-    return (
-        f"{swap.name.label} was asked for a second time: a region with a plan has one backward, which frees the "
-        "offloaded values; call backward once, without retain_graph=True, or compile with device_budget=None."
-    )

@@ -165,6 +165,18 @@ def carried_out(visits: list[Visit], schedule: StepSchedule) -> list[int]:
     return found
 
 
+def frees_before_it_copies(step: StepProblem, schedule: StepSchedule) -> bool:
+    """Return whether of the points at one step none frees bytes behind one that has some copied back."""
+    copied: dict[int, int] = {}  # by step, the first point at which something is copied back
+    for place, (at, point) in enumerate(step.points):
+        for key in schedule.frees.get(point, ()):
+            if copied.get(at, place) < place and step.releases[key] < copied[at]:
+                return False
+        if schedule.prefetches.get(point):
+            copied.setdefault(at, place)
+    return True
+
+
 def joined(visits: list[Visit], share: float) -> tuple[StepProblem, int]:
     """Return the problem with a budget between its floor (0) and its peak (1)."""
     unlimited = join(visits, LINKS, budgets(None))
@@ -187,7 +199,9 @@ def test_a_schedule_holds_no_more_than_its_plan(visits, share, policy):
         return
     SEEN.note("with transfers" if plan.transfers else "left alone")
     verify_plan(step.problem, plan)
-    held = carried_out(visits, to_schedule(step, plan))
+    schedule = to_schedule(step, plan)
+    assert frees_before_it_copies(step, schedule)
+    held = carried_out(visits, schedule)
     assert max(held) <= limit
     assert np.all(np.array(held) <= live_bytes(step.problem, plan.transfers))
 
@@ -202,7 +216,9 @@ def test_an_aligned_plan_is_what_its_schedule_does(visits, share, policy):
     plan = align(step, planned)
     SEEN.note("aligned" if plan.transfers != planned.transfers else "as planned")
     verify_plan(step.problem, plan)
-    assert max(carried_out(visits, to_schedule(step, plan))) <= limit
+    schedule = to_schedule(step, plan)
+    assert frees_before_it_copies(step, schedule)
+    assert max(carried_out(visits, schedule)) <= limit
     assert plan.forecast.peak_bytes <= limit
     places = {place for place, _ in step.points}
     for transfer in plan.transfers:

@@ -115,7 +115,7 @@ def test_what_every_swap_point_does_is_listed(record: StepRecord) -> None:
     assert re.sub(" {2,}", "  ", trimmed(list_step(record))) == trimmed(
         """
 forward 3.0, forward (model.py:12), 0/0
-  offload  big  goes to host, freed at the end of forward 3.0, copied back at the prefetch of small in backward 3.1
+  offload  big  goes to host, freed at the end of forward 3.0, copied back at the wait of small in backward 3.1
   offload  small  stays, for its caller keeps it
   release  big  freed later, at the end of forward 3.0
   release  small
@@ -134,8 +134,8 @@ forward 4.0, forward (model.py:12), 0/0
   release  small
 
 backward 3.1, forward (model.py:12), 0/0
->> copies 3.0:big back
   prefetch  small
+>> copies 3.0:big back
   wait  small
   prefetch  big
   wait  big
@@ -143,7 +143,7 @@ backward 3.1, forward (model.py:12), 0/0
 backward 3.0, forward (model.py:12), 0/0
   prefetch  small
   wait  small
-  prefetch  big  was copied back at the prefetch of small in backward 3.1
+  prefetch  big  was copied back at the wait of small in backward 3.1
   wait  big
 """
     )

@@ -1,0 +1,69 @@
+"""One storage of one call at its swap points, and the handles and tickets that own it."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tencache_fx.planning.step import SwapKey
+
+
+class State(Enum):
+    """Where a storage is."""
+
+    HERE = auto()  # on the device, whether a copy is under way or not
+    AWAY = auto()
+    COMING = auto()
+    ENDED = auto()
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Swap:
+    """One storage of one call. Guarded by the lock of its `SwapPoints`."""
+
+    key: int
+    name: SwapKey
+    nbytes: int
+    src: Tensor | None
+    version: int
+    donated: bool = False
+    shared: bool = False  # its caller keeps it as well
+    modified: bool = False  # since the forward, before its bytes were free: the copy may be of either
+    state: State = State.HERE
+    released: bool = False  # the forward has no reader left
+    asked: bool = False  # the backward's prefetch has passed
+    handle: Tensor | None = None  # the engine's, while a copy is out
+    ticket: Tensor | None = None
+    owners: set[int] = field(default_factory=set)  # the addresses of our handle and ticket
+
+    @property
+    def extra_bytes(self) -> int:
+        """The bytes that it holds on the device, and would not if everything left at once."""
+        held = self.state in (State.HERE, State.COMING)
+        return self.nbytes if held and self.released and not self.asked and not self.shared else 0
+
+
+class _Key(np.ndarray[Any, np.dtype[np.int64]]):
+    """The memory of a handle or ticket: it owns a swap, and dies with the tensor's storage."""
+
+    swap: Swap | None = None
+
+
+def owner_of(swap: Swap) -> Tensor:
+    """Return a new tensor that owns the swap: a handle or a ticket."""
+    key = np.array([swap.key], dtype=np.int64).view(_Key)
+    key.swap = swap
+    tensor = torch.from_numpy(key)
+    swap.owners.add(tensor.data_ptr())
+    return tensor
+
+
+def refusal_of(swap: Swap) -> str:
+    """Return the sentence with which a second backward is refused."""
+    return (
+        f"{swap.name.label} was asked for a second time: a region with a plan has one backward, which frees the "
+        "offloaded values; call backward once, without retain_graph=True, or compile with device_budget=None."
+    )
