@@ -13,6 +13,8 @@ from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.recompute import recompute
 from tencache_fx.planning.tuning import TUNING, Tuning
 
+Names = tuple[str, ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -76,12 +78,18 @@ class Evaluator:
         self._limits: dict[Candidate, Limits] = {}
         self._floors: dict[Candidate, int] = {}
         kept = max(4, tuning.steps_kept // max(1, len(captured.ops)))  # not all: problems are large
-        self._recomputed = lru_cache(maxsize=kept)(partial(recompute, captured))
+        recomputed = lru_cache(maxsize=kept)(partial(recompute, captured))
+
+        @lru_cache(maxsize=2)  # the limits, the floor and the plan of one candidate are asked for in a row
+        def pinned(names: Names, resident: Names, updated_here: Names) -> Problem:
+            return keep_resident(recomputed(names), resident, updated_here)
+
+        self._pinned = pinned
 
     def problem_for(self, candidate: Candidate) -> Problem:
         """Return the problem that is left when all that `candidate` decides is decided."""
-        problem = self._recomputed(candidate.recomputed).with_less(candidate.reserved_bytes)
-        return keep_resident(problem, candidate.resident, candidate.updated_here)
+        problem = self._pinned(candidate.recomputed, candidate.resident, candidate.updated_here)
+        return problem.with_less(candidate.reserved_bytes)
 
     def limits(self, candidate: Candidate) -> Limits:
         """Return what no plan for what `candidate` recomputes and pins can beat."""

@@ -158,12 +158,15 @@ def windows(problem: Problem) -> Sequence[Window]:
 
 def with_windows_of(problem: Problem, other: Problem) -> Problem:
     """Return `problem`, which differs from `other` in nothing that its windows depend on, with the windows of that."""
-    problem.derived["windows"] = windows(other)
+    problem.derived["windows"], problem.derived["minimal windows"] = windows(other), _minimal_windows(other)
     return problem
 
 
 def _minimal_windows(problem: Problem) -> list[Window]:
     """Return the longest window of each candidate."""
+    known: list[Window] | None = problem.derived.get("minimal windows")
+    if known is not None:
+        return known
     ends_ns = [0, *accumulate(op.duration_ns for op in problem.ops)]
     longest: dict[str, tuple[tuple[int, Step, Step, Step, Step], Window]] = {}
     for window in windows(problem):
@@ -172,7 +175,9 @@ def _minimal_windows(problem: Problem) -> list[Window]:
         before = longest.get(window.storage.name)
         if before is None or away > before[0]:
             longest[window.storage.name] = away, window
-    return [window for _, window in longest.values()]
+    found = [window for _, window in longest.values()]
+    problem.derived["minimal windows"] = found
+    return found
 
 
 def minimal_swaps(problem: Problem) -> tuple[Transfer, ...]:

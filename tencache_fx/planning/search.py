@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 from tencache_fx.errors import BudgetError, OptionError
 from tencache_fx.planning.coarsening import coarsen_within
-from tencache_fx.planning.evaluation import Candidate, Costs, Evaluator
+from tencache_fx.planning.evaluation import Candidate, Costs, Evaluator, Names
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import first_parameters, has_offloaded
 from tencache_fx.planning.plan import Plan, TransferKind
@@ -46,8 +46,6 @@ from tencache_fx.planning.problem import Kind, Problem
 from tencache_fx.planning.recompute import recompute
 from tencache_fx.planning.recompute_search import RecomputeSearch
 from tencache_fx.planning.tuning import SPLITS, TUNING, Tuning
-
-Names = tuple[str, ...]
 
 
 def make_plan(problem: Problem, policy: str, *, tuning: Tuning = TUNING) -> Plan:
