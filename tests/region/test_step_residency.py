@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from harness import faulty_engine
-from test_step_parameters import LARGE, OPTIONS, TIGHT, blocks, offloaded, once, plain, trained
+from test_step_parameters import LARGE, OPTIONS, TIGHT, blocks, offloaded, once, plain, trained, updated
 from test_step_plans import inputs
 from torch import Tensor, nn
 
@@ -155,3 +155,62 @@ def test_accumulated_gradients_stay_as_one(engine: Engine) -> None:
     engine.stats.take()
     loop(model, optimizer, 9)
     assert engine.stats.take()["d2h_bytes"] == 0
+
+
+def test_who_reads_more_decides_for_all(engine: Engine) -> None:
+    """A step of one block is planned first; then whole steps, in turns with it."""
+    model = offloaded(LARGE)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        updated(model[2](inputs(step)), optimizer)
+    for step in range(3):
+        once(model, optimizer, step)
+        updated(model[2](inputs(step)), optimizer)
+    assert all(stay(model))
+    engine.stats.take()
+    once(model, optimizer, 3)
+    assert engine.stats.take()["h2d_bytes"] == 0
+
+
+def test_who_needs_the_room_decides_anew_and_others_follow(engine: Engine) -> None:
+    """Of few rows all parameters fit; of many rows not beside them."""
+    model = offloaded(4_600_000)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        updated(model(inputs(step, 16)), optimizer)
+    assert all(find_offloaded(p).on_device for p in model.parameters() if find_offloaded(p) is not None)
+    for step in range(6):
+        once(model, optimizer, step)
+        updated(model(inputs(step, 16)), optimizer)
+    plans = [record.plan for record in tencache_fx.steps()[-2:]]
+    assert len({len(plan.resident) for plan in plans}) == 1, "they count on the same residents"
+    assert not all(stay(model))
+
+
+def test_parameters_that_stayed_leave_with_the_steps(engine: Engine) -> None:
+    model = offloaded(LARGE)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        once(model, optimizer, step)
+    assert all(stay(model))
+    torch.compiler.reset()
+    for block in model:
+        block.compile(backend="tencache", options={**OPTIONS, "scope": "region", "device_budget": TIGHT})
+    for step in range(3):
+        once(model, optimizer, step)
+    assert recorder_of(swap_points(engine)).points.resident_bytes == 0
+
+
+def test_nothing_is_remembered_of_models_that_are_gone(engine: Engine) -> None:
+    residency = recorder_of(swap_points(engine)).planner._residency
+    for _ in range(2):
+        model = offloaded(LARGE)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            once(model, optimizer, step)
+        assert len(residency._decisions) == len(stay(model))
+        model, optimizer = nn.Sequential(), torch.optim.SGD([torch.zeros(1)])
+        torch.compiler.reset()
+        gc.collect()
+        engine.enter()  # buffers that copies may read are given up
+    assert not residency._decisions
