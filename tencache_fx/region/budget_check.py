@@ -3,6 +3,8 @@
 import gc
 import logging
 
+import torch
+
 from tencache_fx.errors import BudgetError, StoreError
 from tencache_fx.hardware.device_memory import held_bytes, most_bytes
 from tencache_fx.model_state.parameter_store import evict_residents
@@ -33,7 +35,8 @@ class BudgetCheck:
             self._collected_at = compiled
             gc.collect()  # garbage of torch's compiler holds on to the inputs that it compiled for
             peak_bytes = own_bytes + held_bytes(device)
-        if peak_bytes > budget_bytes and evict_residents(device):
+        # A region that trains is planned again beside them instead: they would come and go in each step.
+        if peak_bytes > budget_bytes and not torch.is_grad_enabled() and evict_residents(device):
             peak_bytes = own_bytes + held_bytes(device)
         if (over_bytes := peak_bytes - budget_bytes) > 0:
             waiting, most = REGIONS.waiting(device), most_bytes(device)

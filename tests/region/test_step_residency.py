@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import tencache_fx
 from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.optim import AdamW
+from tencache_fx.region import budget_check
 from tencache_fx.region.step_recorder import recorder_of
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import swap_points
@@ -214,3 +215,26 @@ def test_nothing_is_remembered_of_models_that_are_gone(engine: Engine) -> None:
         gc.collect()
         engine.enter()  # buffers that copies may read are given up
     assert not residency._decisions
+
+
+def test_an_evaluation_takes_the_room_of_those_that_stay(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fits without them, and they come back for the next step."""
+    points = recorder_of(swap_points(engine)).points
+    # A CPU's allocator does not count: these count as held, as they do on a GPU.
+    monkeypatch.setattr(budget_check, "held_bytes", lambda device: points.resident_bytes)
+    model = offloaded(6_500_000)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    x = torch.cat([inputs(0)] * 4)[:1800]
+    with torch.no_grad():
+        model(x)
+    for step in range(4):
+        updated(model(inputs(step, 128)), optimizer)
+    assert points.resident_bytes > 1_000_000
+    with torch.no_grad():
+        mine = model(x)
+    assert points.resident_bytes == 0
+    with torch.no_grad(), tencache_fx.summon(model):
+        true = nn.Sequential.forward(model, x)
+    assert torch.allclose(mine, true, atol=1e-5)
+    updated(model(inputs(5, 128)), optimizer)
+    assert points.resident_bytes > 1_000_000
