@@ -41,6 +41,7 @@ def test_prefill_and_decode_find_the_same_tokens(kind: str, cache: str) -> None:
     assert torch.equal(second, expected)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert weights > 2 * BUDGET_BYTES[kind]
-    records = tencache_fx.regions()[-2:]  # one for the prompt, one for each token
-    assert all(record.plan.transfers and record.plan.forecast.peak_bytes <= BUDGET_BYTES[kind] for record in records)
+    plans = [record.plan for record in tencache_fx.regions()]  # transformers breaks graphs in some of its releases
+    assert sum(bool(plan.transfers) for plan in plans) >= 2, "for the prompt, and for each token"
+    assert all(plan.forecast.peak_bytes <= BUDGET_BYTES[kind] for plan in plans)
     assert tencache_fx.stats()["h2d_bytes"] > weights
