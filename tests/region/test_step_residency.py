@@ -238,3 +238,21 @@ def test_an_evaluation_takes_the_room_of_those_that_stay(engine: Engine, monkeyp
     assert torch.allclose(mine, true, atol=1e-5)
     updated(model(inputs(5, 128)), optimizer)
     assert points.resident_bytes > 1_000_000
+
+
+def test_gradients_of_the_round_before_are_held(engine: Engine) -> None:
+    """Whoever accumulates has those of the first micro-batch on the device beside the second."""
+    model = offloaded(LARGE)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        once(model, optimizer, step)
+    assert all(stay(model))
+    found = recorder_of(swap_points(engine))
+    result = model(inputs(4))
+    before_bytes = found._visits[0].held_bytes
+    result.square().mean().backward()
+    nbytes = sum(p.grad.nbytes for p in model.parameters() if find_offloaded(p) is not None and p.grad is not None)
+    del result
+    second = model(inputs(5))
+    assert second.requires_grad
+    assert found._visits[0].held_bytes >= before_bytes + nbytes > before_bytes
