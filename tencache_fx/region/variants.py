@@ -14,6 +14,7 @@ from typing import Any
 from tencache_fx import compat
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import find_all_offloaded
+from tencache_fx.records import RegionRecord
 from tencache_fx.region.region import Region
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
@@ -50,6 +51,11 @@ class Variants:
         region = self._regions.get(key) or self._add(key, args, offloaded)
         self._used[key] = next(self._uses)
         return region.run(args, offloaded)
+
+    @property
+    def record(self) -> RegionRecord | None:
+        """The plan of the variant that ran last, for reports; None if it runs without one."""
+        return self._last.record
 
     @property
     def _last(self) -> Region:
