@@ -213,7 +213,7 @@ def test_nothing_is_remembered_of_models_that_are_gone(engine: Engine) -> None:
         model, optimizer = nn.Sequential(), torch.optim.SGD([torch.zeros(1)])
         torch.compiler.reset()
         gc.collect()
-        engine.enter()  # buffers that copies may read are given up
+        engine.enter()  # releases the buffers of dead parameters
     assert not residency._decisions
 
 
