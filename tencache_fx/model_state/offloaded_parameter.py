@@ -47,7 +47,7 @@ class OffloadedParameter:
             self._host = empty.clone().set_(storage, 0, parameter.size(), parameter.stride())
             self._elements = empty.set_(storage, 0, (parameter.numel(),), (1,))
         self.resident = False
-        self.planned_by_step = False  # that it is resident, or is not
+        self.planned_by_step = False  # it is resident by the plans of steps
         self.summoned = False
         self.gradient = ExpectedGradient()
         self.last_read: Event | None = None  # of the last copy that reads the host copy
@@ -310,15 +310,17 @@ class OffloadedParameter:
         """Pin the parameter, as steps have it, with its gradient and its optimizer's state if it is `updated_here`."""
         if not updated_here:
             self.update_on_host()
-        self.planned_by_step, self.updated_on_device = True, updated_here
         self.pin()
+        self.planned_by_step, self.updated_on_device = True, updated_here
 
     def leave(self) -> None:
-        """End `stay`: evict the parameter; its optimizer's state leaves the device."""
+        """End `stay`: evict the parameter, and its optimizer's state, though host memory may have no room for that."""
         self.planned_by_step = False
         if not self.is_dead:
-            self.update_on_host()
-            self.unpin()
+            try:
+                self.update_on_host()
+            finally:
+                self.unpin()
 
     def load_for_forward(self, forward: object, *, inference: bool) -> bool:
         """Load the parameter for a forward that runs uncompiled, up to `end_forward`; return whether it was absent.

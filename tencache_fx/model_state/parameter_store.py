@@ -234,7 +234,10 @@ def total_offloaded_bytes(device: torch.device) -> int:
 
 
 def evict_residents(device: torch.device) -> bool:
-    """Evict the parameters that stay by the plans of steps, up to the next planned step; return whether there are."""
+    """Evict the parameters that stay by the plans of steps, up to the next planned step; return whether there are any.
+
+    Blocks the host while they are updated. Raises `BudgetError` if host memory has no room for their state.
+    """
     engine = find_engine(device) if device.type in ("cpu", "cuda") else None
     store = None if engine is None else _attached_to(engine)
     found = [offloaded for offloaded in store or () if offloaded.planned_by_step]

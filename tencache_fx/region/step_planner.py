@@ -88,7 +88,7 @@ class Program:
     def excess_bytes(self, visit: Visit, place: int, limit: int | None, beside_bytes: int) -> int:
         """Return by how much the plan would go over the budget with what is held beside it in its `place`-th run.
 
-        That are `beside_bytes` of parameters that stay, and others.
+        `beside_bytes` of that are parameters that stay, and that the program does not read.
         """
         if limit is None or self.planned is None or self.planned.plan is None:
             return 0

@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tencache_fx import compat
 from tencache_fx.errors import BudgetError
+from tencache_fx.model_state.parameter_store import evict_residents
 from tencache_fx.options import Options
 from tencache_fx.planning.step import FRUGAL, SwapKey, Visit
 from tencache_fx.planning.swap_region import SwapRegion
@@ -223,7 +224,7 @@ class StepRecorder:
             self._expect(None)
         if self.points.schedule is FRUGAL and limit is not None:
             if visit.peak_bytes + self.points.resident_bytes > limit:
-                self.points.evict_residents()
+                evict_residents(self.points.engine.device)
             self._check(visit, limit)
 
     def _measure(self) -> tuple[int, int]:

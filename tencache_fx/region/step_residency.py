@@ -78,7 +78,9 @@ class StepResidency:
         residents: list[str] = []
         updated_here: list[str] = []
         for name, each in found.items():
-            if each is None or each.order == order or each.limit != limit or each.trained < (name in read.trained):
+            if each is None or each.order == order or each.limit != limit:
+                return None
+            if name in read.trained and not each.trained:
                 return None
             residents += [name] if each.resident else []
             updated_here += [name] if each.updated_here else []

@@ -124,11 +124,6 @@ class StepParameters:
         alive = (owner.parameter for owner in self._pinned if owner.planned_by_step and not owner.is_dead)
         return any(parameter.untyped_storage()._cdata == storage for parameter in alive)
 
-    def evict_residents(self) -> None:
-        """Evict all parameters that stay, up to their next fetch by a plan."""
-        for owner in tuple(self._pinned):
-            self._evict(owner)
-
     def place(self, owner: Resident | None) -> None:
         """Have a parameter stay or leave, as the plans have it; blocks the host while it is updated."""
         if owner is None:
@@ -137,16 +132,13 @@ class StepParameters:
             owner.stay(updated_here=self._residents[owner])
             self._pinned.add(owner)
         elif owner in self._pinned:
-            self._evict(owner)
+            self._pinned.discard(owner)
+            owner.leave()
 
     def keep_gradient(self, gradient: Tensor) -> None:
         """Note a gradient that stays on the device."""
         storage = gradient.untyped_storage()
         self._gradients.append((StorageWeakRef(storage), storage.nbytes()))
-
-    def _evict(self, owner: Resident) -> None:
-        self._pinned.discard(owner)
-        owner.leave()
 
     @property
     def extra_bytes(self) -> int:

@@ -109,11 +109,6 @@ class SwapPoints:
         with self._lock:
             self._parameters.forget_gradients()
 
-    def evict_residents(self) -> None:
-        """Evict the parameters that stay, up to the next step that has a plan. Blocks while they are updated."""
-        with self._lock:
-            self._parameters.evict_residents()
-
     def see(self, values: Iterable[object]) -> None:
         """Show the gauge what a graph takes or returns, but for parameters that stay, which are counted apart."""
         if not self.gauge.counts_all:

@@ -37,6 +37,15 @@ def assert_close(found: list[Tensor], wanted: list[Tensor]) -> None:
     assert worst < 1e-5, "the two optimizers differ in rounding"
 
 
+def settled(budget: int = LARGE, steps: int = 4) -> tuple[nn.Sequential, AdamW]:
+    """Return a model after some steps, by when it is decided who stays, and its optimizer."""
+    model = offloaded(budget)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        once(model, optimizer, step)
+    return model, optimizer
+
+
 def stay(model: nn.Module) -> list[bool]:
     """Return of each offloaded parameter whether it is on the device, with its optimizer's state."""
     found = [each for p in model.parameters() if (each := find_offloaded(p)) is not None]
@@ -121,13 +130,10 @@ def test_two_models_of_one_code_share_the_budget(engine: Engine) -> None:
 
 
 def test_nobody_stays_for_a_model_that_is_gone(engine: Engine) -> None:
-    model = offloaded(LARGE)
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    for step in range(4):
-        once(model, optimizer, step)
+    model, optimizer = settled()
     points = recorder_of(swap_points(engine)).points
     assert points.resident_bytes > 0
-    model, optimizer = nn.Sequential(), torch.optim.SGD([torch.zeros(1)])
+    del model, optimizer
     torch.compiler.reset()
     gc.collect()
     assert points.resident_bytes == 0
@@ -189,10 +195,7 @@ def test_who_needs_the_room_decides_anew_and_others_follow(engine: Engine) -> No
 
 
 def test_parameters_that_stayed_leave_with_the_steps(engine: Engine) -> None:
-    model = offloaded(LARGE)
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
-        once(model, optimizer, step)
+    model, optimizer = settled(steps=3)
     assert all(stay(model))
     torch.compiler.reset()
     for block in model:
@@ -205,12 +208,9 @@ def test_parameters_that_stayed_leave_with_the_steps(engine: Engine) -> None:
 def test_nothing_is_remembered_of_models_that_are_gone(engine: Engine) -> None:
     residency = recorder_of(swap_points(engine)).planner._residency
     for _ in range(2):
-        model = offloaded(LARGE)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        for step in range(3):
-            once(model, optimizer, step)
+        model, optimizer = settled(steps=3)
         assert len(residency._decisions) == len(stay(model))
-        model, optimizer = nn.Sequential(), torch.optim.SGD([torch.zeros(1)])
+        del model, optimizer
         torch.compiler.reset()
         gc.collect()
         engine.enter()  # releases the buffers of dead parameters
@@ -242,10 +242,7 @@ def test_an_evaluation_takes_the_room_of_those_that_stay(engine: Engine, monkeyp
 
 def test_gradients_of_the_round_before_are_held(engine: Engine) -> None:
     """Whoever accumulates has those of the first micro-batch on the device beside the second."""
-    model = offloaded(LARGE)
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    for step in range(4):
-        once(model, optimizer, step)
+    model, _optimizer = settled()
     assert all(stay(model))
     found = recorder_of(swap_points(engine))
     result = model(inputs(4))
