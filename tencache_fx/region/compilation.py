@@ -8,6 +8,7 @@ region/region.py               `Region`: holds the current `CompiledRegion` and 
 region/compilation.py          `compile_region()`: up to three attempts, each a `Compilation` that torch calls back
   region/environment.py           `Environment`: rates of the machine, bytes held on the device, reservations
   compat.py                       AOTAutograd traces the joint graph, and calls `Compilation.partition`
+    passes/convolution_layouts.py    copies of inputs that convolutions read in another memory format
   region/joint_split.py           the joint graph -> forward and backward graphs
   region/candidate.py             `Candidate`: these graphs and their plan; the best one of several splits is taken
     passes/parameter_markers.py      markers where offloaded parameters are loaded, and their gradients stored
@@ -45,6 +46,7 @@ from tencache_fx import compat
 from tencache_fx.hardware.device_memory import open_workspaces
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import open_update_room
+from tencache_fx.passes.convolution_layouts import copy_for_convolutions
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.planning.tuning import SPLITS
 from tencache_fx.records import RegionRecord
@@ -154,6 +156,8 @@ class Compilation:
 
         Where the `joint` policy finds it worth recomputing more, a copy of the joint graph is split once more that way.
         """
+        if self._source.options.compiler == "inductor":
+            copy_for_convolutions(joint.graph)
         untouched = copy_joint(joint) if self._source.options.may_recompute else None
         graphs, candidate = self._split(joint, joint_inputs, frozenset(), kwargs)
         if untouched is not None and candidate is not None:
@@ -174,6 +178,8 @@ class Compilation:
     def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
         """Lower one graph with `compile_graph`; a region that has no backward is planned here."""
         if phase == "inference":
+            if self._source.options.compiler == "inductor":
+                copy_for_convolutions(gm.graph)
             capture = RegionGraphs(
                 forward=gm.graph,
                 backward=None,
