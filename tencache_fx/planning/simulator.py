@@ -71,7 +71,7 @@ _WITHOUT_TRANSFER = itemgetter(0, 1, 2, 3)
 class TransferTimes:
     """When one transfer's copies ran, in ns from the start of the region, and how long compute stood still for it.
 
-    A transfer to host memory has no disk part: `written_ns` equals `out_end_ns`, `read_start_ns` equals `in_start_ns`.
+    A transfer to host memory has no disk part: its times of writing equal `out_end_ns`, those of reading `in_start_ns`.
     What a load or a store does not do has the time 0.
     """
 
@@ -79,8 +79,10 @@ class TransferTimes:
     tier: Tier
     out_start_ns: int
     out_end_ns: int
+    write_start_ns: int
     written_ns: int
     read_start_ns: int
+    read_end_ns: int
     in_start_ns: int
     in_end_ns: int
     stall_out_ns: int  # at the offload (no staging buffer) and at the release
@@ -156,8 +158,10 @@ class _Run:
     pool: int  # the staging class it borrows from, -1 for none
     out_start: float = inf
     out_end: float = inf
+    write_start: float = inf
     written: float = inf
     read_start: float = inf
+    read_end: float = inf
     in_start: float = inf
     in_end: float = inf
     stall_out: float = 0.0
@@ -170,8 +174,10 @@ class _Run:
             tier=self.transfer.tier,
             out_start_ns=_rounded(self.out_start),
             out_end_ns=_rounded(self.out_end),
+            write_start_ns=_rounded(self.write_start if on_disk else self.out_end),
             written_ns=_rounded(self.written if on_disk else self.out_end),
             read_start_ns=_rounded(self.read_start if on_disk else self.in_start),
+            read_end_ns=_rounded(self.read_end if on_disk else self.in_start),
             in_start_ns=_rounded(self.in_start),
             in_end_ns=_rounded(self.in_end),
             stall_out_ns=round(self.stall_out),
@@ -295,6 +301,7 @@ class _Machine:
             run.written = self.now
             self.free[run.pool] += 1
         elif server is self.read:
+            run.read_end = self.now
             self.into.queue.append(run)
         else:
             run.in_end = self.now
@@ -309,7 +316,7 @@ class _Machine:
                 self.free[head.pool] -= 1
                 self.read.start().read_start = self.now
         if self.write.queue and self.write.serves is None:
-            self.write.start()
+            self.write.start().write_start = self.now
         if self.out.queue and self.out.serves is None:
             self.out.start().out_start = self.now
         if self.into.queue and self.into.serves is None:

@@ -112,8 +112,8 @@ def test_each_swap_is_told_in_order(case: Case) -> None:
     assert sum(swap.stall_out_ns for swap in replay.transfers) == replay.stall_out_ns
     assert sum(swap.stall_in_ns for swap in replay.transfers) == replay.stall_in_ns
     for transfer, swap in zip(transfers, replay.transfers, strict=True):
-        assert swap.out_start_ns + transfer.nbytes == swap.out_end_ns <= swap.written_ns
-        assert swap.written_ns <= swap.read_start_ns <= swap.in_start_ns
+        assert swap.out_start_ns + transfer.nbytes == swap.out_end_ns <= swap.write_start_ns <= swap.written_ns
+        assert swap.written_ns <= swap.read_start_ns <= swap.read_end_ns <= swap.in_start_ns
         assert swap.in_start_ns + transfer.nbytes == swap.in_end_ns <= replay.starts_ns[transfer.needed_at]
         assert swap.out_end_ns <= replay.starts_ns[transfer.freed_at]
 
@@ -222,6 +222,7 @@ def test_a_read_waits_for_its_own_write() -> None:
     )
     (x,) = replay.transfers
     assert (x.out_end_ns, x.written_ns, x.read_start_ns, x.in_start_ns, x.in_end_ns) == (200, 1200, 1200, 1400, 1500)
+    assert (x.write_start_ns, x.read_end_ns) == (200, 1400)
     assert replay.stall_in_ns == 600
 
 
