@@ -71,7 +71,9 @@ class Library:
         kept = _kept(self._source)
         if self._build is None and _is_intact(kept):
             with contextlib.suppress(OSError):  # it was built where other libraries are
-                return ctypes.CDLL(str(kept))
+                library = ctypes.CDLL(str(kept))
+                cache.USES.note(kept)
+                return library
         build, self._build = self._build or _Build(self._source), None
         try:
             built = build.wait()
@@ -194,8 +196,8 @@ def _kept(source: str) -> Path:
     key = json.dumps([source, compiler, _version(compiler), _FLAGS, _cpu()])
     try:
         folder = cache.folder()
-    except RuntimeError as error:  # a user without a home
-        raise BuildError(f"there is no cache folder: {error}") from error
+    except OSError as error:
+        raise BuildError(str(error)) from error
     return folder / f"native-{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
 
 
@@ -210,7 +212,7 @@ def _is_intact(path: Path) -> bool:
 def _keep(built: Path, path: Path) -> None:
     content = built.read_bytes()
     try:
-        cache.replace_file(path, content + _digest(path.name, content))  # loaders do not look behind what they load
+        cache.keep_file(path, content + _digest(path.name, content))  # loaders do not look behind what they load
     except OSError as error:
         log.info("compiled code cannot be kept in %s: %s", path, error.strerror)
 

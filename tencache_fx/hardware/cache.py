@@ -1,19 +1,24 @@
-"""Measured values, kept on disk between processes.
+"""What was measured, learned and planned, kept on disk between processes.
 
-They are JSON in `$XDG_CACHE_HOME/tencache_fx` (or `~/.cache/tencache_fx`); deleting that folder is always safe.
+It is JSON in `$XDG_CACHE_HOME/tencache_fx` (or `~/.cache/tencache_fx`); deleting that folder is always safe. Of each
+sort of file the ones used last are kept, as many as are within `MOST_BYTES`.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import os
 import tempfile
+import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tencache_fx.serialization import from_raw, parse_json
+from tencache_fx.units import PAGE_BYTES, round_up
 from tencache_fx.version import __version__
 
 if TYPE_CHECKING:
@@ -21,51 +26,91 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tencache_fx")
 
+MOST_BYTES = 64 << 20
+"""The most bytes of all files of one sort, each counted as whole pages."""
+
 _T = TypeVar("_T", bound="DataclassInstance")
 
 
-def cached(key: Mapping[str, str], cls: type[_T], measure: Callable[[], _T], *, renew: bool = False) -> _T:
+class Uses:
+    """Counts the files that were read, and those that had to be written, by their sort: the begin of their names."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read: Counter[str] = Counter()
+        self._written: Counter[str] = Counter()
+
+    def note(self, path: Path, *, written: bool = False) -> None:
+        """Count a file that was used, or written; the last ones used are kept longest."""
+        with self._lock:
+            (self._written if written else self._read)[_sort(path)] += 1
+        if not written:
+            with contextlib.suppress(OSError):  # it is somebody else's
+                os.utime(path)
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Return how many files of each sort were read, and how many written."""
+        with self._lock:
+            return {sort: (self._read[sort], self._written[sort]) for sort in sorted({*self._read, *self._written})}
+
+
+USES = Uses()
+
+
+def cached(
+    key: Mapping[str, str],
+    cls: type[_T],
+    measure: Callable[[], _T],
+    *,
+    renew: bool = False,
+    accept: Callable[[_T], bool] | None = None,
+) -> _T:
     """Return the value of the dataclass `cls` that is kept under `key`; else, or to `renew` it, measure it and keep it.
 
     `key["what"]` begins the file's name; all of `key`, and this package's version, decide whether a value may be used.
-    A file that is damaged is measured again and replaced; a folder that cannot be written costs only the time to
-    measure in the next process.
+    A file that is damaged, or whose value `accept` refuses, is measured again and replaced; a folder that cannot be
+    written costs only the time to measure in the next process.
     """
-    if not renew and (value := kept(key, cls)) is not None:
+    if not renew and (value := kept(key, cls, accept)) is not None:
         return value
     value = measure()
     _keep(key, value)
     return value
 
 
-def kept(key: Mapping[str, str], cls: type[_T]) -> _T | None:
+def kept(key: Mapping[str, str], cls: type[_T], accept: Callable[[_T], bool] | None = None) -> _T | None:
     """Return the value of the dataclass `cls` that is kept under `key`, or None if there is none that can be used.
 
-    It is as it was written, by its digest, and in the ranges of its fields, by `values`.
+    It is as it was written, by its digest, in the ranges of its fields, by `serialization`, and one to `accept`.
     """
-    full, path = _file(key)
+    full, name = _named(key)
+    path = Path(name)
     try:
+        path = folder() / name
         found = parse_json(path.read_text())
         if not isinstance(found, dict) or found.get("key") != full:
             raise ValueError("it was measured for something else.")
         value = from_raw(cls, found.get("value"))
         if found.get("digest") != _digest(full, value):
             raise ValueError("it is not as it was written.")
+        if accept is not None and not accept(value):
+            raise ValueError("its value does not do here.")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        log.info("measuring again, because %s cannot be used: %s", path, str(error))
+        log.info("%s cannot be used, and is made again: %s", path, str(error))
         return None
+    USES.note(path)
     return value
 
 
 def _keep(key: Mapping[str, str], value: "DataclassInstance") -> None:
-    full, path = _file(key)
+    full, name = _named(key)
     entry = {"key": full, "value": dataclasses.asdict(value), "digest": _digest(full, value)}
     try:
-        replace_file(path, json.dumps(entry, indent=1).encode())
+        keep_file(folder() / name, json.dumps(entry, indent=1).encode())
     except OSError as error:
-        log.info("measured rates cannot be kept in %s: %s", path, error.strerror)
+        log.info("%s cannot be kept: %s", name, str(error))
 
 
 def _digest(key: Mapping[str, str], value: "DataclassInstance") -> str:
@@ -73,26 +118,56 @@ def _digest(key: Mapping[str, str], value: "DataclassInstance") -> str:
     return hashlib.sha256(json.dumps([key, dataclasses.asdict(value)], sort_keys=True).encode()).hexdigest()
 
 
-def _file(key: Mapping[str, str]) -> tuple[dict[str, str], Path]:
-    """Return `key` with this package's version, and the file for it."""
+def _named(key: Mapping[str, str]) -> tuple[dict[str, str], str]:
+    """Return `key` with this package's version, and the name of the file for it."""
     full = {**key, "version": __version__}
     name = hashlib.sha256(json.dumps(full, sort_keys=True).encode()).hexdigest()[:16]
-    return full, folder() / f"{key['what']}-{name}.json"
+    return full, f"{key['what']}-{name}.json"
 
 
 def folder() -> Path:
-    """Return the folder of all that is kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tencache_fx"
+    """Return the folder of all that is kept; raises `OSError` for a user without a home."""
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "tencache_fx"
+    try:
+        return Path.home() / ".cache" / "tencache_fx"
+    except RuntimeError as error:
+        raise FileNotFoundError(f"there is no cache folder: {error}") from error
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write `path` so that a reader sees the old bytes or the new, never a part; raises `OSError` if it cannot be."""
+def keep_file(path: Path, content: bytes) -> None:
+    """Write a file of the folder, and delete those of its sort that were not used for longest, if they are too many.
+
+    A reader sees the old bytes or the new, never a part. Raises `OSError` if it cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{_sort(path)}-")
     try:
         with open(descriptor, "wb") as file:
             file.write(content)
         os.replace(temporary, path)
     except OSError:
-        os.unlink(temporary)
+        Path(temporary).unlink(missing_ok=True)
         raise
+    USES.note(path, written=True)
+    _evict(path)
+
+
+def _evict(newest: Path) -> None:
+    used: list[tuple[int, int, Path]] = []
+    for path in newest.parent.glob(f"{_sort(newest)}-*"):
+        with contextlib.suppress(OSError):  # another process has evicted it
+            about = path.stat()
+            used.append((about.st_mtime_ns, round_up(about.st_size, PAGE_BYTES), path))
+    total_bytes = sum(nbytes for _, nbytes, _ in used)
+    for _, nbytes, path in sorted(used):
+        if total_bytes <= MOST_BYTES:
+            break
+        if path != newest:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            total_bytes -= nbytes
+
+
+def _sort(path: Path) -> str:
+    return path.name.partition("-")[0]

@@ -1,7 +1,6 @@
 """Plans a region: one candidate for each way to split its joint graph into forward and backward."""
 
 import dataclasses
-import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,16 +27,15 @@ from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.problem import Budgets, Kind, Problem, Step
 from tencache_fx.planning.recalibration import StoredCorrection
-from tencache_fx.planning.search import choose_for_region, make_plan
 from tencache_fx.planning.step_recompute import recomputed_to_fit
 from tencache_fx.planning.swap_region import plan_swap_points
 from tencache_fx.planning.tuning import SPLITS, TUNING
 from tencache_fx.region.analysis import RegionAnalysis, analyze
 from tencache_fx.region.dynamic_shapes import SizeFormulas, Sizes
 from tencache_fx.region.environment import Environment
+from tencache_fx.region.kept_plans import kept_choice, kept_plan
 from tencache_fx.region.reservations import Reservation, StatedProblem
 from tencache_fx.region.source import RegionSource
-from tencache_fx.serialization import to_json
 from tencache_fx.tensors import upper_bound
 from tencache_fx.units import PAGE_BYTES
 
@@ -132,13 +130,6 @@ class Margin:
     """How much more a region's generated code held than its graphs show."""
 
     nbytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The storages to recompute, by name."""
-
-    names: tuple[str, ...]
 
 
 class ParameterFacts(Protocol):
@@ -270,19 +261,6 @@ class RegionPlanner:
                 bytes_here += each.device_state_bytes
         return max(0, self._environment.held_bytes - bytes_here)
 
-    def choose_recomputed(self, problem: Problem) -> tuple[str, ...]:
-        """Return the storages that the `joint` policy recomputes; the search takes seconds, its results are kept."""
-        budgets, most_bytes = problem.budgets, 2 * sum(storage.nbytes for storage in problem.storages)
-        capped = dataclasses.replace(  # how much memory and disk are free besides, changes from minute to minute
-            budgets,
-            host_bytes=min(budgets.host_bytes, most_bytes),
-            disk_bytes=min(budgets.disk_bytes, most_bytes),
-            host_taken_bytes=0,
-        )
-        digest = hashlib.sha256(to_json(dataclasses.replace(problem, budgets=capped)).encode()).hexdigest()
-        key = {"what": "choice", "problem": digest}
-        return cached(key, Choice, lambda: Choice(names=choose_for_region(problem))).names
-
     def recompute_more(self, first: Candidate, split: SplitAgain) -> tuple[ForwardBackward | None, Candidate]:
         """Return the best of `first` and of candidates that recompute more, with the graphs of one of those.
 
@@ -301,7 +279,7 @@ class RegionPlanner:
             return more_graphs, more
         graphs, best, problem = None, first, first.captured
         for _ in range(SPLITS):
-            if not (names := self.choose_recomputed(problem)):
+            if not (names := kept_choice(problem)):
                 break
             more_graphs, more = split(recomputed_nodes(first.analysis.capture, first.captured.recipes, names), names)
             assert more is not None
@@ -365,5 +343,5 @@ def _planner_of(capture: RegionGraphs, policy: str, *, by_step: bool) -> Callabl
     """Return the planner of a region: gradients that are shards are all offloaded, and nobody may take their norm."""
     if by_step:
         return partial(plan_swap_points, policy=policy)
-    make = partial(make_plan, policy=policy)
+    make = partial(kept_plan, policy=policy)
     return partial(make, tuning=dataclasses.replace(TUNING, state_shares=())) if capture.scatters else make

@@ -16,6 +16,7 @@ region/compilation.py          `compile_region()`: up to three attempts, each a 
     passes/inductor_model.py         `InductorModel`: values in registers, ops that share a kernel, bytes kernels move
     region/dynamic_shapes.py         `SizeFormulas`: sizes of storages as formulas; later the plan's `Footprint`
     region/reservations.py           `Problem`, with memory left free for others as far as there is room
+    region/kept_plans.py             what was planned before is read from disk
     planning/planner.py              `Plan`
     planning/search.py               storages to recompute, for which the joint graph is split again
   region/lowering.py              `PlannedLowering`: the plan -> rewritten graphs -> code

@@ -12,12 +12,12 @@ from tencache_fx.options import Options
 from tencache_fx.planning.parameter_schedule import keep_resident
 from tencache_fx.planning.plan import Plan, PoolClass
 from tencache_fx.planning.problem import Budgets, Links
-from tencache_fx.planning.search import make_plan
 from tencache_fx.planning.step import FRUGAL, StepProblem, StepSchedule, Visit, align, join, to_schedule
-from tencache_fx.planning.step_recompute import choose_for_step, least_peak_bytes
+from tencache_fx.planning.step_recompute import least_peak_bytes
 from tencache_fx.planning.tuning import TUNING
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.records import StepRecord
+from tencache_fx.region.kept_plans import kept_plan, kept_step_choice
 from tencache_fx.region.optimizer_forecast import expected_state_bytes
 from tencache_fx.region.step_records import record_step
 from tencache_fx.region.step_residency import ReadParameters, StepResidency
@@ -157,10 +157,10 @@ class StepPlanner:
         if decided is not None:
             problem = keep_resident(joined.problem, *decided)
             with contextlib.suppress(BudgetError):
-                plan = make_plan(problem, policy, tuning=_COPYING)
+                plan = kept_plan(problem, policy, tuning=_COPYING)
                 plan = replace(plan, resident=decided[0], updated_here=decided[1])
         if plan is None:
-            plan = make_plan(joined.problem, policy)
+            plan = kept_plan(joined.problem, policy)
         joined = replace(joined, problem=keep_resident(joined.problem, plan.resident, plan.updated_here))
         plan = align(joined, plan)
         verify_plan(joined.problem, plan)
@@ -215,7 +215,7 @@ class StepPlanner:
         """Choose what the regions of a program recompute; what was chosen for a region stays."""
         if not options.may_recompute or any(visit.index in self.recomputed for visit in program.visits):
             return
-        choice = choose_for_step(program.visits, links, budgets, frozenset(self._points.shared))
+        choice = kept_step_choice(program.visits, links, budgets, frozenset(self._points.shared))
         self.recomputed |= {visit.index: visit.region.recomputed for visit in program.visits}
         self.recomputed |= dict(choice or {})
 

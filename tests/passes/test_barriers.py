@@ -111,7 +111,7 @@ def test_the_code_does_what_any_plan_says(
         return plans[-1]
 
     torch.manual_seed(seed)
-    with mock.patch.object(candidate, "make_plan", make_plan):
+    with mock.patch.object(candidate, "kept_plan", make_plan):
         compiled(build(), OPTIONS)(torch.randn(shape)).backward()
     assert plans[0].transfers
     assert ("keeps its convolutions' memory format" in caplog.text) == (program == "convolutions")
@@ -181,7 +181,7 @@ def test_the_code_does_what_this_plan_says(function: Callable[..., Tensor], gone
         swaps.append(swap)
         return build_plan(problem, "teraio", (swap,))
 
-    with mock.patch.object(candidate, "make_plan", make_plan), torch.no_grad():
+    with mock.patch.object(candidate, "kept_plan", make_plan), torch.no_grad():
         compiled(function, OPTIONS)(torch.randn(64, 64), torch.randn(64, 64))
     assert swaps
 

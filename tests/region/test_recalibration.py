@@ -160,7 +160,8 @@ def test_the_second_start_neither_searches_nor_compiles_again(monkeypatch: pytes
     first = start()
     assert first[1]
     assert counters["inductor"]["fxgraph_cache_miss"] >= 2
-    monkeypatch.setattr("tencache_fx.region.candidate.choose_for_region", pytest.fail)
+    for search in ("choose_for_region", "make_plan"):
+        monkeypatch.setattr(f"tencache_fx.region.kept_plans.{search}", pytest.fail)
     assert start() == first
     assert (counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]) == (2, 0)
 

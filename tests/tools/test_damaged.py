@@ -28,7 +28,8 @@ from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Step
 from tencache_fx.planning.recalibration import Scales, StoredCorrection
 from tencache_fx.planning.search import plan_region
 from tencache_fx.records import RegionRecord
-from tencache_fx.region.candidate import Choice, Margin
+from tencache_fx.region.candidate import Margin
+from tencache_fx.region.kept_plans import Choice, StepChoice
 from tencache_fx.reporting.dump import read_problem, write_region
 from tencache_fx.serialization import from_json, to_json
 
@@ -257,6 +258,7 @@ KEPT: list[tuple[Any, Any]] = [
     (StoredCorrection(planning=Scales(forward=0.5)), StoredCorrection()),
     (Margin(nbytes=4096), Margin(nbytes=0)),
     (Choice(names=("mm", "relu")), Choice(names=())),
+    (StepChoice(names=((0, ("mm", "relu")), (3, ()))), StepChoice(names=None)),
 ]
 
 
