@@ -1,5 +1,7 @@
 """Graphs as plain values, for reports and dumps."""
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,7 +36,18 @@ def _row(node: fx.Node) -> NodeRow:
         type=_describe(node.meta.get("val")),
         runtime=ours,
         note=_note(node) if ours else "",
+        layer=_layer(node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}),
     )
+
+
+def _layer(stack: Mapping[str, tuple[str, object]]) -> str:
+    """Return the innermost of the modules that Dynamo notes for a node, by its path below the compiled one."""
+    if not stack:
+        return ""
+    path, kind = list(stack.values())[-1]
+    path = re.sub(r"^L\['\w+'\]\.?", "", path)
+    name = getattr(kind, "__name__", str(kind).rpartition(".")[2])
+    return f"{path} ({name})" if path else name
 
 
 def _note(node: fx.Node) -> str:

@@ -9,7 +9,10 @@ from tencache_fx.planning.step import OWN_POINTS, Point, StepProblem, StepSchedu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRow:
-    """One node of a graph: `type` as in "f32[4, 8]", `runtime` true for a node of ours, `note` what it does there."""
+    """One node of a graph: `type` as in "f32[4, 8]", `runtime` true for a node of ours, `note` what it does there.
+
+    `layer` is the module that the node is of, as in "layers.0.mlp (Linear)", where torch says.
+    """
 
     name: str
     op: str
@@ -18,6 +21,7 @@ class NodeRow:
     type: str
     runtime: bool = False
     note: str = ""
+    layer: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

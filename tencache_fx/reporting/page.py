@@ -1,0 +1,214 @@
+"""A run as one HTML file that needs no network: its plans drawn by Plotly, which is in the file. No torch here.
+
+The library and the figures are packed (gzip, base64) and unpacked by the browser, one figure when it is looked at.
+"""
+
+import base64
+import gzip
+import importlib.resources
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from tencache_fx.errors import OptionError
+from tencache_fx.planning.problem import Problem
+from tencache_fx.records import RegionRecord, StepRecord, StepRun
+from tencache_fx.reporting.decisions import Decision, dearest_decisions
+from tencache_fx.reporting.figure import Measured, draw
+from tencache_fx.reporting.step_tables import name_step, show_step
+from tencache_fx.reporting.tables import show_summary
+from tencache_fx.reporting.timeline import Bar, Lane, Timeline, region_timeline, step_timeline
+from tencache_fx.units import format_bytes, format_ns
+
+MOST_BYTES = 5_000_000
+"""A page is no larger: with many or large plans less of each is told apart."""
+
+_COLUMNS = (800, 600, 400, 200, 100)
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """One plan of a page: its name, and what is shown of it."""
+
+    name: str
+    timeline: Timeline
+    captured: Problem
+    budget_bytes: int | None
+    measured: Measured
+    text: str
+    runs: tuple[StepRun, ...] = ()
+
+
+def write_page(
+    path: Path,
+    regions: Sequence[RegionRecord],
+    steps: Mapping[int, StepRecord],
+    measured: Mapping[int, Mapping[str, Any]],
+    title: str,
+) -> int:
+    """Write the page of a run to `path` and return its bytes; `measured` has the latest figures of regions, by number.
+
+    Raises `OptionError` without Plotly, without any plan, or if the file cannot be written.
+    """
+    if not regions and not steps:
+        raise OptionError("there is no plan to show; run a compiled model first.")
+    text = build_page(views_of(regions, steps, measured), title)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"{path} cannot be written to: {error.strerror}; name another file.") from error
+    return len(text.encode())
+
+
+def views_of(
+    regions: Sequence[RegionRecord], steps: Mapping[int, StepRecord], measured: Mapping[int, Mapping[str, Any]]
+) -> list[View]:
+    """Return the views of a run: its steps, and then each region by itself."""
+    by_number = {record.region: record for record in regions}
+    in_steps = {run.region for record in steps.values() for run in record.runs}
+    views = [
+        View(
+            name=f"step {number}: {_count(record)} on {record.device}",
+            timeline=step_timeline(record, by_number),
+            captured=record.problem,
+            budget_bytes=record.device_budget,
+            measured=_measured_step(record, measured),
+            text=f"{name_step(record)}\n\n{show_step(record)}",
+            runs=record.runs,
+        )
+        for number, record in steps.items()
+    ]
+    for record in regions:
+        beside = " (where its step has no plan)" if record.region in in_steps else ""
+        views.append(
+            View(
+                name=f"region {record.region}: {record.name} on {record.device}{beside}",
+                timeline=region_timeline(record),
+                captured=record.captured,
+                budget_bytes=record.problem.budgets.device_bytes,
+                measured=_measured_region(measured.get(record.region, {})),
+                text=show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes),
+            )
+        )
+    return views
+
+
+def _count(record: StepRecord) -> str:
+    calls = sum(not run.backward for run in record.runs)
+    return f"{calls} calls of {len({run.region for run in record.runs})} regions"
+
+
+def _measured_region(row: Mapping[str, Any]) -> Measured:
+    """Return what a dump has of a region: the median time from one call to the next, and the device's peak."""
+    call_ns = row.get("call_to_call_ns")
+    note = f"median of {row.get('calls_seen')} calls, with all that runs between them"
+    bars = (Bar(lane=Lane.GRAPH, name="call to call", start_ns=0, end_ns=call_ns, note=note),) if call_ns else ()
+    return Measured(bars=bars, peak_bytes=row.get("device_peak_bytes"))
+
+
+def _measured_step(record: StepRecord, measured: Mapping[int, Mapping[str, Any]]) -> Measured:
+    """Return what is known of a step: a region that has one call in it is called once a step."""
+    calls: dict[int, int] = {}
+    for run in record.runs:
+        calls[run.region] = calls.get(run.region, 0) + (not run.backward)
+    once = [measured[index] for index, count in sorted(calls.items()) if count == 1 and index in measured]
+    peaks = [peak for index in calls if (peak := measured.get(index, {}).get("device_peak_bytes"))]
+    bars = _measured_region(once[0]).bars if once else ()
+    return Measured(bars=bars, peak_bytes=max(peaks, default=None))
+
+
+def build_page(views: Sequence[View], title: str) -> str:
+    """Return the page; the view with the longest step is shown first, of steps planned as a whole if there are any.
+
+    Raises `OptionError` without Plotly.
+    """
+    library = _pack(_plotly())
+    template = (importlib.resources.files("tencache_fx.reporting") / "page.html").read_text(encoding="utf-8")
+    steps = [place for place, view in enumerate(views) if view.name.startswith("step ")] or range(len(views))
+    chosen = max(steps, key=lambda place: (views[place].timeline.replay.makespan_ns, place))
+    fixed = [(view, facts_of(view), decision_rows(view)) for view in views]
+    for columns in _COLUMNS:
+        packed = [_pack(json.dumps(_shown(*each, columns))) for each in fixed]
+        if len(library) + sum(map(len, packed)) < MOST_BYTES - len(template) - 100_000:
+            break
+    scripts = [_script("plotly", library), *(_script(f"view-{place}", text) for place, text in enumerate(packed))]
+    names = json.dumps([view.name for view in views]).replace("<", "\\u003c")
+    parts = {"TITLE": escape(title), "NAMES": names, "CHOSEN": str(chosen), "PACKED": "\n".join(scripts)}
+    for mark, text in parts.items():
+        template = template.replace(f"@{mark}@", text)
+    return template
+
+
+def _shown(view: View, facts: list[tuple[str, str]], decisions: list[list[str]], columns: int) -> dict[str, Any]:
+    """Return the data of a view; there is one frame for each device budget."""
+    frame = {
+        "budget": "no limit" if view.budget_bytes is None else format_bytes(view.budget_bytes),
+        "facts": facts,
+        "figure": draw(view.timeline, view.budget_bytes, view.measured, columns),
+        "decisions": decisions,
+        "text": view.text,
+    }
+    return {"chosen": 0, "frames": [frame]}
+
+
+def facts_of(view: View) -> list[tuple[str, str]]:
+    """Return the figures at the top of the page: pairs of a name and a value."""
+    forecast, timeline = view.timeline.plan.forecast, view.timeline
+    budget = "no limit" if view.budget_bytes is None else format_bytes(view.budget_bytes)
+    over = forecast.makespan_ns / max(1, forecast.ideal_ns)
+    rows = [
+        ("device peak", f"{format_bytes(forecast.peak_bytes)} of {budget}"),
+        ("plain peak", format_bytes(timeline.plain.peak_bytes)),
+        ("step", f"{format_ns(forecast.makespan_ns)}, {over:.3f} of no limits"),
+        ("lower bound", format_ns(forecast.lower_bound_ns)),
+        ("stalls", f"{format_ns(forecast.stall_out_ns)} out, {format_ns(forecast.stall_in_ns)} in"),
+        ("recomputed", format_ns(sum(bar.duration_ns for bar in timeline.bars if bar.sort == "recompute"))),
+        ("link traffic", f"{format_bytes(forecast.d2h_bytes)} out, {format_bytes(forecast.h2d_bytes)} in"),
+        ("host buffers, disk", f"{format_bytes(forecast.host_bytes)}, {format_bytes(forecast.disk_bytes)}"),
+    ]
+    if view.measured.bars:
+        rows.append(("measured, call to call", format_ns(max(bar.end_ns for bar in view.measured.bars))))
+    if view.measured.peak_bytes is not None:
+        rows.append(("measured peak", format_bytes(view.measured.peak_bytes)))
+    return rows
+
+
+def decision_rows(view: View) -> list[list[str]]:
+    """Return the table of the most expensive decisions, its head first."""
+    head = ["tensor", "decision", "bytes", "price", "price per GB", "waited", "copies", "what it is, and why"]
+    return [head, *(_decision_cells(each) for each in dearest_decisions(view.timeline, view.captured, view.runs))]
+
+
+def _decision_cells(decision: Decision) -> list[str]:
+    per_gb = decision.price_per_gb_ns
+    return [
+        decision.name,
+        decision.deed,
+        format_bytes(decision.nbytes) if decision.nbytes else "",
+        format_ns(decision.price_ns),
+        "" if per_gb is None else format_ns(per_gb),
+        format_ns(decision.stall_ns),
+        format_ns(decision.copying_ns),
+        decision.note.replace("<br>", "; "),
+    ]
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise OptionError(
+            "pages are drawn with plotly, which is not installed: pip install 'tencache_fx[view]'."
+        ) from error
+    return str(get_plotlyjs())
+
+
+def _pack(text: str) -> str:
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def _script(name: str, packed: str) -> str:
+    return f'<script type="text/plain" id="{name}">{packed}</script>'
