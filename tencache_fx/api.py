@@ -1,8 +1,10 @@
 """Looks into this process: its options, its regions, their reports, the runtime's counters."""
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from tencache_fx import compat
@@ -14,6 +16,7 @@ from tencache_fx.planning.explain import find_reasons
 from tencache_fx.records import RegionRecord, StepRecord
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.step_recorder import recorder_of
+from tencache_fx.reporting.page import write_page
 from tencache_fx.reporting.step_tables import name_step, show_step, tell_storage
 from tencache_fx.reporting.tables import show_measured, show_pool, show_reasons, show_summary
 from tencache_fx.runtime.engine import Engine
@@ -81,11 +84,16 @@ def steps() -> tuple[StepRecord, ...]:
     return tuple(record for points in open_swap_points() for record in recorder_of(points).records())
 
 
-def report() -> str:
+def report(*, html: str | os.PathLike[str] | None = None) -> str:
     """Return, for every live region, its plan, the pinned buffers it needs, and what was measured so far.
 
     The plans of whole steps follow, where regions are planned together; at the end, what compiling took, by stages.
+    With `html` the plans are also drawn, as a page that is written there; it needs plotly (`tencache_fx[view]`).
+    Raises `OptionError` if there is nothing to draw, or the page cannot be written.
     """
+    if html is not None:
+        measured = {region.record.region: region.measured() for region in REGIONS.live() if region.record is not None}
+        write_page(Path(html), regions(), dict(enumerate(steps())), measured, f"tencache: {Path(html).stem}")
     parts = []
     for region in REGIONS.live():
         if region.record is not None:

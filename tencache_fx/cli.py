@@ -31,6 +31,7 @@ from tencache_fx.reporting.tables import (
     show_tensors,
 )
 from tencache_fx.serialization import to_json
+from tencache_fx.units import format_bytes
 
 _VIEWS = ("summary", "tensors", "pool", "graphs", "all", "why")
 
@@ -105,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print the plan, or the comparison, as JSON")
     plan.set_defaults(run=_plan)
 
+    _describe_view(commands.add_parser("view", help="draw a run from its dump_dir: a page of HTML, a trace"))
     _describe_fit(
         commands.add_parser("fit", help="say whether a model would fit, in which tiers, and how fast it would be")
     )
@@ -117,6 +119,12 @@ def _parser() -> argparse.ArgumentParser:
     options = commands.add_parser("options", help="list the options, their defaults and how to set them")
     options.set_defaults(run=_options)
     return parser
+
+
+def _describe_view(view: argparse.ArgumentParser) -> None:
+    view.add_argument("dir", type=Path, metavar="DIR", help="the run's dump_dir")
+    view.add_argument("--html", type=Path, metavar="FILE", help="where to write the page (default: DIR/view.html)")
+    view.set_defaults(run=_view)
 
 
 def _describe_fit(fit: argparse.ArgumentParser) -> None:
@@ -199,6 +207,16 @@ def _plan_texts(arguments: argparse.Namespace, captured: Problem, problem: Probl
         from tencache_fx.planning.explain import find_reasons  # here: the planner is for this view only
 
         yield show_reasons(find_reasons(captured, plan, tensor=arguments.tensor))
+
+
+def _view(arguments: argparse.Namespace) -> str:
+    from tencache_fx.reporting.page import write_page  # here: only this command needs the simulator
+
+    regions, steps = read_regions(arguments.dir), read_steps(arguments.dir)
+    measured = {each.region: rows[-1] for each in regions if (rows := read_measured(arguments.dir, each.region))}
+    path = arguments.html or arguments.dir / "view.html"
+    nbytes = write_page(path, regions, steps, measured, f"tencache: {arguments.dir.resolve().name}")
+    return f"{path}: {format_bytes(nbytes)}; open it in a browser."
 
 
 def _plan(arguments: argparse.Namespace) -> str:

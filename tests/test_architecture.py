@@ -53,6 +53,7 @@ TORCH_FREE = (
     "reporting.dump",
     "reporting.tables",
     "reporting.fit_report",
+    "reporting.page",
 )
 """These, and all of `planning`, start without torch: commands answer at once."""
 

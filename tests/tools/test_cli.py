@@ -240,6 +240,7 @@ def test_no_command_starts_torch(dump, crowded):
         " '--device-budget', '1GiB']) == 0\n"
         f"assert main(['plan', {str(crowded)!r}, '--sweep', '2', '--policy', 'joint']) == 0\n"
         f"assert main(['dump', {str(crowded.parents[1])!r}, '--what', 'why']) == 0\n"
+        f"assert main(['view', {str(dump)!r}]) == 0\n"
         "assert main(['options']) == 0\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
     )

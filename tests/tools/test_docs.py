@@ -158,7 +158,7 @@ def test_marks_of_the_benchmarks_are_there():
 
 def test_commands_exist(capsys):
     commands = set(re.findall(r"`tencache ([a-z]+)", TEXT))
-    assert commands == {"dump", "plan", "fit", "doctor", "options"}
+    assert commands == {"dump", "view", "plan", "fit", "doctor", "options"}
     for command in commands:
         with pytest.raises(SystemExit) as ended:
             main([command, "--help"])
