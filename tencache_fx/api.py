@@ -14,6 +14,7 @@ from tencache_fx.native_code import stop_builds
 from tencache_fx.options import SETTINGS
 from tencache_fx.planning.explain import find_reasons
 from tencache_fx.records import RegionRecord, StepRecord
+from tencache_fx.region.cache_uses import count_uses, show_uses
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.step_recorder import recorder_of
 from tencache_fx.reporting.page import write_page
@@ -87,7 +88,8 @@ def steps() -> tuple[StepRecord, ...]:
 def report(*, html: str | os.PathLike[str] | None = None) -> str:
     """Return, for every live region, its plan, the pinned buffers it needs, and what was measured so far.
 
-    The plans of whole steps follow, where regions are planned together; at the end, what compiling took, by stages.
+    The plans of whole steps follow, where regions are planned together; at the end, what compiling took, by stages,
+    and how much of what is kept on disk was there.
     With `html` the plans are also drawn, as a page that is written there; it needs plotly (`tencache_fx[view]`).
     Raises `OptionError` if there is nothing to draw, or the page cannot be written.
     """
@@ -109,7 +111,8 @@ def report(*, html: str | os.PathLike[str] | None = None) -> str:
     if not parts:
         return "No region has been compiled."
     spent_ns = Counter(STAGES.spent_ns()) + Counter({"Dynamo": compat.dynamo_ns()})
-    return "\n\n".join((*parts, f"compiling, so far: {show_times(spent_ns)}"))
+    ends = f"compiling, so far: {show_times(spent_ns)}\nread from caches: {show_uses(count_uses())}"
+    return "\n\n".join((*parts, ends))
 
 
 def explain(region: int | None = None, *, step: int | None = None, tensor: str | None = None, most: int = 12) -> str:

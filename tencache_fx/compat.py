@@ -314,6 +314,12 @@ def frames_compiled() -> int:
     return int(counters["frames"]["total"])
 
 
+def graph_cache_uses() -> tuple[int, int]:
+    """Return how many graphs Inductor's cache had, and how many it had not, since Dynamo was reset."""
+    found = counters["inductor"]
+    return int(found["fxgraph_cache_hit"]), int(found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"])
+
+
 def dynamo_ns() -> int:
     """Return how long Dynamo took to capture what it compiled since it was reset, without its backends."""
     spent = calculate_time_spent()

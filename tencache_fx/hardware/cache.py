@@ -39,6 +39,11 @@ class Uses:
         self._lock = threading.Lock()
         self._read: Counter[str] = Counter()
         self._written: Counter[str] = Counter()
+        self._watchers: list[Callable[[Path], None]] = []
+
+    def watch(self, watcher: Callable[[Path], None]) -> None:
+        """Have `watcher` called with each file that is used or written from here on."""
+        self._watchers.append(watcher)
 
     def note(self, path: Path, *, written: bool = False) -> None:
         """Count a file that was used, or written; the last ones used are kept longest."""
@@ -47,6 +52,8 @@ class Uses:
         if not written:
             with contextlib.suppress(OSError):  # it is somebody else's
                 os.utime(path)
+        for watcher in self._watchers:
+            watcher(path)
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """Return how many files of each sort were read, and how many written."""

@@ -15,6 +15,7 @@ from tencache_fx import compat
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import find_all_offloaded
 from tencache_fx.records import RegionRecord
+from tencache_fx.region.cache_uses import count_uses, show_uses
 from tencache_fx.region.region import Region
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
@@ -83,9 +84,11 @@ class Variants:
         offloaded: Mapping[int, OffloadedParameter],
         runs: Region | None = None,
     ) -> Region:
+        before = count_uses()
         with STAGES.compilation(f"region {source.index}") as spent_ns:
             region = Region(source, inputs, offloaded, runs)
         log.info("region %d: compiled in %s", source.index, show_times(spent_ns))
+        log.info("region %d: read from caches: %s", source.index, show_uses(count_uses(), before))
         if region.record is not None and region.record.plan.transfers and (lost := compat.overruled(source.settings)):
             log.warning("region %d has a plan, and so it runs without %s.", source.index, ", ".join(lost))
         REGIONS.add(region)
