@@ -20,6 +20,7 @@ from tencache_fx.region.step_recorder import recorder_of
 from tencache_fx.reporting.page import write_page
 from tencache_fx.reporting.step_tables import name_step, show_step, tell_storage
 from tencache_fx.reporting.tables import show_measured, show_pool, show_reasons, show_summary
+from tencache_fx.reporting.view import views_of
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import engines, open_engine, open_swap_points
 from tencache_fx.runtime.stats import Counts
@@ -95,7 +96,8 @@ def report(*, html: str | os.PathLike[str] | None = None) -> str:
     """
     if html is not None:
         measured = {region.record.region: region.measured() for region in REGIONS.live() if region.record is not None}
-        write_page(Path(html), regions(), dict(enumerate(steps())), measured, f"tencache: {Path(html).stem}")
+        views = views_of(regions(), dict(enumerate(steps())), measured)
+        write_page(Path(html), views, f"tencache: {Path(html).stem}")
     parts = []
     for region in REGIONS.live():
         if region.record is not None:

@@ -124,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 def _describe_view(view: argparse.ArgumentParser) -> None:
     view.add_argument("dir", type=Path, metavar="DIR", help="the run's dump_dir")
     view.add_argument("--html", type=Path, metavar="FILE", help="where to write the page (default: DIR/view.html)")
+    view.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto; a page only with --html")
     view.set_defaults(run=_view)
 
 
@@ -211,12 +212,22 @@ def _plan_texts(arguments: argparse.Namespace, captured: Problem, problem: Probl
 
 def _view(arguments: argparse.Namespace) -> str:
     from tencache_fx.reporting.page import write_page  # here: only this command needs the simulator
+    from tencache_fx.reporting.trace import write_trace
+    from tencache_fx.reporting.view import views_of
 
     regions, steps = read_regions(arguments.dir), read_steps(arguments.dir)
     measured = {each.region: rows[-1] for each in regions if (rows := read_measured(arguments.dir, each.region))}
-    path = arguments.html or arguments.dir / "view.html"
-    nbytes = write_page(path, regions, steps, measured, f"tencache: {arguments.dir.resolve().name}")
-    return f"{path}: {format_bytes(nbytes)}; open it in a browser."
+    views, written = views_of(regions, steps, measured), []
+    page = arguments.html
+    if arguments.trace is not None:
+        nbytes = write_trace(arguments.trace, views)
+        written.append(f"{arguments.trace}: {format_bytes(nbytes)}; open it in ui.perfetto.dev or chrome://tracing.")
+    elif page is None:
+        page = arguments.dir / "view.html"
+    if page is not None:
+        nbytes = write_page(page, views, f"tencache: {arguments.dir.resolve().name}")
+        written.append(f"{page}: {format_bytes(nbytes)}; open it in a browser.")
+    return "\n".join(written)
 
 
 def _plan(arguments: argparse.Namespace) -> str:

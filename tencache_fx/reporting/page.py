@@ -7,20 +7,15 @@ import base64
 import gzip
 import importlib.resources
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from tencache_fx.errors import OptionError
-from tencache_fx.planning.problem import Problem
-from tencache_fx.records import RegionRecord, StepRecord, StepRun
 from tencache_fx.reporting.decisions import Decision, dearest_decisions
-from tencache_fx.reporting.figure import Measured, draw
-from tencache_fx.reporting.step_tables import name_step, show_step
-from tencache_fx.reporting.tables import show_summary
-from tencache_fx.reporting.timeline import Bar, Lane, Timeline, region_timeline, step_timeline
+from tencache_fx.reporting.figure import draw
+from tencache_fx.reporting.view import View
 from tencache_fx.units import format_bytes, format_ns
 
 MOST_BYTES = 5_000_000
@@ -29,95 +24,19 @@ MOST_BYTES = 5_000_000
 _COLUMNS = (800, 600, 400, 200, 100)
 
 
-@dataclass(frozen=True, kw_only=True)
-class View:
-    """One plan of a page: its name, and what is shown of it."""
-
-    name: str
-    timeline: Timeline
-    captured: Problem
-    budget_bytes: int | None
-    measured: Measured
-    text: str
-    runs: tuple[StepRun, ...] = ()
-
-
-def write_page(
-    path: Path,
-    regions: Sequence[RegionRecord],
-    steps: Mapping[int, StepRecord],
-    measured: Mapping[int, Mapping[str, Any]],
-    title: str,
-) -> int:
-    """Write the page of a run to `path` and return its bytes; `measured` has the latest figures of regions, by number.
+def write_page(path: Path, views: Sequence[View], title: str) -> int:
+    """Write the page of a run to `path` and return its bytes.
 
     Raises `OptionError` without Plotly, without any plan, or if the file cannot be written.
     """
-    if not regions and not steps:
+    if not views:
         raise OptionError("there is no plan to show; run a compiled model first.")
-    text = build_page(views_of(regions, steps, measured), title)
+    text = build_page(views, title)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OptionError(f"{path} cannot be written to: {error.strerror}; name another file.") from error
     return len(text.encode())
-
-
-def views_of(
-    regions: Sequence[RegionRecord], steps: Mapping[int, StepRecord], measured: Mapping[int, Mapping[str, Any]]
-) -> list[View]:
-    """Return the views of a run: its steps, and then each region by itself."""
-    by_number = {record.region: record for record in regions}
-    in_steps = {run.region for record in steps.values() for run in record.runs}
-    views = [
-        View(
-            name=f"step {number}: {_count(record)} on {record.device}",
-            timeline=step_timeline(record, by_number),
-            captured=record.problem,
-            budget_bytes=record.device_budget,
-            measured=_measured_step(record, measured),
-            text=f"{name_step(record)}\n\n{show_step(record)}",
-            runs=record.runs,
-        )
-        for number, record in steps.items()
-    ]
-    for record in regions:
-        beside = " (where its step has no plan)" if record.region in in_steps else ""
-        views.append(
-            View(
-                name=f"region {record.region}: {record.name} on {record.device}{beside}",
-                timeline=region_timeline(record),
-                captured=record.captured,
-                budget_bytes=record.problem.budgets.device_bytes,
-                measured=_measured_region(measured.get(record.region, {})),
-                text=show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes),
-            )
-        )
-    return views
-
-
-def _count(record: StepRecord) -> str:
-    calls = sum(not run.backward for run in record.runs)
-    return f"{calls} calls of {len({run.region for run in record.runs})} regions"
-
-
-def _measured_region(row: Mapping[str, Any]) -> Measured:
-    """Return what a dump has of a region: the median time from one call to the next, and the device's peak."""
-    call_ns = row.get("call_to_call_ns")
-    note = f"median of {row.get('calls_seen')} calls, with all that runs between them"
-    bars = (Bar(lane=Lane.GRAPH, name="call to call", start_ns=0, end_ns=call_ns, note=note),) if call_ns else ()
-    return Measured(bars=bars, peak_bytes=row.get("device_peak_bytes"))
-
-
-def _measured_step(record: StepRecord, measured: Mapping[int, Mapping[str, Any]]) -> Measured:
-    """Return what is known of a step: a region that has one call in it is called once a step."""
-    calls: dict[int, int] = {}
-    for run in record.runs:
-        calls[run.region] = calls.get(run.region, 0) + (not run.backward)
-    once = [measured[index] for index, count in sorted(calls.items()) if count == 1 and index in measured]
-    peaks = [peak for index in calls if (peak := measured.get(index, {}).get("device_peak_bytes"))]
-    bars = _measured_region(once[0]).bars if once else ()
-    return Measured(bars=bars, peak_bytes=max(peaks, default=None))
 
 
 def build_page(views: Sequence[View], title: str) -> str:

@@ -36,8 +36,9 @@ from tencache_fx.records import RegionRecord, StepRecord
 from tencache_fx.reporting.decisions import dearest_decisions
 from tencache_fx.reporting.dump import read_regions, read_steps, write_measured, write_region, write_step
 from tencache_fx.reporting.figure import Measured, draw, merge
-from tencache_fx.reporting.page import MOST_BYTES, build_page, views_of
+from tencache_fx.reporting.page import MOST_BYTES, build_page
 from tencache_fx.reporting.timeline import Bar, Held, Lane, Timeline, region_timeline, step_timeline
+from tencache_fx.reporting.view import views_of
 
 EAGER = {"compiler": "eager", "calibrate": False}
 
