@@ -125,6 +125,15 @@ def _describe_view(view: argparse.ArgumentParser) -> None:
     view.add_argument("dir", type=Path, metavar="DIR", help="the run's dump_dir")
     view.add_argument("--html", type=Path, metavar="FILE", help="where to write the page (default: DIR/view.html)")
     view.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto; a page only with --html")
+    view.add_argument(
+        "--sweep",
+        type=int,
+        nargs="?",
+        const=8,
+        default=0,
+        metavar="N",
+        help="plan it at N other device budgets, too (default: 8): the page has a slider for them",
+    )
     view.set_defaults(run=_view)
 
 
@@ -217,7 +226,9 @@ def _view(arguments: argparse.Namespace) -> str:
 
     regions, steps = read_regions(arguments.dir), read_steps(arguments.dir)
     measured = {each.region: rows[-1] for each in regions if (rows := read_measured(arguments.dir, each.region))}
-    views, written = views_of(regions, steps, measured), []
+    if arguments.sweep < 0 or (arguments.sweep and arguments.html is None and arguments.trace is not None):
+        raise OptionError("--sweep is for a page, and for a number of budgets; give 1 or more, and --html.")
+    views, written = views_of(regions, steps, measured, arguments.sweep), []
     page = arguments.html
     if arguments.trace is not None:
         nbytes = write_trace(arguments.trace, views)
@@ -245,7 +256,7 @@ def _plan(arguments: argparse.Namespace) -> str:
     if isinstance(record, StepRecord):
         from tencache_fx.planning.step import align
 
-        plan = align(record.joined, plan)
+        plan = align(dataclasses.replace(record, problem=problem).joined, plan)
     if arguments.json:
         return to_json(plan)
     parts = [show_summary(problem, plan, captured), show_tensors(problem, plan), show_pool(plan)]

@@ -21,6 +21,8 @@ from tencache_fx.units import format_bytes, format_ns
 MOST_BYTES = 5_000_000
 """A page is no larger: with many or large plans less of each is told apart."""
 
+_ROOM_BYTES = 100_000  # for names, titles and tags
+
 _COLUMNS = (800, 600, 400, 200, 100)
 
 
@@ -48,29 +50,65 @@ def build_page(views: Sequence[View], title: str) -> str:
     template = (importlib.resources.files("tencache_fx.reporting") / "page.html").read_text(encoding="utf-8")
     steps = [place for place, view in enumerate(views) if view.name.startswith("step ")] or range(len(views))
     chosen = max(steps, key=lambda place: (views[place].timeline.replay.makespan_ns, place))
-    fixed = [(view, facts_of(view), decision_rows(view)) for view in views]
+    frames = [[_Frame(frame) for frame in _by_budget(view)] for view in views]
+    kept = list(range(len(views)))
     for columns in _COLUMNS:
-        packed = [_pack(json.dumps(_shown(*each, columns))) for each in fixed]
-        if len(library) + sum(map(len, packed)) < MOST_BYTES - len(template) - 100_000:
+        packed = [_pack(_shown(view, each, columns)) for view, each in zip(views, frames, strict=True)]
+        kept = _fitting(packed, chosen, MOST_BYTES - len(library) - len(template) - _ROOM_BYTES)
+        if len(kept) == len(views):
             break
-    scripts = [_script("plotly", library), *(_script(f"view-{place}", text) for place, text in enumerate(packed))]
-    names = json.dumps([view.name for view in views]).replace("<", "\\u003c")
-    parts = {"TITLE": escape(title), "NAMES": names, "CHOSEN": str(chosen), "PACKED": "\n".join(scripts)}
+    scripts = [_script(f"view-{place}", packed[old]) for place, old in enumerate(kept)]
+    names = json.dumps([views[old].name for old in kept]).replace("<", "\\u003c")
+    left_out = len(views) - len(kept)
+    parts = {
+        "TITLE": escape(title),
+        "LEFT": f"{left_out} more plans did not find room; tencache dump tells of them." if left_out else "",
+        "NAMES": names,
+        "CHOSEN": str(kept.index(chosen)),
+        "PACKED": "\n".join([_script("plotly", library), *scripts]),
+    }
     for mark, text in parts.items():
         template = template.replace(f"@{mark}@", text)
     return template
 
 
-def _shown(view: View, facts: list[tuple[str, str]], decisions: list[list[str]], columns: int) -> dict[str, Any]:
-    """Return the data of a view; there is one frame for each device budget."""
-    frame = {
-        "budget": "no limit" if view.budget_bytes is None else format_bytes(view.budget_bytes),
-        "facts": facts,
-        "figure": draw(view.timeline, view.budget_bytes, view.measured, columns),
-        "decisions": decisions,
-        "text": view.text,
-    }
-    return {"chosen": 0, "frames": [frame]}
+def _fitting(packed: Sequence[str], chosen: int, room_bytes: int) -> list[int]:
+    """Return the places of what fits, in order: the chosen one first of all, then the smallest."""
+    kept, left_bytes = {chosen}, room_bytes - len(packed[chosen])
+    for place in sorted(range(len(packed)), key=lambda place: len(packed[place])):
+        if place != chosen and len(packed[place]) <= left_bytes:
+            kept.add(place)
+            left_bytes -= len(packed[place])
+    return sorted(kept)
+
+
+def _by_budget(view: View) -> list[View]:
+    """Return a view at all its device budgets, the least first; no limit comes last."""
+    return sorted((view, *view.others), key=lambda each: (each.budget_bytes is None, each.budget_bytes))
+
+
+class _Frame:
+    """A view at one device budget, with all that does not depend on how much of it is told apart."""
+
+    def __init__(self, view: View) -> None:
+        self.view, self.facts, self.decisions = view, facts_of(view), decision_rows(view)
+
+    def shown(self, columns: int) -> dict[str, Any]:
+        """Return its data."""
+        view = self.view
+        return {
+            "budget": "no limit" if view.budget_bytes is None else format_bytes(view.budget_bytes),
+            "facts": self.facts,
+            "figure": draw(view.timeline, view.budget_bytes, view.measured, columns),
+            "decisions": self.decisions,
+            "text": view.text,
+        }
+
+
+def _shown(view: View, frames: Sequence[_Frame], columns: int) -> str:
+    """Return the data of a view as JSON; the budget of the run is the one chosen at first."""
+    chosen = next(place for place, frame in enumerate(frames) if frame.view is view)
+    return json.dumps({"chosen": chosen, "frames": [frame.shown(columns) for frame in frames]})
 
 
 def facts_of(view: View) -> list[tuple[str, str]]:

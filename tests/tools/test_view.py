@@ -21,7 +21,7 @@ from outcomes import Outcomes
 from problems import GIB, moving_problems, problems, trained_offloaded, transformer
 from test_bounds import recipes_of_matmuls
 from test_step_tables import small_step
-from test_tables import RECORD
+from test_tables import PROBLEM, RECORD
 from torch import nn
 
 import tencache_fx
@@ -33,6 +33,7 @@ from tencache_fx.planning.problem import Links, Problem
 from tencache_fx.planning.search import plan_region
 from tencache_fx.planning.simulator import simulate
 from tencache_fx.records import RegionRecord, StepRecord
+from tencache_fx.reporting import page
 from tencache_fx.reporting.decisions import dearest_decisions
 from tencache_fx.reporting.dump import read_regions, read_steps, write_measured, write_region, write_step
 from tencache_fx.reporting.figure import Measured, draw, merge
@@ -202,11 +203,28 @@ def test_decisions_are_priced_by_the_replay_without_them(crowded: RegionRecord) 
     assert {each.name for each in recomputed if each.deed == "recomputed"} == set(crowded.plan.recomputed)
 
 
+def test_a_page_of_too_many_plans_names_how_many_are_left_out(
+    crowded: RegionRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is shown first is there in any case."""
+    many = [dataclasses.replace(RECORD, region=number, problem=PROBLEM) for number in range(1, 5)]
+    views = views_of([crowded, *many], {}, {})
+    whole = build_page(views, "run")
+    assert len(unpacked(whole)) == 5
+    assert "did not find room" not in whole
+    monkeypatch.setattr(page, "MOST_BYTES", len(whole) - 1000 + page._ROOM_BYTES)
+    left = build_page(views, "run")
+    (first, *others) = json.loads(re.search(r"NAMES = (.*), CHOSEN = 0", left)[1])
+    assert first == views[0].name
+    assert len(unpacked(left)) == 1 + len(others) < 5
+    assert f"{4 - len(others)} more plans did not find room; tencache dump tells of them." in left
+
+
 def test_a_page_has_all_plans_and_fetches_nothing(crowded: RegionRecord) -> None:
     step = small_step()
     views = views_of([crowded], {4: step}, {0: {"call_to_call_ns": 10**9, "calls_seen": 3, "device_peak_bytes": None}})
-    page = build_page(views, "a </title> b")
-    first, second = unpacked(page)
+    built = build_page(views, "a </title> b")
+    first, second = unpacked(built)
     assert max(trace(first["frames"][0]["figure"], "all, as planned")["y"]) == step.plan.forecast.peak_bytes
     assert max(trace(second["frames"][0]["figure"], "all, as planned")["y"]) == crowded.plan.forecast.peak_bytes
     assert ["measured, call to call", "1 s"] in second["frames"][0]["facts"]
@@ -214,9 +232,9 @@ def test_a_page_has_all_plans_and_fetches_nothing(crowded: RegionRecord) -> None
     head, *rows = second["frames"][0]["decisions"]
     assert len(rows) == 10
     assert all(len(row) == len(head) for row in rows)
-    assert "<title>a &lt;/title&gt; b</title>" in page
-    assert not re.findall(r"(?:src|href)=|https?:|@\w+@", re.sub(r'<script type="text/plain".*', "", page))
-    assert len(page) < 2.2e6
+    assert "<title>a &lt;/title&gt; b</title>" in built
+    assert not re.findall(r"(?:src|href)=|https?:|@\w+@", re.sub(r'<script type="text/plain".*', "", built))
+    assert len(built) < 2.2e6
 
 
 @pytest.mark.slow
@@ -228,9 +246,9 @@ def test_a_page_of_ten_thousand_steps_is_small(tmp_path: Path) -> None:
     assert len(plan.transfers) > 1000
     write_region(tmp_path, dataclasses.replace(RECORD, captured=problem, problem=problem, plan=plan))
     assert main(["view", str(tmp_path)]) == 0
-    page = (tmp_path / "view.html").read_text()
-    assert len(page) < MOST_BYTES
-    figure = unpacked(page)[0]["frames"][0]["figure"]
+    text = (tmp_path / "view.html").read_text()
+    assert len(text) < MOST_BYTES
+    figure = unpacked(text)[0]["frames"][0]["figure"]
     assert max(trace(figure, "all, as planned")["y"]) == plan.forecast.peak_bytes
     assert sum(len(each["x"]) for each in figure["data"]) < 30_000
 
@@ -266,28 +284,69 @@ class Block(nn.Module):
         return x + self.narrow(nn.functional.gelu(self.wide(x)))
 
 
-def test_a_step_that_ran_is_drawn(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[StepRecord, ...]]:
+    """Return the dump of a step that ran, with the page of the live regions in it, and the plans of its steps."""
+    folder = tmp_path_factory.mktemp("ran")
     blocks = nn.Sequential(*(Block() for _ in range(4)))
     for block in blocks:
-        block.compile(backend="tencache", options={**EAGER, "device_budget": "4MB", "dump_dir": tmp_path})
+        block.compile(backend="tencache", options={**EAGER, "device_budget": "4.5MB", "dump_dir": folder})
     for _ in range(4):
         blocks(torch.randn(512, 64)).square().mean().backward()
-    tencache_fx.report(html=tmp_path / "live.html")
-    live = tencache_fx.steps()
+    tencache_fx.report(html=folder / "live.html")
+    records = tencache_fx.steps()
     tencache_fx.close()
     torch._dynamo.reset()
-    assert main(["view", str(tmp_path), "--html", str(tmp_path / "dumped.html")]) == 0
-    for name, records in (("live", live), ("dumped", read_steps(tmp_path).values())):
-        page = (tmp_path / f"{name}.html").read_text()
-        views = unpacked(page)
+    assert any(record.plan.transfers for record in records)
+    return folder, records
+
+
+def test_a_step_that_ran_is_drawn(ran: tuple[Path, tuple[StepRecord, ...]]) -> None:
+    folder, live = ran
+    assert main(["view", str(folder), "--html", str(folder / "dumped.html")]) == 0
+    for name, records in (("live", live), ("dumped", read_steps(folder).values())):
+        text = (folder / f"{name}.html").read_text()
+        views = unpacked(text)
         for record, view in zip(records, views, strict=False):
             figure = view["frames"][0]["figure"]
             assert max(trace(figure, "all, as planned")["y"]) == record.plan.forecast.peak_bytes
             assert len(trace(figure, "graphs")["x"]) == len(record.runs)
         assert len(views) > len(records) > 0
-        names = json.loads(re.search(r"NAMES = (.*), CHOSEN", page)[1])
+        names = json.loads(re.search(r"NAMES = (.*), CHOSEN", text)[1])
         assert names[0].startswith("step 0: ")
         assert names[-1].endswith("(where its step has no plan)")
+
+
+def test_a_page_has_a_slider_for_other_budgets(ran: tuple[Path, tuple[StepRecord, ...]]) -> None:
+    """Each budget has its plan, and no plan is over its budget; the one of the run is shown first."""
+    folder, _ = ran
+    assert main(["view", str(folder), "--sweep", "5", "--html", str(folder / "swept.html")]) == 0
+    views = unpacked((folder / "swept.html").read_text())
+    for number, record in read_steps(folder).items():
+        view = views[number]
+        assert len(view["frames"]) >= 5
+        assert view["frames"][view["chosen"]]["budget"] == "4.5 MB"
+        peaks = []
+        for frame in view["frames"]:
+            (limit,) = [each["y"][0] for each in frame["figure"]["data"] if each["name"] == f"budget {frame['budget']}"]
+            peaks.append(max(trace(frame["figure"], "all, as planned")["y"]))
+            assert peaks[-1] <= limit
+        assert peaks[view["chosen"]] == record.plan.forecast.peak_bytes
+        assert peaks == sorted(peaks)
+        assert peaks[0] < peaks[-1]
+    assert {len(view["frames"]) for view in views[len(read_steps(folder)) :]} == {1}
+
+
+def test_a_step_planned_anew_keeps_to_the_budget_asked_for(
+    ran: tuple[Path, tuple[StepRecord, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Copies back begin sooner where there is room: in that budget, not in the one of the run."""
+    folder, _ = ran
+    for number, record in read_steps(folder).items():
+        path = folder / f"step-{number:03d}" / "record.json"
+        for nbytes in range(record.plan.forecast.floor_bytes, 4_500_000, 50_000):
+            assert main(["plan", str(path), "--json", "--device-budget", str(nbytes)]) == 0
+            assert json.loads(capsys.readouterr().out)["forecast"]["peak_bytes"] <= nbytes
 
 
 def test_what_a_dump_has_of_a_step_is_shown_beside_it(tmp_path: Path) -> None:
@@ -320,9 +379,9 @@ def test_what_cannot_be_drawn_is_told_in_a_sentence(
     holds = "holds no region; give the dump_dir of a run that compiled a model."
     assert told(str(nowhere)) == f"tencache: {nowhere} {holds}\n"
     write_region(tmp_path, RECORD)
-    page = tmp_path / "no" / "page.html"
-    there = f"{page} cannot be written to: No such file or directory; name another file."
-    assert told(str(tmp_path), "--html", str(page)) == f"tencache: {there}\n"
+    lost = tmp_path / "no" / "page.html"
+    there = f"{lost} cannot be written to: No such file or directory; name another file."
+    assert told(str(tmp_path), "--html", str(lost)) == f"tencache: {there}\n"
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     missing = "pages are drawn with plotly, which is not installed: pip install 'tencache_fx[view]'."
     assert told(str(tmp_path)) == f"tencache: {missing}\n"
