@@ -27,6 +27,7 @@ _Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 _STEPS = 64  # so many steps are looked at: the fullest of as many stretches
 _CELLS = 256  # m is searched in so many cells, twice
+_GLANCES = 9  # before, so many values of m are looked at: they tell of most steps that they do not matter
 
 
 def joint_lower_bound_ns(problem: Problem) -> int:
@@ -41,11 +42,13 @@ def joint_lower_bound_ns(problem: Problem) -> int:
         return ideal_ns
     relaxed = _Relaxation(problem)
     over = live_bytes(replace(problem, boundary_bytes=0)) - limit
-    bounds = [relaxed.at(step, int(over[step])) for step in _fullest(over, problem.boundary)]
+    bound = float(ideal_ns)
     over_between = _bytes_between(problem) - limit
     if over_between > 0:
-        bounds.append(relaxed.between(over_between))
-    return int(max([ideal_ns, *bounds]))
+        bound = max(bound, relaxed.between(over_between))
+    for step in sorted(_fullest(over, problem.boundary), key=lambda step: -over[step]):
+        bound = max(bound, relaxed.at(step, int(over[step]), bound))
+    return int(bound)
 
 
 def _bytes_between(problem: Problem) -> int:
@@ -104,13 +107,17 @@ class _Relaxation:
         self.last_early = np.array([max((u for u in s.uses if u < boundary), default=boundary) for s in kept])
         self.first_late = np.array([min((u for u in s.uses if u >= boundary), default=len(problem.ops)) for s in kept])
 
-    def at(self, step: int, over_bytes: int) -> float:
-        """Return what every plan needs because of `step`, in ns; 0 if no plan can make it fit."""
+    def at(self, step: int, over_bytes: int, known_ns: float = 0.0) -> float:
+        """Return what every plan needs because of `step`, in ns; 0 if no plan can make it fit.
+
+        Where that is no more than `known_ns`, another time that is not, either: to find one takes less work.
+        """
         return self._least_ns(
             over_bytes,
             away=(self.used < step) & (step < self.back),
             recomputed=(self.last_early < step) & (step < self.first_late),
             span=(step, step + 1),
+            known_ns=known_ns,
         )
 
     def between(self, over_bytes: int) -> float:
@@ -121,20 +128,31 @@ class _Relaxation:
             away=(self.used < boundary) & (boundary <= self.back),
             recomputed=self.last_early < boundary,
             span=(boundary, boundary),
+            known_ns=0.0,
         )
 
-    def _least_ns(self, over_bytes: int, away: _Mask, recomputed: _Mask, span: tuple[int, int]) -> float:
+    def _least_ns(
+        self, over_bytes: int, away: _Mask, recomputed: _Mask, span: tuple[int, int], known_ns: float
+    ) -> float:
         """Return the least time in which `over_bytes` are not there while the steps of `span` run."""
         freed, cost_ns = self._prices(recomputed)
         low = max(0.0, over_bytes - float(freed[-1]))
         high = min(float(over_bytes), float(self.moved_bytes[away].sum()), self.tiers)
         if low > high:
             return 0.0
-        moved = np.linspace(low, high, _CELLS + 1)
-        for last in (False, True):
+
+        def times(moved: _Floats) -> tuple[_Floats, _Floats, _Floats]:
             recomputed_ns = np.interp(over_bytes - moved, freed, cost_ns)
             gone_ns = self._carried(moved, self.made_ns[away], self.moved_bytes[away], self.out, self.write)
             back_ns = self._carried(moved, self.tail_ns[away], self.moved_bytes[away], self.into, self.read)
+            return recomputed_ns, gone_ns, back_ns
+
+        glance = float(self._makespan(span, *times(np.linspace(low, high, _GLANCES))).min())
+        if glance <= known_ns:  # what is returned otherwise is no more than any of these
+            return glance
+        moved = np.linspace(low, high, _CELLS + 1)
+        for last in (False, True):
+            recomputed_ns, gone_ns, back_ns = times(moved)
             # In a cell, at least its lower end is moved, and at least what its upper end leaves is recomputed.
             cells = self._makespan(span, recomputed_ns[1:], gone_ns[:-1], back_ns[:-1])
             if last:

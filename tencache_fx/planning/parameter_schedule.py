@@ -70,23 +70,41 @@ def with_parameters_scheduled(problem: Problem, parameter_transfers: Collection[
 
 
 def step_ns(problem: Problem, forecast: Forecast) -> int:
-    """Return how long a whole training step takes: as long as the device does, or as the host's memory.
+    """Return how long a whole training step takes: as long as the device does, or as the host's memory."""
+    return max(forecast.makespan_ns, host_memory_ns(problem, forecast.d2h_bytes + forecast.h2d_bytes))
+
+
+def host_memory_ns(problem: Problem, copied_bytes: int) -> int:
+    """Return how long the host's memory is busy in a step that copies so many bytes over the links.
 
     With gradients in host memory, their optimizer's state is there, too, and to update it takes the host's memory most
-    of the step; copies over the links are then not free, however well they hide behind kernels. A parameter that is
-    pinned on the device is copied there once, after its update.
+    of the step; copies over the links are then not free, however well they hide behind kernels. 0 if there are none, or
+    the memory's rate is not known.
     """
-    rate = problem.links.host_bytes_per_s
+    rate, own_bytes = problem.links.host_bytes_per_s, updating_bytes(problem)
+    return (own_bytes + copied_bytes) * 1_000_000_000 // rate if rate and own_bytes else 0
+
+
+def updating_bytes(problem: Problem) -> int:
+    """Return what updates in host memory read and write there in a step.
+
+    A parameter that is pinned on the device is copied there once, after its update.
+    """
     stored = [storage for storage in problem.storages if storage.kind is Kind.STORED]
-    if not rate or not stored:
-        return forecast.makespan_ns
+    if not stored:
+        return 0
     # Its gradient is read, its state read and written, and its weight, which is as large as the gradient, written.
     state_bytes = {storage.parameter: storage.state_bytes for storage in stored}  # of several gradients one is the sum
     update_bytes = sum(2 * storage.nbytes for storage in stored) + 2 * sum(state_bytes.values())
     parameters = {storage.parameter for storage in stored}
-    renewed_bytes = sum(s.nbytes for s in problem.storages if s.kind is Kind.PARAMETER and s.parameter in parameters)
-    host_bytes = update_bytes + forecast.d2h_bytes + forecast.h2d_bytes + renewed_bytes
-    return max(forecast.makespan_ns, host_bytes * 1_000_000_000 // rate)
+    return update_bytes + sum(
+        s.nbytes for s in problem.storages if s.kind is Kind.PARAMETER and s.parameter in parameters
+    )
+
+
+def given_bytes(problem: Problem) -> int:
+    """Return what is copied over the links in any case: offloaded parameters and their gradients."""
+    return sum(storage.nbytes for storage in problem.storages if storage.kind in (Kind.FETCHED, Kind.STORED))
 
 
 def keep_resident(problem: Problem, parameters: Collection[str], updated_here: Collection[str] = ()) -> Problem:
@@ -125,6 +143,22 @@ def keep_resident(problem: Problem, parameters: Collection[str], updated_here: C
     ]
     external_bytes = problem.external_bytes + sum(state_bytes.values())
     return replace(problem, storages=(*kept, *others), external_bytes=external_bytes)
+
+
+def least_bytes_beside_parameters(problem: Problem) -> int:
+    """Return the most that is on the device at any step beside offloaded parameters, gradients and their state."""
+    memory = least_bytes(problem)
+    for storage in problem.storages:
+        if storage.kind in (Kind.FETCHED, Kind.STORED):
+            memory[storage.birth : storage.death] -= storage.nbytes
+    return int(memory.max(initial=problem.external_bytes))
+
+
+def pinned_bytes(problem: Problem, parameters: Collection[str], updated_here: Collection[str] = ()) -> int:
+    """Return what these parameters, and the state of some, take on the device all the time."""
+    nbytes = {s.parameter: s.nbytes for s in problem.storages if s.kind is Kind.FETCHED}
+    state_bytes = {s.parameter: s.state_bytes for s in problem.storages if s.kind is Kind.STORED}
+    return sum(nbytes.get(each, 0) for each in parameters) + sum(state_bytes.get(each, 0) for each in updated_here)
 
 
 def first_parameters(problem: Problem, share: float, having: Kind = Kind.FETCHED) -> tuple[str, ...]:

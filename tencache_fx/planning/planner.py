@@ -10,7 +10,9 @@ import numpy as np
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning.liveness import clip_to_barriers, held_at, least_bytes, live_bytes, minimal_swaps
 from tencache_fx.planning.parameter_schedule import (
+    given_bytes,
     has_offloaded,
+    host_memory_ns,
     least_bytes_with_parameters,
     schedule_parameters,
     with_parameters_scheduled,
@@ -218,6 +220,17 @@ def lower_bound_ns(problem: Problem) -> int:
     after = ideal - before - durations
     out_ns, in_ns = over / links.d2h_bytes_per_s * 1e9, over / links.h2d_bytes_per_s * 1e9
     return int((np.maximum(before, out_ns) + durations + np.maximum(after, in_ns)).max())
+
+
+def least_step_ns(problem: Problem) -> int:
+    """Return a time of a whole step that no plan of transfers within the budget can beat.
+
+    The bytes that are over the budget at the peak are copied out and in, as every offloaded parameter and gradient is.
+    """
+    limit = problem.budgets.device_bytes
+    peak_bytes = int(live_bytes(problem).max(initial=0))
+    away_bytes = 0 if limit is None else max(0, peak_bytes - limit)
+    return max(lower_bound_ns(problem), host_memory_ns(problem, given_bytes(problem) + 2 * away_bytes))
 
 
 def _refuse_device(problem: Problem, transfers: Sequence[Transfer], note: str) -> None:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from tencache_fx.planning.bounds import joint_lower_bound_ns
 from tencache_fx.planning.evaluation import Candidate, Evaluator
 from tencache_fx.planning.liveness import live_bytes
+from tencache_fx.planning.planner import least_step_ns
 from tencache_fx.planning.problem import Problem, Recipe
+from tencache_fx.planning.recompute_bound import RecomputeBound
 from tencache_fx.planning.segments import kept_between_segments
-
-_NS_PER_S = 1_000_000_000
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -42,12 +42,13 @@ class RecomputeSearch:
         self.problem = evaluator.problem_for(base)
         self.limit = self.problem.budgets.device_bytes or 0
         self.line = [recipe.name for recipe in self.order(self.problem)]
-        self.steps = {recipe.name: recipe.steps for recipe in self.problem.recipes}
+        self.quick_bound = RecomputeBound(self.problem)
         tuning = evaluator.tuning
         plans = tuning.steps_planned // max(1, len(self.problem.ops))
         plans = min(tuning.most_plans, max(tuning.least_plans, plans))
         self._end = evaluator.spent_looks + plans * tuning.looks_per_plan
         self.bounds: dict[frozenset[str], Score] = {}
+        self._least_ns: dict[frozenset[str], int] = {}
         self.best: frozenset[str] = frozenset()
         self.best_score = Score(int(live_bytes(self.problem).max(initial=0)) - self.limit, 0)
 
@@ -66,10 +67,7 @@ class RecomputeSearch:
         return tuple(sorted(self.best))
 
     def bound(self, names: frozenset[str]) -> Score:
-        """Return what `names` cannot beat: by how much the floor is over, else a time.
-
-        What is over the budget at the peak goes out before it and comes back after it.
-        """
+        """Return what `names` cannot beat: by how much the floor is over, else a time."""
         if names not in self.bounds:
             candidate = self.base.recomputing(names)
             over_bytes = max(0, self.evaluator.floor_bytes(candidate) - self.limit)
@@ -79,10 +77,9 @@ class RecomputeSearch:
 
     def least_ns(self, names: frozenset[str]) -> int:
         """Return a time that `names` cannot beat if they fit."""
-        limits, links = self.evaluator.limits(self.base.recomputing(names)), self.problem.links
-        away_bytes = max(0, limits.peak_bytes - self.limit)
-        rates = links.d2h_bytes_per_s, links.h2d_bytes_per_s
-        return max(limits.busy_ns, sum(away_bytes * _NS_PER_S // max(1, rate) for rate in rates))
+        if names not in self._least_ns:
+            self._least_ns[names] = least_step_ns(self.evaluator.problem_for(self.base.recomputing(names)))
+        return self._least_ns[names]
 
     def score(self, names: frozenset[str]) -> Score:
         """Return how `names` does, planned and replayed; only its bound, if that is no better than the best."""
@@ -97,8 +94,11 @@ class RecomputeSearch:
 
     def consider(self, names: frozenset[str]) -> bool:
         """Take `names` if it beats what was best; return whether it did."""
-        if names not in self.bounds and Score(0, self.least_ns(names)) >= self.best_score:
-            return False  # whatever its floor is, which takes longer to find
+        if names not in self.bounds:  # the quickest first
+            if Score(0, self.quick_bound.least_ns(names)) >= self.best_score:
+                return False
+            if Score(0, self.least_ns(names)) >= self.best_score:
+                return False  # whatever its floor is, which takes longer to find
         score = self.score(names)
         better = score < self.best_score
         if better:
@@ -106,43 +106,19 @@ class RecomputeSearch:
         return better
 
     def climb(self) -> None:
-        """Find how far down which list to go: at evenly spaced rungs first, then around the best."""
+        """Find how far down which list to go: at evenly spaced rungs first, by rising bound, then around the best."""
         rungs: dict[frozenset[str], tuple[Sequence[str], int, int]] = {}
         for line, places in self.lines():
             stride = max(1, len(line) // places)
             for rung in sorted({*range(0, len(line), stride), len(line)}):
                 rungs.setdefault(frozenset(line[:rung]), (line, rung, stride))
         enough = self.left // 2
-        if len(self.evaluator.captured.ops) > self.evaluator.tuning.coarse_from:
-            self.bisect(sorted(rungs, key=self.added_ns), least_left=enough)
-        else:  # a plan takes milliseconds, and a valley may be missed
-            for names in sorted(rungs, key=self.bound):
-                if self.left <= enough:
-                    break
-                self.consider(names)
+        for names in sorted(rungs, key=self.quick_bound.least_ns):
+            if self.left <= enough:
+                break
+            self.consider(names)
         self.consider(frozenset())  # never slower than `teraio`
         self.close_in(*rungs[self.best], least_left=enough // 2)
-
-    def bisect(self, order: Sequence[frozenset[str]], least_left: int) -> None:
-        """Look for the best of `order`, which is by rising time of what runs again.
-
-        What recomputes little waits for the links, what recomputes much for that: in between, the time has one valley
-        as a rule. So of two choices the stretch beyond the worse one is left out, by the golden section.
-        """
-        low, high = 0, len(order) - 1
-        while high - low > 1 and self.left > least_left:
-            left, right = low + round((high - low) * 0.382), high - round((high - low) * 0.382)
-            for place in (right, left):
-                self.consider(order[place])
-            if self.score(order[left]) < self.score(order[right]):
-                high = right
-            else:
-                low = left if right > left else left + 1
-
-    def added_ns(self, names: frozenset[str]) -> int:
-        """Return about how long the steps take that run again with `names`, without those that they need in turn."""
-        steps = set().union(*(self.steps[name] for name in names))
-        return sum(self.problem.ops[step].duration_ns for step in steps)
 
     def close_in(self, line: Sequence[str], best: int, stride: int, least_left: int) -> None:
         """Look at the rungs of `line` around the best one, closer and closer."""
@@ -175,10 +151,16 @@ class RecomputeSearch:
             for start in range(0, len(self.line), width):
                 if self.left <= 0:
                     return
-                self.evaluator.spent_looks += 1
-                improved |= self.consider(self.best ^ frozenset(self.line[start : start + width]))
+                names = self.best ^ frozenset(self.line[start : start + width])
+                if self.best_score.over_bytes > 0 or self.quick_bound.least_ns(names) < self.worth_ns():
+                    self.evaluator.spent_looks += 1
+                    improved |= self.consider(names)
             if width > 1 or not improved:
                 width //= 2
+
+    def worth_ns(self) -> int:
+        """Return the time that is enough better than the best for a single decision to be looked at."""
+        return self.best_score.needed_ns * (1000 - self.evaluator.tuning.gain_per_mille) // 1000
 
     @staticmethod
     def order(problem: Problem) -> Sequence[Recipe]:

@@ -39,11 +39,18 @@ from tencache_fx.errors import BudgetError, OptionError
 from tencache_fx.planning.coarsening import coarsen_within
 from tencache_fx.planning.evaluation import Candidate, Costs, Evaluator, Names
 from tencache_fx.planning.liveness import live_bytes
-from tencache_fx.planning.parameter_schedule import first_parameters, has_offloaded
+from tencache_fx.planning.parameter_schedule import (
+    first_parameters,
+    has_offloaded,
+    keep_resident,
+    least_bytes_beside_parameters,
+    pinned_bytes,
+)
 from tencache_fx.planning.plan import Plan, TransferKind
 from tencache_fx.planning.planner import POLICIES, floor_bytes
 from tencache_fx.planning.problem import Kind, Problem
 from tencache_fx.planning.recompute import recompute
+from tencache_fx.planning.recompute_bound import least_floor_bytes
 from tencache_fx.planning.recompute_search import RecomputeSearch
 from tencache_fx.planning.tuning import SPLITS, TUNING, Tuning
 
@@ -171,7 +178,8 @@ def _search_turns(evaluator: Evaluator) -> Names:
     room_bytes = limit - floor_bytes(captured)
     if room_bytes > 0 and any(storage.state_bytes for storage in captured.storages):
         starts += [replace(base, reserved_bytes=int(room_bytes * share)) for share in tuning.state_rooms]
-    if every := first_parameters(captured, 1.0):
+    every = first_parameters(captured, 1.0)
+    if every and least_floor_bytes(keep_resident(captured, every)) <= limit:
         starts.append(replace(base, resident=every))
 
     def try_out(names: Names) -> Trial:
@@ -296,6 +304,7 @@ class _Tried:
     def __init__(self, evaluator: Evaluator, base: Candidate) -> None:
         self._evaluator, self.base = evaluator, base
         self._problem = evaluator.problem_for(base)
+        self._beside_bytes = least_bytes_beside_parameters(self._problem)
         self.planned: dict[_Shares, Candidate] = {}
         self.refusals: list[BudgetError] = []
 
@@ -304,6 +313,8 @@ class _Tried:
         found = 0
         for shares in choices:
             candidate = self._pin(shares)
+            if self._cannot_fit(candidate):
+                continue
             refusal = self._evaluator.evaluate(candidate).refusal
             if refusal is not None:
                 self.refusals.append(refusal)
@@ -312,6 +323,12 @@ class _Tried:
             found += 1
             if found == enough:
                 break
+
+    def _cannot_fit(self, candidate: Candidate) -> bool:
+        """Whether what `candidate` pins is too much, whatever its plan; to ask for one takes longer."""
+        limit = self._problem.budgets.device_bytes
+        pinned = pinned_bytes(self._problem, candidate.resident, candidate.updated_here)
+        return limit is not None and pinned > 0 and self._beside_bytes + pinned > limit
 
     def add_state(self, lead: float) -> None:
         """Try parameters that are pinned with gradient and state; who sets no budget has not said how much may be."""

@@ -52,6 +52,8 @@ class Tuning:
     segment_halvings: int = 6
     # Single decisions are turned over only if the best plan takes a hundredth longer than the lower bound.
     gap_percent: int = 1
+    # ... and those that, by a quick bound, can gain a thousandth: equal layers offer the same small gain many times.
+    gain_per_mille: int = 1
     # Stretches of the price list that are turned over begin with a quarter of it, and are halved down to one decision.
     first_stretches: int = 4
 

@@ -12,7 +12,7 @@ from outcomes import Outcomes
 from problems import GIB, links, make_region, make_storage, problems, transformer
 
 from tencache_fx.errors import BudgetError
-from tencache_fx.planning.bounds import joint_lower_bound_ns
+from tencache_fx.planning.bounds import _Relaxation, joint_lower_bound_ns
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.planner import lower_bound_ns
@@ -104,6 +104,15 @@ def test_without_recipes_the_bound_is_one_for_transfers_alone(problem: Problem) 
     assert plan is not None
     bound = joint_lower_bound_ns(problem)
     assert 0.97 * lower_bound_ns(problem) - 1 <= bound <= plan.forecast.makespan_ns
+
+
+@settings(max_examples=100, deadline=None)
+@given(problem=problems_with_recipes())
+def test_steps_are_passed_over_only_where_they_do_not_matter(problem: Problem) -> None:
+    passing, every = joint_lower_bound_ns(problem), _Relaxation.at
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Relaxation, "at", lambda self, step, over_bytes, _known_ns: every(self, step, over_bytes))
+        assert joint_lower_bound_ns(problem) == passing
 
 
 def test_memory_held_between_the_graphs_counts_where_the_backward_begins_after_recomputing() -> None:
