@@ -117,9 +117,11 @@ class Evaluator:
         return self._outcomes[candidate]
 
     def _plan(self, candidate: Candidate) -> Outcome:
-        problem = self.problem_for(candidate)
+        problem, known = self.problem_for(candidate), None
+        if candidate.policy == "joint" and (before := self._outcomes.get(replace(candidate, policy="teraio"))):
+            known = before.plan
         try:
-            plan = plan_transfers(problem, candidate.policy, candidate.lead)
+            plan = plan_transfers(problem, candidate.policy, candidate.lead, known)
         except BudgetError as refusal:
             return Outcome(refusal=refusal.with_traceback(None))  # its frames hold the problem
         forecast = plan.forecast

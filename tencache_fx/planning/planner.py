@@ -17,7 +17,7 @@ from tencache_fx.planning.parameter_schedule import (
     schedule_parameters,
     with_parameters_scheduled,
 )
-from tencache_fx.planning.plan import Forecast, Plan, Transfer
+from tencache_fx.planning.plan import Forecast, Plan, Transfer, TransferKind
 from tencache_fx.planning.policies.ten_cache import choose_10cache
 from tencache_fx.planning.policies.teraio import choose_teraio
 from tencache_fx.planning.pool_sizing import host_buffers, pool_classes, total_bytes
@@ -54,33 +54,31 @@ class _Sized:
         self.peak_step = Step(int(live.argmax()) if live.size else 0)
 
 
-def plan_transfers(problem: Problem, policy: str, lead: float) -> Plan:
+def plan_transfers(problem: Problem, policy: str, lead: float, known: Plan | None = None) -> Plan:
     """Return `policy`'s plan for a problem in which it is decided what is recomputed and what is pinned on the device.
 
     Parameters are prefetched up to `lead` copy times before the latest safe start. Where there are any to transfer,
-    `floor_bytes` of the forecast is left at 0. Raises `BudgetError`, before anything has run, when the region's floor
-    is over the device budget, or the transfers need more host memory or disk than there is.
+    `floor_bytes` of the forecast is left at 0. `known`, if there is one, is what "teraio" plans for the same problem
+    and lead: the first variant of "joint" does not have to be asked for that again. Raises `BudgetError`, before
+    anything has run, when the region's floor is over the device budget, or the transfers need more host memory or disk
+    than there is.
     """
-    return _plan_with_parameters(problem, policy, lead) if has_offloaded(problem) else _plan_swaps(problem, policy)
-
-
-def _plan_with_parameters(problem: Problem, policy: str, lead: float) -> Plan:
-    """Return `policy`'s plan beside the loads and stores, prefetched with `lead`; its floor is left open."""
+    assert known is None or policy == "joint"
+    if not has_offloaded(problem):
+        swaps = _choose_swaps(problem, policy, known)
+        return _replayed(problem, policy, swaps, swaps.floor_bytes)
     parameter_transfers = schedule_parameters(problem, lead)
-    swaps = _choose_swaps(with_parameters_scheduled(problem, parameter_transfers), policy)
+    swaps = _choose_swaps(with_parameters_scheduled(problem, parameter_transfers), policy, known)
     plan = build_plan(problem, policy, [*swaps.transfers, *parameter_transfers], floor=0)
     check_tiers(problem, plan.forecast)
     return plan
 
 
-def _plan_swaps(problem: Problem, policy: str) -> Plan:
-    """Return `policy`'s plan for a problem without loads and stores."""
-    swaps = _choose_swaps(problem, policy)
-    return _replayed(problem, policy, swaps, swaps.floor_bytes)
+def _choose_swaps(problem: Problem, policy: str, known: Plan | None) -> _Sized:
+    """Return `policy`'s swaps for a problem whose loads and stores are scheduled; they fit all budgets.
 
-
-def _choose_swaps(problem: Problem, policy: str) -> _Sized:
-    """Return `policy`'s swaps for a problem whose loads and stores are scheduled; they fit all budgets."""
+    Those of a `known` plan are what the first variant chooses.
+    """
     limit = problem.budgets.device_bytes
     floor = _scheduled_floor_bytes(problem)
     if limit is None or live_bytes(problem).max(initial=problem.external_bytes) <= limit:
@@ -89,7 +87,7 @@ def _choose_swaps(problem: Problem, policy: str) -> _Sized:
         _refuse_device(problem, (), note='policy="none" never spills')
     if floor > limit:
         _refuse_device(problem, minimal_swaps(problem), note="with everything spilled that may be")
-    swaps = _fastest_swaps(problem, policy, POLICIES[policy], floor)
+    swaps = _fastest_swaps(problem, policy, POLICIES[policy], floor, known)
     check_tiers(problem, swaps)
     return swaps
 
@@ -102,8 +100,14 @@ def fastest_variant(problem: Problem, policy: str, variants: Sequence[Policy], f
     return _replayed(problem, policy, _fastest_swaps(problem, policy, variants, floor), floor)
 
 
-def _fastest_swaps(problem: Problem, policy: str, variants: Sequence[Policy], floor: int) -> _Sized:
-    found = [_share_out(problem, _repair(problem, variant, floor)) for variant in variants]
+def _fastest_swaps(
+    problem: Problem, policy: str, variants: Sequence[Policy], floor: int, known: Plan | None = None
+) -> _Sized:
+    found = []
+    if known is not None:
+        swaps = [transfer for transfer in known.transfers if transfer.kind is TransferKind.SWAP]
+        found, variants = [_Sized(problem, swaps, floor)], variants[1:]
+    found += [_share_out(problem, _repair(problem, variant, floor)) for variant in variants]
     if len(found) == 1:  # a replay takes as long as the choice
         return found[0]
 

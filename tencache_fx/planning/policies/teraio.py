@@ -32,6 +32,10 @@ from tencache_fx.planning.tuning import TUNING
 
 _Floats = np.ndarray[Any, np.dtype[np.float64]]
 
+_ROUNDED_UP = 1 + 1e-9  # sums are rounded
+_LONG = 500  # steps: a shorter window is scored closely at once
+_SUMMED_UP_EVERY = 4  # choices: to sum up takes about as long as to score four transfers of the longest windows
+
 
 def choose_teraio(problem: Problem, *, headroom: float = 0.0, lead: float = TUNING.swap_lead) -> tuple[Transfer, ...]:
     """Return the transfers of the greedy plan, none if the region fits.
@@ -95,6 +99,21 @@ class _Calendar:
         np.cumsum(rest, out=rest)
 
 
+class _Sums:
+    """Sums over the steps of what was over the limit at one time: bounds, as it only falls."""
+
+    def __init__(self, over: _Floats, durations: _Floats) -> None:
+        over = np.maximum(over, 0.0)
+        self.most = float(over.max(initial=0.0))
+        self.area = np.concatenate([[0.0], np.cumsum(over * durations)])
+        self.time = np.concatenate([[0.0], np.cumsum(np.where(over > 0, durations, 0.0))])
+
+    def most_saved(self, gone: int, fetch: int, nbytes: int) -> float:
+        """Return what area and bytes `nbytes` can take away, at most, during `[gone, fetch)`."""
+        area = float(self.area[fetch] - self.area[gone])
+        return min(area, nbytes * float(self.time[fetch] - self.time[gone])) + min(nbytes, self.most)
+
+
 @dataclass(frozen=True, slots=True)
 class _Offer:
     """What a transfer would give now: its score, and the window during which its bytes would be away."""
@@ -117,6 +136,7 @@ class _Greedy:
         self.fullest = int(self.over.argmax())
         self.times: dict[tuple[int, Tier], CopyTimes] = {}
         self.durations = np.array([op.duration_ns for op in problem.ops], dtype=np.float64)
+        self.sums = _Sums(self.over, self.durations)
         self.out, self.write, self.read, self.into = (_Calendar(self.durations) for _ in range(4))
         self.capacity = TierCapacity(problem)
         self.chosen: dict[str, Transfer] = {}
@@ -132,15 +152,17 @@ class _Greedy:
         current: set[tuple[str, Step]] = set()  # those looked at since the last choice
         while heap and self.over[self.fullest] > 0:
             transfer, offer = heap[0][-2:]
+            following = min(heap[1:3], default=None)
+            enough = 0.0 if following is None else -following[0] * TUNING.enough_of_best_score
             if (transfer.name, transfer.needed_at) not in current:
-                offer = None if transfer.name in self.chosen else self._offer(transfer)
+                offer = None if transfer.name in self.chosen else self._offer(transfer, enough)
             if offer is None:
                 heappop(heap)
                 continue
-            current.add((transfer.name, transfer.needed_at))
+            if offer.score >= enough:
+                current.add((transfer.name, transfer.needed_at))
             renewed = (-offer.score, *heap[0][1:-1], offer)
-            following = min(heap[1:3], default=renewed)
-            if renewed > following and offer.score < -following[0] * TUNING.enough_of_best_score:
+            if following is not None and renewed > following and offer.score < enough:
                 heapreplace(heap, renewed)  # worse than when last looked at: compare again
                 continue
             heappop(heap)
@@ -152,28 +174,28 @@ class _Greedy:
 
         O(steps + candidates), with sums over the steps at which memory is over the limit.
         """
-        over = np.maximum(self.memory - self.limit, 0)
-        area = np.concatenate([[0.0], np.cumsum(over * self.durations)])
-        time = np.concatenate([[0.0], np.cumsum((over > 0) * self.durations)])
-        steps = np.concatenate([[0], np.cumsum(over > 0)])
         freed = np.array([transfer.freed_at for transfer in candidates], dtype=np.int64)
         fetch = np.array([transfer.prefetch_at for transfer in candidates], dtype=np.int64)
         nbytes = np.array([transfer.nbytes for transfer in candidates], dtype=np.float64)
         links = self.problem.links
         cost = 2 * links.copy_latency_ns + nbytes * (1e9 / links.d2h_bytes_per_s + 1e9 / links.h2d_bytes_per_s)
-        saved = np.minimum(area[fetch] - area[freed], nbytes * (time[fetch] - time[freed]))
-        most = (saved + np.minimum(nbytes, over.max(initial=0))) / cost * (1 + 1e-9)  # sums are rounded
+        steps = np.concatenate([[0], np.cumsum(self.over > 0)])
+        area, time = self.sums.area[fetch] - self.sums.area[freed], self.sums.time[fetch] - self.sums.time[freed]
+        most = (np.minimum(area, nbytes * time) + np.minimum(nbytes, self.sums.most)) / cost * _ROUNDED_UP
         return [float(each) for each in np.where(steps[fetch] > steps[freed], most, 0.0)]
 
-    def _offer(self, transfer: Transfer) -> _Offer | None:
+    def _offer(self, transfer: Transfer, enough: float = 0.0) -> _Offer | None:
         for tier in (Tier.HOST, Tier.NVME):
             placed = transfer if transfer.tier is tier else replace(transfer, tier=tier)
             if self.capacity.fits(placed):
-                return self._score(placed)
+                return self._score(placed, enough)
         return None
 
-    def _score(self, transfer: Transfer) -> _Offer | None:
-        """Return what `transfer` gives, None if it gives nothing or cannot be done without a stall."""
+    def _score(self, transfer: Transfer, enough: float) -> _Offer | None:
+        """Return what `transfer` gives, None if it gives nothing or cannot be done without a stall.
+
+        What is away for long and cannot give `enough` is not looked at closely: its score is then a bound.
+        """
         problem, size = self.problem, (transfer.nbytes, transfer.tier)
         if size not in self.times:
             self.times[size] = copy_times(problem.links, *size)
@@ -189,6 +211,11 @@ class _Greedy:
             return None
         if gone >= fetch:
             return None
+        cost = times.out + times.write + times.read + times.into
+        if fetch - gone > _LONG:
+            most_score = self.sums.most_saved(gone, fetch, transfer.nbytes) / cost * _ROUNDED_UP
+            if most_score < enough:
+                return _Offer(most_score, transfer, times, gone, fetch) if most_score > 0 else None
         over, most = self.over[gone:fetch], transfer.nbytes
         if not (gone <= self.fullest < fetch and self.over[self.fullest] >= most):  # else there is no need to look
             most = min(int(over.max()), most)
@@ -196,7 +223,6 @@ class _Greedy:
             return None
         removed = np.maximum(over, 0.0)
         area = float(np.minimum(removed, transfer.nbytes, out=removed) @ self.durations[gone:fetch])
-        cost = times.out + times.write + times.read + times.into
         return _Offer((area + most) / cost, transfer, times, gone, fetch)
 
     def _commit(self, offer: _Offer) -> None:
@@ -208,6 +234,8 @@ class _Greedy:
             self.read.charge(offer.fetch, transfer.needed_at, times.read, late=True)
         self.over[offer.gone : offer.fetch] -= transfer.nbytes
         self.fullest = int(self.over.argmax())
+        if len(self.chosen) % _SUMMED_UP_EVERY == 0 and self.over.size > _LONG:
+            self.sums = _Sums(self.over, self.durations)
         self.capacity.charge(transfer)
         self.chosen[transfer.name] = transfer
 
