@@ -5,7 +5,7 @@ its first use, each step once for all recipes that need it, as torch's partition
 `_functorch/partitioners.py: reordering_to_mimic_autograd_engine`). What those steps read stays until they have run.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from tencache_fx.planning.problem import Kind, Op, Problem, Step, Storage
@@ -23,11 +23,15 @@ def recompute(problem: Problem, names: Collection[str]) -> Problem:
     naming: dict[Step, set[Step]] | None = problem.derived.get("naming steps")
     if naming is None:  # many choices are tried for one problem
         naming = problem.derived["naming steps"] = _naming_steps(problem)
-    line = _Line(problem, _placed(problem, names, naming), naming)
+    read_at: dict[int, list[Storage]] | None = problem.derived.get("storages by use")
+    if read_at is None:
+        read_at = problem.derived["storages by use"] = _storages_by_use(problem)
+    line = _Line(problem, _placed(problem, names, naming, read_at), naming)
     storages: list[Storage] = []
+    chosen = frozenset(names)
     for storage in problem.storages:
         if storage.kind is not Kind.FETCHED:
-            storages.extend(line.live(storage, again=storage.name in names))
+            storages.extend(line.live(storage, again=storage.name in chosen))
     storages.extend(line.fetched())
     return replace(
         problem,
@@ -39,15 +43,23 @@ def recompute(problem: Problem, names: Collection[str]) -> Problem:
     )
 
 
-def _placed(problem: Problem, names: Collection[str], naming: Mapping[Step, Collection[Step]]) -> dict[int, list[Step]]:
-    """Return which forward steps run again before which backward step."""
-    recipes = {recipe.name: recipe for recipe in problem.recipes}
-    storages = {storage.name: storage for storage in problem.storages}
+def _storages_by_use(problem: Problem) -> dict[int, list[Storage]]:
     read_at: dict[int, list[Storage]] = {}
     for storage in problem.storages:
         for use in storage.uses:
             read_at.setdefault(use, []).append(storage)
+    return read_at
 
+
+def _placed(
+    problem: Problem,
+    names: Collection[str],
+    naming: Mapping[Step, Collection[Step]],
+    read_at: Mapping[int, Sequence[Storage]],
+) -> dict[int, list[Step]]:
+    """Return which forward steps run again before which backward step."""
+    recipes = {recipe.name: recipe for recipe in problem.recipes}
+    storages = {storage.name: storage for storage in problem.storages}
     whole: dict[str, set[Step]] = {}
     for name in sorted(names, key=lambda name: storages[name].birth):  # what one recipe reads was made before it
         steps = set(recipes[name].steps)
@@ -120,13 +132,18 @@ class _Line:
         What is saved all the same may be made a second time too, by an op that also makes something else; that second
         one is then read by nobody.
         """
-        boundary = self.problem.boundary
+        boundary, at = self.problem.boundary, self.at
+        ends = max(storage.death, storage.ready)
+        if ends < boundary and storage.birth not in self.again and self.again.keys().isdisjoint(storage.uses):
+            return (storage,)
         made = _is_made_here(storage)
+        if made and storage.birth >= boundary:
+            return (self._stretched(storage, at[storage.birth], [at[use] for use in storage.uses]),)
         early = [use for use in storage.uses if use < boundary]
-        late = [self.at[use] for use in storage.uses if use >= boundary]
+        late = [at[use] for use in storage.uses if use >= boundary]
         repeated = [self.again[use] for use in storage.uses if use in self.again]
         if not (made and storage.birth in self.again):
-            birth = self.at[storage.birth] if made else storage.birth  # tangents are there when the backward begins
+            birth = at[storage.birth] if made else storage.birth  # tangents are there when the backward begins
             return (self._stretched(storage, birth, [*early, *late, *repeated]),)
         remade = self.again[storage.birth]
         if again:
