@@ -68,12 +68,12 @@ class Visit:
         return self.held_bytes + self.region.peak_bytes(backward=self.backward)
 
 
-def with_regions(visits: Sequence[Visit], regions: Mapping[int, SwapRegion]) -> list[Visit]:
-    """Return the same runs of other `regions`, by index: forwards that wait keep as much as these do."""
+def with_regions(visits: Sequence[Visit], regions: Mapping[tuple[int, int], SwapRegion]) -> list[Visit]:
+    """Return the same runs of other `regions`, by index and call: forwards that wait keep as much as these do."""
     found: list[Visit] = []
     more_bytes = 0  # what those that wait keep more than when it was measured
     for visit in visits:
-        region = regions[visit.index]
+        region = regions[visit.index, visit.call]
         changed_bytes = region.pending_bytes - visit.region.pending_bytes
         held_bytes = max(0, visit.held_bytes + more_bytes)
         gap_bytes = max(0, visit.gap_bytes + more_bytes)

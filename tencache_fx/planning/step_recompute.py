@@ -1,13 +1,16 @@
-"""Chooses what the regions of a step recompute instead of saving: the same storages in all calls of a region.
+"""Chooses what the regions of a step recompute instead of saving, in which of their calls.
 
 The saved values of all regions make one list, by what their recipe costs per byte. The search goes down that list,
 first in even strides, then closer around the best: each choice is modelled (`recompute.py`), joined to the problem of
 the whole step, planned by `teraio` and replayed by the simulator. About 20 choices, and fewer plans: what cannot beat
 the best so far is not planned.
+
+Of a region with many calls, one value more frees its bytes in every call, which can be more than is needed. So the last
+value taken from the list, or the next one, is recomputed in the first calls only: what these save is held longest.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning.liveness import live_bytes
@@ -20,8 +23,22 @@ from tencache_fx.planning.step import Visit, join, with_regions
 from tencache_fx.planning.swap_region import SwapRegion, frugal_transfers
 from tencache_fx.planning.tuning import TUNING
 
-Choice = Mapping[int, frozenset[str]]
-"""The storages to recompute, by region."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
+    """The storages that the calls of one region recompute: `always` in all, `first` too in the first `first_calls`."""
+
+    always: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+    first_calls: int = 0
+
+    def names(self, call: int) -> frozenset[str]:
+        """Return the storages that the `call`-th call of a step recomputes, counted from 0."""
+        return frozenset(self.always + self.first if call < self.first_calls else self.always)
+
+
+Choice = Mapping[int, Recomputed]
+"""What is recomputed, by region."""
 
 _TUNING = replace(TUNING, leads=(TUNING.compared_lead,), resident_shares=(0.0,), state_shares=())
 _STRIDES = 8
@@ -32,48 +49,110 @@ def choose_for_step(
     visits: Sequence[Visit], links: Links, budgets: Budgets, shared: Collection[tuple[int, str]] = ()
 ) -> Choice | None:
     """Return what each region is best to recompute; None if the choice that the visits ran with is as good."""
-    regions = {visit.index: visit.region for visit in visits}
-    calls = {(visit.index, visit.call) for visit in visits if visit.backward}
-    if not any(region.original.recipes for region in regions.values()):
-        return None
-    line = _price_list({index: region for index, region in regions.items() if any(i == index for i, _ in calls)})
-    now = {index: region.recomputed for index, region in regions.items()}
-    scores: dict[int, tuple[int, int]] = {}
+    return _Search(visits, links, budgets, shared).run()
 
-    def score(choice: Choice, least: tuple[int, int] | None = None) -> tuple[int, int]:
-        """Return by how many bytes the floor is over the budget, and how long the step takes.
 
-        Where no plan beats the `least` score so far, a bound stands for the time.
+class _Search:
+    """The search for one step. A score is how many bytes the floor is over the budget, and how long the step takes."""
+
+    def __init__(
+        self, visits: Sequence[Visit], links: Links, budgets: Budgets, shared: Collection[tuple[int, str]]
+    ) -> None:
+        self._visits, self._links, self._budgets, self._shared = visits, links, budgets, shared
+        self._regions = {visit.index: visit.region for visit in visits}
+        self._own = {(visit.index, visit.call): visit.region for visit in visits}
+        self._calls = {place: region.recomputed for place, region in self._own.items()}
+        returning = {visit.index for visit in visits if visit.backward}
+        self._line = _price_list({index: region for index, region in self._regions.items() if index in returning})
+        self._models: dict[tuple[int, frozenset[str]], SwapRegion] = {}
+        self._scores: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def run(self) -> Choice | None:
+        if not self._line:
+            return None
+        best = self._refine(self._descend())
+        choice, score = self._choice(*best), self._score_of(*best)
+        if all(choice[index].names(call) == names for (index, call), names in self._calls.items()):
+            return None
+        present = self._score(self._calls)
+        if score[0] > present[0]:
+            return None
+        if score[0] == present[0] and score[1] * 100 > present[1] * (100 - _GAIN_PERCENT):
+            return None
+        return choice
+
+    def _descend(self) -> int:
+        """Return how many values of the list are best recomputed, in all calls of their regions."""
+        count = len(self._line)
+        stride = max(1, count // _STRIDES)
+        best: int = min({*range(0, count, stride), count}, key=lambda each: (self._score_of(each, 0), each))
+        while stride > 1:
+            stride = (stride + 1) // 2
+            nearby = {max(0, best - stride), best, min(count, best + stride)}
+            best = min(nearby, key=lambda each: (self._score_of(each, 0), each))
+        return best
+
+    def _refine(self, best: int) -> tuple[int, int]:
+        """Return how many values are recomputed in all calls, and in how many calls the one behind them is.
+
+        Unless that is faster by as much as compiling its region twice asks for, all calls do the same.
         """
-        models = {index: _model(region, choice[index]) for index, region in regions.items()}
-        problem = join(with_regions(visits, models), links, budgets, shared).problem
+        found = [(best, 0)]
+        for count in (best - 1, best):
+            if not 0 <= count < len(self._line):
+                continue
+            index = self._line[count][0]
+            low, high = 1, sum(each == index for each, _ in self._calls) - 1
+            while low <= high:  # more calls hold less, and compute more
+                middle = (low + high) // 2
+                found.append((count, middle))
+                if self._score_of(count, middle + 1) < self._score_of(count, middle):
+                    low = middle + 1
+                else:
+                    high = middle - 1
+        even, best_of_all = self._score_of(best, 0), min(found, key=lambda each: (self._score_of(*each), each))
+        score = self._score_of(*best_of_all)
+        gains = score[0] < even[0] or score[1] * 100 <= even[1] * (100 - _GAIN_PERCENT)
+        return best_of_all if gains else (best, 0)
+
+    def _choice(self, count: int, first_calls: int) -> Choice:
+        always, behind = self._line[:count], self._line[count : count + 1] if first_calls else []
+        return {
+            index: Recomputed(
+                always=tuple(sorted(name for region, name in always if region == index)),
+                first=tuple(name for region, name in behind if region == index),
+                first_calls=first_calls if behind and behind[0][0] == index else 0,
+            )
+            for index in self._regions
+        }
+
+    def _score_of(self, count: int, first_calls: int) -> tuple[int, int]:
+        if (count, first_calls) not in self._scores:
+            choice = self._choice(count, first_calls)
+            names = {(index, call): choice[index].names(call) for index, call in self._calls}
+            self._scores[count, first_calls] = self._score(names, min(self._scores.values(), default=None))
+        return self._scores[count, first_calls]
+
+    def _score(
+        self, names: Mapping[tuple[int, int], frozenset[str]], least: tuple[int, int] | None = None
+    ) -> tuple[int, int]:
+        """Return the score of what each call recomputes; a bound is the time where no plan beats the `least`."""
+        models = {place: self._model(place, each) for place, each in names.items()}
+        problem = join(with_regions(self._visits, models), self._links, self._budgets, self._shared).problem
         if least is not None and (bound := (0, lower_bound_ns(problem))) > least:
             return bound
         try:
             return 0, make_plan(problem, "teraio", tuning=_TUNING).forecast.makespan_ns
         except BudgetError:
-            return max(1, floor_bytes(problem) - (budgets.device_bytes or 0)), 0
+            return max(1, floor_bytes(problem) - (self._budgets.device_bytes or 0)), 0
 
-    def rung(count: int) -> tuple[int, int]:
-        if count not in scores:
-            scores[count] = score(_first(line, count, regions), min(scores.values(), default=None))
-        return scores[count]
-
-    stride = max(1, len(line) // _STRIDES)
-    best = min({*range(0, len(line), stride), len(line)}, key=lambda count: (rung(count), count))
-    while stride > 1:
-        stride = (stride + 1) // 2
-        nearby = {max(0, best - stride), best, min(len(line), best + stride)}
-        best = min(nearby, key=lambda count: (rung(count), count))
-    choice, over = _first(line, best, regions), rung(best)
-    if choice == now:
-        return None
-    present = score(now)
-    if over[0] > present[0]:
-        return None
-    if over[0] == present[0] and over[1] * 100 > present[1] * (100 - _GAIN_PERCENT):
-        return None
-    return choice
+    def _model(self, place: tuple[int, int], names: frozenset[str]) -> SwapRegion:
+        if names == self._own[place].recomputed:
+            return self._own[place]
+        index, _ = place
+        if (index, names) not in self._models:
+            self._models[index, names] = _model(self._regions[index], names)
+        return self._models[index, names]
 
 
 def recomputed_to_fit(captured: Problem) -> frozenset[str]:
@@ -111,11 +190,6 @@ def _price_list(regions: Mapping[int, SwapRegion]) -> list[tuple[int, str]]:
             cost_ns = sum(problem.ops[step].duration_ns for step in recipe.steps)
             priced.append((cost_ns / max(1, nbytes[recipe.name]), place, index, recipe.name))
     return [(index, name) for _, _, index, name in sorted(priced)]
-
-
-def _first(line: Sequence[tuple[int, str]], count: int, regions: Collection[int]) -> Choice:
-    chosen = line[:count]
-    return {index: frozenset(name for region, name in chosen if region == index) for index in regions}
 
 
 def _model(region: SwapRegion, names: frozenset[str]) -> SwapRegion:

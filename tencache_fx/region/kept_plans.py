@@ -20,7 +20,7 @@ from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Budgets, Links, Problem
 from tencache_fx.planning.search import choose_for_region, make_plan
 from tencache_fx.planning.step import Visit
-from tencache_fx.planning.step_recompute import choose_for_step
+from tencache_fx.planning.step_recompute import Recomputed, choose_for_step
 from tencache_fx.planning.tuning import TUNING, Tuning
 from tencache_fx.planning.verify import verify_plan
 
@@ -36,9 +36,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepChoice:
-    """The storages to recompute, by region; None if what the regions recompute already is as good."""
+    """What is recomputed, by region; None if what the regions recompute already is as good."""
 
-    names: tuple[tuple[int, tuple[str, ...]], ...] | None
+    regions: tuple[tuple[int, Recomputed], ...] | None
 
 
 def kept_plan(problem: Problem, policy: str, *, tuning: Tuning = TUNING) -> Plan:
@@ -63,14 +63,12 @@ def kept_choice(problem: Problem) -> tuple[str, ...]:
 
 def kept_step_choice(
     visits: Sequence[Visit], links: Links, budgets: Budgets, shared: Collection[tuple[int, str]]
-) -> dict[int, frozenset[str]] | None:
+) -> dict[int, Recomputed] | None:
     """Return what `choose_for_step` does: read, if it was chosen before."""
 
     def choose() -> StepChoice:
         found = choose_for_step(visits, links, budgets, shared)
-        if found is None:
-            return StepChoice(names=None)
-        return StepChoice(names=tuple((index, tuple(sorted(names))) for index, names in sorted(found.items())))
+        return StepChoice(regions=None if found is None else tuple(sorted(found.items())))
 
     regions = {id(visit.region): visit.region for visit in visits}  # calls share them
     places = {each: place for place, each in enumerate(regions)}
@@ -81,8 +79,8 @@ def kept_step_choice(
     ]
     lasting = _capped(budgets, sum(_bytes(visit.region.problem) + _bytes(visit.region.original) for visit in visits))
     key = _key("stepchoice", order, stated, links, lasting, sorted(shared))
-    names = cached(key, StepChoice, choose).names
-    return None if names is None else {index: frozenset(each) for index, each in names}
+    chosen = cached(key, StepChoice, choose).regions
+    return None if chosen is None else dict(chosen)
 
 
 def _lasting(problem: Problem) -> Problem:

@@ -94,6 +94,7 @@ class Region:
         if self.current.footprint is not None:
             self._review(self.current.footprint.formulas, args)
         current = self._checkpointed.choose(self.current)
+        self.step.enter(current)
         if current is not placed:
             current.placement.apply(offloaded)
         names = current.placement.names

@@ -13,25 +13,29 @@ _SIZES = 64  # remembered
 
 
 class StepMonitor:
-    """The monitor of one region; it has the region planned again for what the step is to recompute."""
+    """The monitor of one region; it has the region planned again for what the step is to recompute.
+
+    What it was compiled for is `_kept`, by what that recomputes: other calls of the step may recompute less.
+    """
 
     optional = True
 
     def __init__(self, source: RegionSource) -> None:
         self._source = source
         self._current: CompiledRegion | None = None
+        self._kept: dict[frozenset[str], CompiledRegion] = {}
         self._sizes: Sizes | None = None
-        self._resized: dict[Sizes, SwapRegion] = {}
+        self._resized: dict[tuple[frozenset[str], Sizes], SwapRegion] = {}
         self._recorder: StepRecorder | None = None
         self._refused = False
         self._options, self._given = source.options, SETTINGS.given
 
     @property
     def recomputed(self) -> frozenset[str] | None:
-        """The storages that are to be recomputed in all calls of the region; None if that is not decided yet."""
+        """The storages that the next call of the region is to recompute; None if that is not decided yet."""
         if self._recorder is None or self._refused:
             return None
-        return self._recorder.planner.recomputed.get(self._source.index)
+        return self._recorder.recomputed_next(self._source.index)
 
     @property
     def is_alone(self) -> bool:
@@ -73,13 +77,22 @@ class StepMonitor:
         if self._recorder is not None:
             self._recorder.settle()
         recomputed = self.recomputed
-        if current.swap_region is not None and recomputed not in (None, current.swap_region.recomputed):
-            return "the step is faster if it recomputes other storages"
-        return current
+        if current.swap_region is None or recomputed is None or recomputed == current.swap_region.recomputed:
+            return current
+        return self._kept.get(recomputed, "the step is faster if it recomputes other storages")
+
+    def enter(self, current: CompiledRegion) -> None:
+        """Note how the region runs in the call that begins; nobody is told of one that is planned by itself."""
+        if current.swap_region is not None:
+            self._current = current
 
     def on_compiled(self, request: Request, compiled: CompiledRegion) -> None:
-        """Note what the region's graphs need now."""
-        self._current, self._resized = compiled, {}
+        """Keep what was compiled, and what was compiled before for other calls of the same steps."""
+        wanted = () if self._recorder is None else self._recorder.recomputed_ever(self._source.index)
+        before = {names: each for names, each in self._kept.items() if names in wanted}
+        self._current, self._kept, self._resized = compiled, before, {}
+        if compiled.swap_region is not None:
+            self._kept[compiled.swap_region.recomputed] = compiled
 
     def on_refusal(self, current: CompiledRegion) -> CompiledRegion:
         """Go on as it was compiled first."""
@@ -100,10 +113,11 @@ class StepMonitor:
         region, footprint = self._current.swap_region, self._current.footprint
         if footprint is None or self._sizes is None or self._sizes == footprint.formulas.planned:
             return region
-        if self._sizes not in self._resized:
+        key = region.recomputed, self._sizes
+        if key not in self._resized:
             if len(self._resized) >= _SIZES:
                 self._resized.clear()
-            self._resized[self._sizes] = region.resized(
+            self._resized[key] = region.resized(
                 footprint.formulas.resize(footprint.problem, footprint.formulas.planned, self._sizes)
             )
-        return self._resized[self._sizes]
+        return self._resized[key]

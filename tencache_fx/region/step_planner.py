@@ -13,7 +13,7 @@ from tencache_fx.planning.parameter_schedule import keep_resident
 from tencache_fx.planning.plan import Plan, PoolClass
 from tencache_fx.planning.problem import Budgets, Links
 from tencache_fx.planning.step import FRUGAL, StepProblem, StepSchedule, Visit, align, join, to_schedule
-from tencache_fx.planning.step_recompute import least_peak_bytes
+from tencache_fx.planning.step_recompute import Recomputed, least_peak_bytes
 from tencache_fx.planning.tuning import TUNING
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.records import StepRecord
@@ -97,10 +97,10 @@ class Program:
 
 
 class StepPlanner:
-    """Plans programs; `recomputed` has the storages that the calls of each region are to recompute, by region."""
+    """Plans programs; `recomputed` has what the calls of each region are to recompute, by region."""
 
     def __init__(self, points: SwapPoints) -> None:
-        self.recomputed: dict[int, frozenset[str]] = {}
+        self.recomputed: dict[int, Recomputed] = {}
         self._points = points
         self._residency = StepResidency(points)
         self._warned = False
@@ -212,12 +212,17 @@ class StepPlanner:
         self._points.engine.reserve(pool=plan.pool, staging=staging, disk_bytes=plan.forecast.disk_bytes)
 
     def _choose_recomputed(self, program: Program, options: Options, links: Links, budgets: Budgets) -> None:
-        """Choose what the regions of a program recompute; what was chosen for a region stays."""
-        if not options.may_recompute or any(visit.index in self.recomputed for visit in program.visits):
+        """Choose what the regions of a program recompute, if there is one among them for which that is not decided."""
+        if not options.may_recompute or all(visit.index in self.recomputed for visit in program.visits):
             return
         choice = kept_step_choice(program.visits, links, budgets, frozenset(self._points.shared))
-        self.recomputed |= {visit.index: visit.region.recomputed for visit in program.visits}
-        self.recomputed |= dict(choice or {})
+        if choice is None:
+            choice = {
+                visit.index: Recomputed(always=tuple(sorted(visit.region.recomputed)))
+                for visit in program.visits
+                if visit.index not in self.recomputed
+            }
+        self.recomputed |= choice
 
     def _budgets(self, program: Program, options: Options, beside_bytes: int) -> Budgets:
         device, limit = self._points.engine.device, options.device_budget
@@ -236,7 +241,10 @@ class StepPlanner:
 
     def _tell(self, program: Program, error: Exception) -> None:
         """Say that there is no plan: loudly, once, if regions will not recompute more either."""
-        hopeful = any(self.recomputed.get(v.index, v.region.recomputed) != v.region.recomputed for v in program.visits)
+        hopeful = any(
+            visit.index in self.recomputed and self.recomputed[visit.index].names(visit.call) != visit.region.recomputed
+            for visit in program.visits
+        )
         level = logging.INFO if hopeful or self._warned else logging.WARNING
         self._warned |= not hopeful
         log.log(level, "%s: everything is offloaded that may be, for there is no plan: %s", _name(program), str(error))

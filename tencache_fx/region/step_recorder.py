@@ -140,6 +140,17 @@ class StepRecorder:
             self._forget_round()
             self._expected, self.points.schedule = None, FRUGAL  # what stays leaves when the next graph begins
 
+    def recomputed_next(self, index: int) -> frozenset[str] | None:
+        """Return what the next call of a region is to recompute; None if that is not decided yet."""
+        with self._lock:
+            decided = self.planner.recomputed.get(index)
+            return None if decided is None else decided.names(self._counts[index])
+
+    def recomputed_ever(self, index: int) -> tuple[frozenset[str], ...]:
+        """Return what calls of a region are to recompute: one set of storages for all of them, or two."""
+        decided = self.planner.recomputed.get(index)
+        return () if decided is None else (decided.names(0), decided.names(decided.first_calls))
+
     def is_over(self, index: int, region: SwapRegion, options: Options) -> bool:
         """Return whether a call that has no plan would be over the budget, with all away that can be."""
         if index in self.misfits:

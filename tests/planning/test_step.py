@@ -24,7 +24,7 @@ from tencache_fx.planning.step import (
     to_schedule,
     with_regions,
 )
-from tencache_fx.planning.step_recompute import choose_for_step
+from tencache_fx.planning.step_recompute import Recomputed, choose_for_step
 from tencache_fx.planning.swap_region import GraphPoint, SwapRegion, boundary_swaps
 from tencache_fx.planning.verify import verify_plan
 
@@ -266,7 +266,11 @@ def test_what_is_cheaper_than_copying_is_recomputed():
     order = [(call, False) for call in range(4)] + [(call, True) for call in (3, 2, 1, 0)]
     visits = [visit_of(region, 0, call, backward=backward, held_bytes=100) for call, backward in order]
     assert choose_for_step(visits, LINKS, budgets(1 << 20)) is None, "all fits"
-    assert choose_for_step(visits, LINKS, budgets(2500)) == {0: frozenset({"large"})}
+    found = choose_for_step(visits, LINKS, budgets(2500))
+    assert found == {0: Recomputed(first=("large",), first_calls=2)}, "two of four calls may save it"
+    assert [found[0].names(call) for call in range(4)] == [frozenset({"large"})] * 2 + [frozenset()] * 2
+    found = choose_for_step(visits, LINKS, budgets(1300))
+    assert found == {0: Recomputed(first=("large",), first_calls=3)}, "nothing is asked of the last"
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7])
@@ -318,7 +322,7 @@ def test_forwards_that_wait_keep_what_their_region_keeps():
     region = recomputing_region()
     frugal = SwapRegion(problem=region.problem, transfers=(), points=((), ()), original=region.problem)
     visits = [visit_of(region, 0, call, backward=back, held_bytes=100) for call, back in TWO_CALLS]
-    found = with_regions(visits, {0: frugal})
+    found = with_regions(visits, dict.fromkeys(((0, 0), (0, 1)), frugal))
     assert [visit.held_bytes for visit in found] == [100, 1100, 2100, 1100]
     assert [visit.gap_bytes for visit in found] == [105, 1105, 2105, 1105]
 

@@ -352,6 +352,40 @@ def test_slow_links_make_regions_recompute(engine: Engine, monkeypatch: pytest.M
     assert compiled[0] < compiled[1] == compiled[-1]
 
 
+def test_some_calls_recompute_more_than_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The region is compiled for two sets of storages, and its calls take turns with them."""
+    monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
+    expected, model, compiled = wanted(6), one_by_one(blocks(), device_budget=6_200_000), []
+    for step, each in enumerate(expected):
+        assert equal(gradients(model, model, inputs(step)), each), f"step {step}"
+        compiled.append(REGIONS.compilations)
+    decided = recorder(engine).planner.recomputed
+    assert any(each.first and 0 < each.first_calls < DEPTH for each in decided.values())
+    visits = list(recorder(engine).programs.values())[-1].visits
+    assert len({visit.region.recomputed for visit in visits}) == 2
+    assert compiled[1] == compiled[-1]
+
+
+def test_what_is_recomputed_is_decided_again_when_a_region_joins(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, the blocks of the first kind fit; beside those of the second they have to recompute, too."""
+    monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
+    torch.manual_seed(0)
+    narrow, wide = blocks(4), nn.Sequential(*(Block(WIDTH, 8) for _ in range(4)))
+    for part in (narrow, wide):
+        one_by_one(part, device_budget=9_000_000)
+    decided = recorder(engine).planner.recomputed
+    for model in (narrow, nn.Sequential(*narrow, *wide)):
+        for step in range(3):
+            gradients(model, model, inputs(step))
+        recomputes = any(each.always or each.first for each in decided.values())
+        assert recomputes == (model is not narrow)
+    last = list(recorder(engine).programs.values())[-1]
+    assert last.planned is not None
+    assert last.planned.plan is not None
+
+
 def _current(region: object) -> CompiledRegion:
     assert isinstance(region, Region)
     return region.current

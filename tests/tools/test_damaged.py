@@ -27,6 +27,7 @@ from tencache_fx.planning.plan import CopyIn
 from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Step, Storage
 from tencache_fx.planning.recalibration import Scales, StoredCorrection
 from tencache_fx.planning.search import plan_region
+from tencache_fx.planning.step_recompute import Recomputed
 from tencache_fx.records import RegionRecord
 from tencache_fx.region.candidate import Margin
 from tencache_fx.region.kept_plans import Choice, StepChoice
@@ -258,7 +259,7 @@ KEPT: list[tuple[Any, Any]] = [
     (StoredCorrection(planning=Scales(forward=0.5)), StoredCorrection()),
     (Margin(nbytes=4096), Margin(nbytes=0)),
     (Choice(names=("mm", "relu")), Choice(names=())),
-    (StepChoice(names=((0, ("mm", "relu")), (3, ()))), StepChoice(names=None)),
+    (StepChoice(regions=((0, Recomputed(always=("mm",), first=("relu",), first_calls=2)),)), StepChoice(regions=None)),
 ]
 
 
