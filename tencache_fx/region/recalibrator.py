@@ -27,12 +27,14 @@ class Recalibrator:
 
     Where the forecast was wrong and no other plan pays, only the forecast is corrected. A new plan is timed in its
     turn; if it is slower, or fails to compile, the one before goes on. The next process starts from what was learned.
+    `times` are those of the plan that runs, once it has been timed.
     """
 
     optional = True
 
     def __init__(self, index: int, *, enabled: bool) -> None:
         self.may_learn = enabled
+        self.times: PhaseTimes | None = None
         self._index = index
         self._proposed: PreviousPlan | None = None  # the plan that runs, while the region is planned again
         self._previous: PreviousPlan | None = None  # the plan before this one, until this one is timed
@@ -58,7 +60,7 @@ class Recalibrator:
         if (measured := current.clock.times()) is None:
             return current
         current.clock.stop()
-        self.may_learn = False
+        self.may_learn, self.times = False, measured
         previous, self._previous = self._previous, None
         return self._assess(current, measured) if previous is None else self._faster(current, measured, previous)
 
@@ -71,7 +73,7 @@ class Recalibrator:
     def on_compiled(self, request: Request, compiled: CompiledRegion) -> None:
         """Have the new plan compared with the one before, if it was planned for its time, and moves anything."""
         self._previous = self._proposed if compiled.clock is not None else None
-        self._proposed = None
+        self._proposed = self.times = None
 
     def on_refusal(self, current: CompiledRegion) -> CompiledRegion:
         """Return the plan that runs, with the right forecast."""
@@ -104,7 +106,7 @@ class Recalibrator:
 
     def _go_back(self, previous: PreviousPlan) -> CompiledRegion:
         """Return the plan before, with the right forecast: also for the next process."""
-        compiled = previous.compiled
+        compiled, self.times = previous.compiled, previous.measured
         kept = dataclasses.replace(compiled.correction, forecast=previous.scales)
         cached(compiled.correction_key, StoredCorrection, lambda: kept, renew=True)
         return compiled.corrected(previous.scales)

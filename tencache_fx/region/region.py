@@ -122,8 +122,13 @@ class Region:
         return self.current.run(*args)
 
     def measured(self) -> dict[str, int | None]:
-        """Return the median time from call to call, user code included, and on CUDA the peak since its last reset."""
-        return {**self._calls.measured(), "device_peak_bytes": peak_held_bytes(self.device)}
+        """Return the median time from call to call, user code included, and on CUDA the peak since its last reset.
+
+        With it come the median times of the plan's graphs, once they have been measured.
+        """
+        times = self.recalibrator.times
+        phases = {} if times is None else {"forward_ns": times.forward_ns, "backward_ns": times.backward_ns}
+        return {**self._calls.measured(), **phases, "device_peak_bytes": peak_held_bytes(self.device)}
 
     def dump_measured(self) -> None:
         """Write what was measured beside the region's record, if it is dumped."""

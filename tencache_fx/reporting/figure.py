@@ -43,9 +43,13 @@ _DOMAINS = {"y": (0.58, 1.0), "y2": (0.25, 0.55), "y3": (0.135, 0.225), "y4": (0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a run was seen to do: bars over the same axis, and the most bytes that the device held, if known."""
+    """What a run was seen to do: bars over the same axis, and what is known of the rest.
+
+    `call_ns` is the median time from one call to the next, `peak_bytes` the most that the device held.
+    """
 
     bars: tuple[Bar, ...] = ()
+    call_ns: int | None = None
     peak_bytes: int | None = None
 
 

@@ -126,8 +126,11 @@ def facts_of(view: View) -> list[tuple[str, str]]:
         ("link traffic", f"{format_bytes(forecast.d2h_bytes)} out, {format_bytes(forecast.h2d_bytes)} in"),
         ("host buffers, disk", f"{format_bytes(forecast.host_bytes)}, {format_bytes(forecast.disk_bytes)}"),
     ]
-    if view.measured.bars:
-        rows.append(("measured, call to call", format_ns(max(bar.end_ns for bar in view.measured.bars))))
+    if view.measured.call_ns is not None:
+        rows.append(("measured, call to call", format_ns(view.measured.call_ns)))
+    graphs = [bar for bar in view.measured.bars if bar.name in ("forward", "backward")]
+    if graphs:
+        rows.append(("measured, " + " and ".join(bar.name for bar in graphs), format_ns(graphs[-1].end_ns)))
     if view.measured.peak_bytes is not None:
         rows.append(("measured peak", format_bytes(view.measured.peak_bytes)))
     return rows

@@ -123,11 +123,22 @@ def _count(record: StepRecord) -> str:
 
 
 def _measured_region(row: Mapping[str, Any]) -> Measured:
-    """Return what a dump has of a region: the median time from one call to the next, and the device's peak."""
-    call_ns = row.get("call_to_call_ns")
-    note = f"median of {row.get('calls_seen')} calls, with all that runs between them"
-    bars = (Bar(lane=Lane.GRAPH, name="call to call", start_ns=0, end_ns=call_ns, note=note),) if call_ns else ()
-    return Measured(bars=bars, peak_bytes=row.get("device_peak_bytes"))
+    """Return what a dump has of a region: the median times of its graphs, or else only that from call to call."""
+    call_ns, forward_ns, backward_ns = (row.get(name) for name in ("call_to_call_ns", "forward_ns", "backward_ns"))
+    spans: list[tuple[str, int, int, str]] = []
+    if forward_ns is not None and backward_ns is not None:
+        spans = [
+            ("forward", 0, forward_ns, "median of the first calls"),
+            ("backward", forward_ns, forward_ns + backward_ns, "median of the first calls; begins when that is over"),
+        ]
+    elif call_ns is not None:
+        spans = [("call to call", 0, call_ns, f"median of {row.get('calls_seen')}, with all that runs between them")]
+    bars = [
+        Bar(lane=Lane.GRAPH, name=name, start_ns=start_ns, end_ns=end_ns, note=note)
+        for name, start_ns, end_ns, note in spans
+        if end_ns > start_ns
+    ]
+    return Measured(bars=tuple(bars), call_ns=call_ns, peak_bytes=row.get("device_peak_bytes"))
 
 
 def _measured_step(record: StepRecord, measured: Mapping[int, Mapping[str, Any]]) -> Measured:
@@ -137,5 +148,6 @@ def _measured_step(record: StepRecord, measured: Mapping[int, Mapping[str, Any]]
         calls[run.region] = calls.get(run.region, 0) + (not run.backward)
     once = [measured[index] for index, count in sorted(calls.items()) if count == 1 and index in measured]
     peaks = [peak for index in calls if (peak := measured.get(index, {}).get("device_peak_bytes"))]
-    bars = _measured_region(once[0]).bars if once else ()
-    return Measured(bars=bars, peak_bytes=max(peaks, default=None))
+    call_ns = once[0].get("call_to_call_ns") if once else None
+    seen = _measured_region({"call_to_call_ns": call_ns, "calls_seen": once[0].get("calls_seen")} if once else {})
+    return replace(seen, peak_bytes=max(peaks, default=None))

@@ -1,5 +1,6 @@
 """What is measured, and fed back, explains the measurement: on values, and in a region that is planned again."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tencache_fx.planning.recalibration import PhaseTimes, Scales, correct, fit_
 from tencache_fx.planning.search import make_plan
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.region.timers import PhaseClock
+from tencache_fx.units import format_ns
 
 
 @settings(max_examples=15, deadline=None)
@@ -198,6 +200,9 @@ def test_of_two_plans_the_one_that_was_faster_stays(monkeypatch: pytest.MonkeyPa
 
     losses, plans = train(24)
     assert len(rounds) == 2
+    times = PhaseTimes(forward_ns=int(factor * rounds[0].forward_ns), backward_ns=int(factor * rounds[0].backward_ns))
+    told = rounds[0] if slower else times
+    assert f"forward_ns  {format_ns(told.forward_ns)}" in re.sub(" {3,}", "  ", tencache_fx.report())
     assert len(set(losses)) == 1
     recomputed = [plan.recomputed for plan in plans]
     assert not recomputed[0]
