@@ -36,9 +36,13 @@ _LANE_COLORS = {
 _SORT_COLORS = {"recompute": "#edc948", "stall": "#e15759"}
 _BUDGET, _PLAIN, _MEASURED = "#c22f2f", "#555555", "#334155"
 _LINKS = (Lane.OUT, Lane.IN, Lane.WRITE, Lane.READ)
-_LONGEST = 1.25  # of the planned time: what was measured, with all that runs between calls, may be much longer
+_LONGEST, _LONGEST_CALL = 4.0, 1.25  # of the planned time: between calls much else may run, which is not shown
 _WINDOWS = 120  # in which the use of links is counted
 _DOMAINS = {"y": (0.58, 1.0), "y2": (0.25, 0.55), "y3": (0.135, 0.225), "y4": (0.0, 0.105)}
+
+
+CALL = "call to call"
+"""The name of a measured bar that has all that runs between two calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +60,8 @@ class Measured:
 def draw(timeline: Timeline, budget_bytes: int | None, measured: Measured, columns: int) -> dict[str, Any]:
     """Return the figure of a timeline; of ops and copies at most so many `columns` are told apart."""
     planned_ns, seen_ns = timeline.replay.makespan_ns, max((bar.end_ns for bar in measured.bars), default=0)
-    end_ns = max(
-        1, planned_ns, min(seen_ns, int(planned_ns * _LONGEST))
-    )  # a call may be a small part of what is measured
+    longest = _LONGEST_CALL if any(bar.name == CALL for bar in measured.bars) else _LONGEST
+    end_ns = max(1, planned_ns, min(seen_ns, int(planned_ns * longest)))
     unit, scale = next((each for each in _TIME_UNITS if end_ns >= each[1]), _TIME_UNITS[-1])
     drawing = _Drawing(timeline, scale, end_ns, columns)
     data = [

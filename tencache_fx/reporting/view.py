@@ -12,7 +12,7 @@ from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.step import align
 from tencache_fx.records import RegionRecord, StepRecord, StepRun
-from tencache_fx.reporting.figure import Measured
+from tencache_fx.reporting.figure import CALL, Measured
 from tencache_fx.reporting.step_tables import name_step, show_step
 from tencache_fx.reporting.tables import show_summary
 from tencache_fx.reporting.timeline import Bar, Lane, Timeline, region_timeline, step_timeline
@@ -132,7 +132,7 @@ def _measured_region(row: Mapping[str, Any]) -> Measured:
             ("backward", forward_ns, forward_ns + backward_ns, "median of the first calls; begins when that is over"),
         ]
     elif call_ns is not None:
-        spans = [("call to call", 0, call_ns, f"median of {row.get('calls_seen')}, with all that runs between them")]
+        spans = [(CALL, 0, call_ns, f"median of {row.get('calls_seen')}, with all that runs between them")]
     bars = [
         Bar(lane=Lane.GRAPH, name=name, start_ns=start_ns, end_ns=end_ns, note=note)
         for name, start_ns, end_ns, note in spans

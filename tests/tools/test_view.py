@@ -36,7 +36,7 @@ from tencache_fx.records import RegionRecord, StepRecord
 from tencache_fx.reporting import page
 from tencache_fx.reporting.decisions import dearest_decisions
 from tencache_fx.reporting.dump import read_regions, read_steps, write_measured, write_region, write_step
-from tencache_fx.reporting.figure import Measured, draw, merge
+from tencache_fx.reporting.figure import CALL, Measured, draw, merge
 from tencache_fx.reporting.page import MOST_BYTES, build_page, write_page
 from tencache_fx.reporting.timeline import Bar, Held, Lane, Timeline, region_timeline, step_timeline
 from tencache_fx.reporting.view import views_of
@@ -143,7 +143,11 @@ def test_state_on_the_device_is_told_from_what_others_hold() -> None:
 
 
 def test_the_figure_has_the_plan_in_it(crowded: RegionRecord) -> None:
-    measured = Measured(bars=(Bar(lane=Lane.GRAPH, name="call", start_ns=0, end_ns=10**12),), peak_bytes=5 * GIB)
+    call = Bar(lane=Lane.GRAPH, name=CALL, start_ns=0, end_ns=10**12)
+    measured = Measured(bars=(call,), peak_bytes=5 * GIB)
+    graphs = Measured(bars=(dataclasses.replace(call, name="forward", end_ns=2 * crowded.plan.forecast.makespan_ns),))
+    wide = draw(region_timeline(crowded), 6 * GIB, graphs, 1000)
+    assert wide["layout"]["xaxis"]["range"][1] == pytest.approx(2 * crowded.plan.forecast.makespan_ns / 1e6)
     forecast = crowded.plan.forecast
     for columns in (1000, 20):
         figure = draw(region_timeline(crowded), 6 * GIB, measured, columns)
