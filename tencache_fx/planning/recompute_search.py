@@ -152,9 +152,11 @@ class RecomputeSearch:
                 if self.left <= 0:
                     return
                 names = self.best ^ frozenset(self.line[start : start + width])
-                if self.best_score.over_bytes > 0 or self.quick_bound.least_ns(names) < self.worth_ns():
+                anything = self.best_score.over_bytes > 0
+                if anything or self.quick_bound.least_ns(names) < self.worth_ns():
                     self.evaluator.spent_looks += 1
-                    improved |= self.consider(names)
+                    if anything or self.least_ns(names) < self.worth_ns():
+                        improved |= self.consider(names)
             if width > 1 or not improved:
                 width //= 2
 
