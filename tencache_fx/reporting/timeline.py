@@ -5,13 +5,14 @@ the host, which no plan has.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
 
 import numpy as np
 
 from tencache_fx.planning.liveness import Profile, device_changes, live_bytes
+from tencache_fx.planning.parameter_schedule import keep_resident
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Kind, Problem, Step, Storage, Tier
 from tencache_fx.planning.simulator import Replay, TransferTimes, simulate
@@ -84,7 +85,7 @@ class Timeline:
     """A region's plan, or a step's, replayed.
 
     `held` has for each class the device bytes of each op, which begins at `replay.starts_ns`; `plain` is what the
-    device would hold without transfers, and without what the plan recomputes, over the time of a device without limits.
+    device would hold if nothing were offloaded or recomputed by the plan, over the time of a device without limits.
     """
 
     problem: Problem
@@ -166,7 +167,7 @@ def _timeline(
         held=held,
         plain=Curve(
             times_ns=tuple(accumulate((op.duration_ns for op in captured.ops[:-1]), initial=0)) if captured.ops else (),
-            nbytes=tuple(live_bytes(captured).tolist()),
+            nbytes=tuple(live_bytes(_all_on_device(captured)).tolist()),
         ),
         bars=bars,
         host=_curve(_spans_in_host(plan, times)),
@@ -179,6 +180,12 @@ def _timeline(
     )
 
 
+def _all_on_device(captured: Problem) -> Problem:
+    """Return the problem of a device that has all offloaded parameters, their gradients and their state, too."""
+    named = {kind: {s.parameter for s in captured.storages if s.kind is kind} for kind in (Kind.FETCHED, Kind.STORED)}
+    return keep_resident(replace(captured, copies_parameters=False), named[Kind.FETCHED], named[Kind.STORED])
+
+
 _CLASSES = {
     Kind.PARAMETER: Held.PARAMETERS,
     Kind.FETCHED: Held.PARAMETERS,
@@ -186,7 +193,6 @@ _CLASSES = {
     Kind.OUTPUT: Held.ENDS,
     Kind.GRADIENT: Held.GRADIENTS,
     Kind.STORED: Held.GRADIENTS,
-    Kind.ACTIVATION: Held.ACTIVATIONS,
 }
 
 
@@ -196,7 +202,7 @@ def _held(problem: Problem, plan: Plan) -> dict[Held, Profile]:
     deltas = {each: np.zeros(count + 1, dtype=np.int64) for each in Held}
     transfers = {transfer.name: transfer for transfer in plan.transfers}
     for storage in problem.storages:
-        delta = deltas[Held.RECOMPUTED if _is_again(storage) else _CLASSES[storage.kind]]
+        delta = deltas[_class_of(storage)]
         delta[storage.birth] += storage.nbytes
         delta[storage.death] -= storage.nbytes
         if (transfer := transfers.get(storage.name)) is not None:
@@ -210,9 +216,13 @@ def _total(held: Mapping[Held, Profile]) -> Profile:
     return total
 
 
-def _is_again(storage: Storage) -> bool:
-    """Whether a storage is made for the second time: its name then ends in a mark (`planning/recompute.py`)."""
-    return storage.kind is Kind.ACTIVATION and "#" in storage.name
+def _class_of(storage: Storage) -> Held:
+    """Return the class of a storage; the name of one that is made again ends in a mark (`planning/recompute.py`)."""
+    if storage.kind is not Kind.ACTIVATION:
+        return _CLASSES[storage.kind]
+    if storage.parameter:  # a copy of one that stays
+        return Held.PARAMETERS
+    return Held.RECOMPUTED if "#" in storage.name else Held.ACTIVATIONS
 
 
 def _graph_bars(replay: Replay, graphs: Sequence[tuple[str, Step, Step]]) -> Iterator[Bar]:

@@ -134,12 +134,26 @@ def test_state_on_the_device_is_told_from_what_others_hold() -> None:
     check_timeline(timeline)
     assert set(timeline.held[Held.OPTIMIZER].tolist()) == {96 * len(record.plan.updated_here)}
     assert set(timeline.held[Held.EXTERNAL].tolist()) == {7}
+    assert timeline.plain.peak_bytes == 7 + 6 * (16 + 16 + 96)  # parameters, gradients and state of all
     updates = timeline.lane(Lane.UPDATE)
     assert len(updates) == 6 - len(record.plan.updated_here) > 0
     landed = {bar.storage: bar.end_ns for bar in timeline.lane(Lane.OUT)}
     parameters = {storage.parameter: storage.name for storage in record.problem.storages}
     assert all(bar.start_ns >= landed[parameters[bar.name]] for bar in updates)
     assert {bar.duration_ns for bar in updates} == {(2 * 16 + 2 * 96) * 10}
+
+
+def test_copies_of_parameters_that_stay_are_parameters() -> None:
+    """Also where their names say that a graph has two of them."""
+    problem = dataclasses.replace(trained_offloaded(6), copies_parameters=True)
+    storages = [dataclasses.replace(s, name=s.name.replace("_1", "#2")) for s in problem.storages]
+    record = planned(dataclasses.replace(problem, storages=tuple(storages)).within(device_bytes=10_000))
+    assert record.plan.resident
+    timeline = region_timeline(record)
+    check_timeline(timeline)
+    assert not timeline.held[Held.RECOMPUTED].any()
+    assert not timeline.held[Held.ACTIVATIONS].any()
+    assert timeline.plain.peak_bytes == 6 * (16 + 16 + 96)
 
 
 def test_the_figure_has_the_plan_in_it(crowded: RegionRecord) -> None:
