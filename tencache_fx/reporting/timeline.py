@@ -182,8 +182,8 @@ def _timeline(
 
 def _all_on_device(captured: Problem) -> Problem:
     """Return the problem of a device that has all offloaded parameters, their gradients and their state, too."""
-    named = {kind: {s.parameter for s in captured.storages if s.kind is kind} for kind in (Kind.FETCHED, Kind.STORED)}
-    return keep_resident(replace(captured, copies_parameters=False), named[Kind.FETCHED], named[Kind.STORED])
+    offloaded = {storage.parameter for storage in captured.storages if storage.kind in (Kind.FETCHED, Kind.STORED)}
+    return keep_resident(replace(captured, copies_parameters=False), offloaded, offloaded)
 
 
 _CLASSES = {

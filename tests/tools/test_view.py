@@ -28,6 +28,7 @@ import tencache_fx
 from tencache_fx.cli import main
 from tencache_fx.errors import BudgetError, OptionError
 from tencache_fx.planning.liveness import live_bytes
+from tencache_fx.planning.parameter_schedule import keep_resident
 from tencache_fx.planning.planner import plan_transfers
 from tencache_fx.planning.problem import Links, Problem
 from tencache_fx.planning.search import plan_region
@@ -154,6 +155,12 @@ def test_copies_of_parameters_that_stay_are_parameters() -> None:
     assert not timeline.held[Held.RECOMPUTED].any()
     assert not timeline.held[Held.ACTIVATIONS].any()
     assert timeline.plain.peak_bytes == 6 * (16 + 16 + 96)
+
+
+def test_plain_has_the_state_of_parameters_that_stay_too() -> None:
+    """As in steps, whose problems have decided which stay: their gradients may be stored all the same."""
+    problem = keep_resident(trained_offloaded(6), [f"w{index}" for index in range(6)])
+    assert region_timeline(planned(problem)).plain.peak_bytes == 6 * (16 + 16 + 96)
 
 
 def test_the_figure_has_the_plan_in_it(crowded: RegionRecord) -> None:
