@@ -36,6 +36,11 @@ class Recomputed:
         """Return the storages that the `call`-th call of a step recomputes, counted from 0."""
         return frozenset(self.always + self.first if call < self.first_calls else self.always)
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """How much is recomputed: of two choices for a region, both from the cheapest on, one holds the other."""
+        return len(self.always), self.first_calls
+
 
 Choice = Mapping[int, Recomputed]
 """What is recomputed, by region."""

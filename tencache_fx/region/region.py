@@ -161,6 +161,7 @@ class Region:
                 self.current = monitor.on_refusal(self.current)
             break
         assert self.current.footprint is not None
+        self.step.enter(self.current)
         if self.scope.leaves_step():
             self._plan_again(formulas, sizes, "it does not fit while storages are away only between its graphs")
         elif not self.in_steps and not self._check.passes(self.current.footprint, sizes):

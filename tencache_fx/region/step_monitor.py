@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tencache_fx import compat
 from tencache_fx.options import SETTINGS, Options
 from tencache_fx.planning.swap_region import SwapRegion
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Phase, Request, WrittenPlan, keep_boxed
@@ -32,10 +33,13 @@ class StepMonitor:
 
     @property
     def recomputed(self) -> frozenset[str] | None:
-        """The storages that the next call of the region is to recompute; None if that is not decided yet."""
+        """The storages that the next call of the region is to recompute; None if that is not decided yet.
+
+        Checkpointed calls run again in another order, and have to save the same: all recompute what the first does.
+        """
         if self._recorder is None or self._refused:
             return None
-        return self._recorder.recomputed_next(self._source.index)
+        return self._recorder.recomputed_next(self._source.index, checkpointed=compat.saves_by_hooks())
 
     @property
     def is_alone(self) -> bool:

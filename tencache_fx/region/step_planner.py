@@ -212,17 +212,17 @@ class StepPlanner:
         self._points.engine.reserve(pool=plan.pool, staging=staging, disk_bytes=plan.forecast.disk_bytes)
 
     def _choose_recomputed(self, program: Program, options: Options, links: Links, budgets: Budgets) -> None:
-        """Choose what the regions of a program recompute, if there is one among them for which that is not decided."""
+        """Choose what the regions of a program recompute, if there is one among them for which that is not decided.
+
+        The others recompute no less than they did: other programs count on it.
+        """
         if not options.may_recompute or all(visit.index in self.recomputed for visit in program.visits):
             return
-        choice = kept_step_choice(program.visits, links, budgets, frozenset(self._points.shared))
-        if choice is None:
-            choice = {
-                visit.index: Recomputed(always=tuple(sorted(visit.region.recomputed)))
-                for visit in program.visits
-                if visit.index not in self.recomputed
-            }
-        self.recomputed |= choice
+        choice = kept_step_choice(program.visits, links, budgets, frozenset(self._points.shared)) or {}
+        for visit in program.visits:
+            chosen = choice.get(visit.index, Recomputed(always=tuple(sorted(visit.region.recomputed))))
+            decided = self.recomputed.get(visit.index, chosen)
+            self.recomputed[visit.index] = max(chosen, decided, key=lambda each: each.extent)
 
     def _budgets(self, program: Program, options: Options, beside_bytes: int) -> Budgets:
         device, limit = self._points.engine.device, options.device_budget

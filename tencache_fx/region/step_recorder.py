@@ -140,11 +140,11 @@ class StepRecorder:
             self._forget_round()
             self._expected, self.points.schedule = None, FRUGAL  # what stays leaves when the next graph begins
 
-    def recomputed_next(self, index: int) -> frozenset[str] | None:
+    def recomputed_next(self, index: int, *, checkpointed: bool) -> frozenset[str] | None:
         """Return what the next call of a region is to recompute; None if that is not decided yet."""
         with self._lock:
             decided = self.planner.recomputed.get(index)
-            return None if decided is None else decided.names(self._counts[index])
+            return None if decided is None else decided.names(0 if checkpointed else self._counts[index])
 
     def recomputed_ever(self, index: int) -> tuple[frozenset[str], ...]:
         """Return what calls of a region are to recompute: one set of storages for all of them, or two."""

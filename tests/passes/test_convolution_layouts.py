@@ -66,3 +66,33 @@ def test_an_input_in_the_format_of_the_result_is_not_copied(*, copied: bool) -> 
     assert convolution.args[0].meta["val"].is_contiguous()
     copy_for_convolutions(graph)  # once is enough
     assert len(graph.find_nodes(op="call_function", target=_aten.clone.default)) == copied
+
+
+def two_of(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+    given = x.sin()
+    results = [torch.convolution(given, each, None, [1], [0], [1], False, [0], 1) for each in (weight, other)]
+    return torch.cat(results, 1).square().sum()
+
+
+def test_two_convolutions_share_a_copy() -> None:
+    x = torch.randn(2, 32, 8).transpose(1, 2).requires_grad_()
+    capture = capture_of(two_of, x, *(torch.randn(8, 8, 3, requires_grad=True) for _ in range(2)))
+    copy_for_convolutions(capture.forward)
+    (copied,) = capture.forward.find_nodes(op="call_function", target=_aten.clone.default)
+    assert [user.target for user in copied.users] == [_aten.convolution.default] * 2
+
+
+def sliced(x: Tensor, weight: Tensor) -> Tensor:
+    half = x.sin().chunk(2, 1)[1]
+    return torch.convolution(half, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1).square().sum()
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_an_input_whose_strides_are_in_order_is_not_copied(channels: int, memory_format: torch.memory_format) -> None:
+    """Neither a part of the channels, nor one that is read into a single channel, which has both formats."""
+    x = torch.randn(2, 16, 6, 6).contiguous(memory_format=memory_format).requires_grad_()
+    weight = torch.randn(channels, 8, 3, 3).contiguous(memory_format=memory_format).requires_grad_()
+    capture = capture_of(sliced, x, weight)
+    copy_for_convolutions(capture.forward)
+    assert not capture.forward.find_nodes(op="call_function", target=_aten.clone.default)

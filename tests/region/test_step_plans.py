@@ -13,12 +13,14 @@ from harness import Block, faulty_engine
 from meter import Meter
 from problems import links as slow_links
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tencache_fx
 from tencache_fx.errors import BudgetError, OptionError, UsageError
 from tencache_fx.hardware import rates
 from tencache_fx.planning.problem import Tier
 from tencache_fx.planning.step import FRUGAL
+from tencache_fx.planning.step_recompute import Recomputed
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Phase, WrittenPlan, keep_boxed
 from tencache_fx.region.region import Region
 from tencache_fx.region.registry import REGIONS
@@ -384,6 +386,45 @@ def test_what_is_recomputed_is_decided_again_when_a_region_joins(
     last = list(recorder(engine).programs.values())[-1]
     assert last.planned is not None
     assert last.planned.plan is not None
+
+
+def test_a_region_that_joins_takes_nothing_from_other_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short step with a head of its own would fit with less recomputed, but the long one would not."""
+    monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
+    body, head = blocks(), nn.Sequential(Block(WIDTH, 2))
+    for part in (body, head):
+        one_by_one(part, device_budget=5_800_000)
+    for step in range(3):
+        gradients(body, body, inputs(step))
+    decided = dict(recorder(engine).planner.recomputed)
+    assert any(each.always for each in decided.values())
+    short = nn.Sequential(*body[:2], *head)
+    for step in range(2):
+        gradients(short, short, inputs(step))
+    after = recorder(engine).planner.recomputed
+    assert len(after) > len(decided)
+    assert all(after[index].extent >= each.extent for index, each in decided.items())
+
+
+def test_checkpointed_calls_recompute_the_same(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks in one checkpoint run again in their order, and have to save what they saved."""
+    monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
+    model, plain = one_by_one(blocks(), device_budget=6_800_000), blocks()
+
+    def run(layers: nn.Sequential, x: Tensor) -> Tensor:
+        x = layers[:4](x)
+        for first in (4, 6):
+            x = checkpoint(layers[first : first + 2], x, use_reentrant=False)
+        return x
+
+    for step in range(4):
+        found = gradients(model, lambda x: run(model, x), inputs(step).requires_grad_())
+        for mine, other in zip(found, gradients(plain, lambda x: run(plain, x), inputs(step)), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
+        decided = recorder(engine).planner.recomputed
+        for index in decided:  # in the middle of a checkpoint
+            decided[index] = Recomputed(first=("addmm",), first_calls=5)
+    assert decided
 
 
 def _current(region: object) -> CompiledRegion:
