@@ -220,9 +220,10 @@ class StepPlanner:
             return
         choice = kept_step_choice(program.visits, links, budgets, frozenset(self._points.shared)) or {}
         for visit in program.visits:
-            chosen = choice.get(visit.index, Recomputed(always=tuple(sorted(visit.region.recomputed))))
-            decided = self.recomputed.get(visit.index, chosen)
-            self.recomputed[visit.index] = max(chosen, decided, key=lambda each: each.extent)
+            now = Recomputed(always=tuple(sorted(visit.region.recomputed)))
+            decided = self.recomputed.setdefault(visit.index, choice.get(visit.index, now))
+            if visit.index in choice:
+                self.recomputed[visit.index] = max(choice[visit.index], decided, key=lambda each: each.extent)
 
     def _budgets(self, program: Program, options: Options, beside_bytes: int) -> Budgets:
         device, limit = self._points.engine.device, options.device_budget

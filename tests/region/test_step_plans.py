@@ -21,6 +21,7 @@ from tencache_fx.hardware import rates
 from tencache_fx.planning.problem import Tier
 from tencache_fx.planning.step import FRUGAL
 from tencache_fx.planning.step_recompute import Recomputed
+from tencache_fx.region import step_planner
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Phase, WrittenPlan, keep_boxed
 from tencache_fx.region.region import Region
 from tencache_fx.region.registry import REGIONS
@@ -404,6 +405,26 @@ def test_a_region_that_joins_takes_nothing_from_other_steps(engine: Engine, monk
     after = recorder(engine).planner.recomputed
     assert len(after) > len(decided)
     assert all(after[index].extent >= each.extent for index, each in decided.items())
+
+
+def test_a_region_that_joins_changes_nothing_if_all_is_best_as_it_is(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
+    body, head = blocks(), nn.Sequential(Block(WIDTH, 2))
+    for part in (body, head):
+        one_by_one(part, device_budget=6_800_000)
+    for step in range(3):
+        gradients(body, body, inputs(step))
+    decided = dict(recorder(engine).planner.recomputed)
+    assert any(each.first_calls for each in decided.values())
+    monkeypatch.setattr(step_planner, "kept_step_choice", lambda *_: None)
+    longer = nn.Sequential(*body, *head)
+    for step in range(2):
+        gradients(longer, longer, inputs(step))
+    after = recorder(engine).planner.recomputed
+    assert len(after) > len(decided)
+    assert {index: after[index] for index in decided} == decided
 
 
 def test_checkpointed_calls_recompute_the_same(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
