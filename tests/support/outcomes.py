@@ -19,6 +19,9 @@ class Outcomes:
             event(outcome)
         self._counts[outcome] += 1
 
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {name}" for name, count in self._counts.most_common())
+
     def reaching(self, share: float, *subject: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
         """Decorate a property that notes outcomes here: it fails unless enough of them are its subject."""
 

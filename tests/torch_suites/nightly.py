@@ -7,9 +7,7 @@ The last line counts by suite; the exit status is 1 if anything is wrong with us
 """
 
 import argparse
-import contextlib
 import gc
-import multiprocessing
 import os
 import re
 import sys
@@ -19,11 +17,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 
+from case_server import CaseDiedError, CaseServer, seconds
 from verdict import OURS, Verdict
 
 CASE_LIMIT_S = 600.0
-START_LIMIT_S = 600.0
-STOP_LIMIT_S = 20.0
 MOST_BY_ONE_PROCESS = 150
 SUITES = ("op_db", "module_db", "hop_db", "custom_op_db")
 
@@ -47,61 +44,20 @@ def serve(connection: Connection) -> None:
             connection.send(judge(cases[name]))
 
 
-class Server:
-    """A process that runs cases, started anew when it has to be."""
+class Server(CaseServer):
+    """A process that runs cases, and has the names of all of them."""
 
     def __init__(self) -> None:
-        self._process: multiprocessing.process.BaseProcess | None = None
-        self._ours: Connection | None = None
-        self._served = 0
-        self.names = self._start()
-
-    def _start(self) -> list[str]:
-        context = multiprocessing.get_context("spawn")
-        self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._served = 0
-        if not self._ours.poll(START_LIMIT_S):
-            raise TimeoutError(f"torch's suites were not imported within {START_LIMIT_S:.0f} s")
-        try:
-            names: list[str] = self._ours.recv()
-        except EOFError:
-            raise SystemExit("Torch's suites cannot be imported, as above: pip install -e '.[test]'.") from None
-        return names
+        super().__init__(serve, MOST_BY_ONE_PROCESS)
+        self.names: list[str] = self.greeting
 
     def judge(self, name: str, limit_s: float) -> Verdict:
         """Return the verdict on a case; a process that dies or takes more than `limit_s` is an error of ours."""
-        if self._process is None or self._served >= MOST_BY_ONE_PROCESS:
-            self.stop()
-            self._start()
-        assert self._ours is not None
-        assert self._process is not None
-        self._served += 1
-        self._ours.send(name)
         try:
-            if self._ours.poll(limit_s):
-                verdict: Verdict = self._ours.recv()
-                return verdict
-            detail = f"not done after {limit_s:.0f} s"
-        except EOFError:
-            self._process.join()
-            detail = f"the process died: exit status {self._process.exitcode}"
-        self.stop(politely=False)
-        return Verdict(name, "error", detail=detail)
-
-    def stop(self, *, politely: bool = True) -> None:
-        """End the process, whatever it does."""
-        if self._process is not None and self._ours is not None:
-            if politely:
-                with contextlib.suppress(BrokenPipeError):
-                    self._ours.send(None)
-                self._process.join(STOP_LIMIT_S)
-            self._process.kill()
-            self._process.join()
-            self._ours.close()
-        self._process = self._ours = None
+            verdict: Verdict = self.ask(name, limit_s)
+        except CaseDiedError as error:
+            return Verdict(name, "error", detail=str(error))
+        return verdict
 
 
 def summary(verdicts: Iterable[Verdict]) -> str:
@@ -139,14 +95,6 @@ def choose(names: Sequence[str], shard: str, only: str) -> list[str]:
     if not 1 <= part <= parts:
         raise SystemExit(f"--shard {shard} is no part: give 1/{parts} to {parts}/{parts}.")
     return [name for name in names if re.search(only, name)][part - 1 :: parts]
-
-
-def seconds(text: str) -> float:
-    """Return a duration such as "90s", "30m" or "2h" in seconds."""
-    found = re.fullmatch(r"(\d+)([smh])", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration; give one such as 90s, 30m or 2h")
-    return int(found[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0}[found[2]]
 
 
 def run(names: Sequence[str], server: Server, limit_s: float) -> Iterator[Verdict]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from nightly import choose, run, seconds, summary
+from case_server import seconds
+from nightly import choose, run, summary
 from sample import HALVES
 from steps import Result
 from verdict import OURS, Verdict

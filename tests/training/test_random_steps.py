@@ -11,7 +11,9 @@ import torch
 from conftest import eventually
 from harness import EAGER, Options, faulty_engine
 from meter import Meter
+from nightly_steps import COMMAND, main, seeds_of
 from outcomes import Outcomes
+from planted_cases import serve_planted
 from step_programs import Loop, Trainer, draw_loop
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
@@ -179,18 +181,23 @@ def need_refusal(error: RuntimeError) -> None:
         raise error
 
 
+def check_seed(seed: int, seen: Outcomes) -> None:
+    """Check the loop of this seed; when it is over, nothing may wait for a backward."""
+    with serving() as (engine, meter):
+        check(draw_loop(seed), SCOPES[seed % len(SCOPES)], engine, meter, seen)
+        points = swap_points(engine)
+        torch.compiler.reset()
+        assert eventually(lambda: nothing_waits(points)), "a storage waits for a backward"
+
+
 def check_loops(seeds: range, share: float) -> None:
     """Check the loops of these seeds; of so many some storage must be offloaded by a plan."""
     seen = Outcomes()
     for seed in seeds:
         try:
-            with serving() as (engine, meter):
-                check(draw_loop(seed), SCOPES[seed % len(SCOPES)], engine, meter, seen)
-                points = swap_points(engine)
-                torch.compiler.reset()
-                assert eventually(lambda points=points: nothing_waits(points)), "a storage waits for a backward"
+            check_seed(seed, seen)
         except BaseException as error:
-            error.add_note(f"in the loop of seed {seed}")
+            error.add_note(f"in the loop of seed {seed}: {COMMAND} {seed}")
             raise
     seen.check(share, "transferred")
 
@@ -210,3 +217,20 @@ def test_loops_have_the_same_bits_within_a_budget(part: int) -> None:
 @pytest.mark.parametrize("part", range(10))
 def test_many_loops_have_the_same_bits_within_a_budget(part: int) -> None:
     check_loops(range(1000 + 100 * part, 1100 + 100 * part), 0.5)
+
+
+def test_the_nightly_run_names_what_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    assert seeds_of("7,10-12") == [7, 10, 11, 12]
+    assert main(["--seeds", "0-9", "--processes", "2"], serve_planted) == 1
+    told = capfd.readouterr().out
+    assert f"FAILED: {COMMAND} 2\nwrong" in told
+    assert f"FAILED: {COMMAND} 3\nthe process died: exit status 7" in told
+    assert told.endswith(f"8 1 transferred, 2 FAILED\nAgain: {COMMAND} 2,3\n")
+    assert main(["--seeds", "0-1", "--processes", "1"], serve_planted) == 0
+    assert main(["--seeds", "0-9", "--limit", "0s"], serve_planted) == 2
+    assert capfd.readouterr().out.endswith("10 of 10 were not run.\n")
+
+
+def test_the_nightly_run_trains_loops() -> None:
+    """As many as there are processes, each of its own."""
+    assert main(["--seeds", "0-1", "--processes", "2"]) == 0
