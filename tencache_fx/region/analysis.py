@@ -1,6 +1,5 @@
 """Analyses a captured region before it is planned: lifetimes of its storages, costs of its ops."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -8,7 +7,6 @@ from torch import fx
 
 from tencache_fx.hardware.op_timing import kept_costs, time_calls
 from tencache_fx.hardware.rates import Roofline
-from tencache_fx.ops import PAUSE
 from tencache_fx.options import Options
 from tencache_fx.passes.addmm_fusion import sink_products
 from tencache_fx.passes.buffer_reuse import InPlace, hold_fused_operands, reuse_in_place
@@ -34,13 +32,6 @@ class RegionAnalysis:
     in_place: InPlace
     ops: tuple[Op, ...]
     scratch: Mapping[str, int]
-
-    @property
-    def fingerprint(self) -> str:
-        """A name for the region that is the same in every process, with a pause or without: its ops and its sizes."""
-        names = [op.name for op, node in zip(self.ops, self.capture.nodes, strict=True) if node.target is not PAUSE]
-        seen = names, [(item.storage.name, item.storage.nbytes) for item in self.storages]
-        return hashlib.sha256(repr(seen).encode()).hexdigest()
 
     @property
     def duration_ns(self) -> int:

@@ -10,8 +10,6 @@ from typing import Protocol
 from torch import fx
 
 from tencache_fx.errors import BudgetError
-from tencache_fx.hardware import rates
-from tencache_fx.hardware.cache import cached, kept
 from tencache_fx.hardware.device_memory import external_bytes, input_bytes
 from tencache_fx.model_state.disk_state import line_bytes
 from tencache_fx.passes.code_interface import Interface
@@ -34,6 +32,7 @@ from tencache_fx.region.analysis import RegionAnalysis, analyze
 from tencache_fx.region.dynamic_shapes import SizeFormulas, Sizes
 from tencache_fx.region.environment import Environment
 from tencache_fx.region.kept_plans import kept_choice, kept_plan
+from tencache_fx.region.learned import Learned
 from tencache_fx.region.reservations import Reservation, StatedProblem
 from tencache_fx.region.source import RegionSource
 from tencache_fx.tensors import upper_bound
@@ -125,13 +124,6 @@ SplitAgain = Callable[[frozenset[str], Names], tuple[ForwardBackward, Candidate 
 """Splits a region with these nodes recomputed, which are the storages of these names."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Margin:
-    """How much more a region's generated code held than its graphs show."""
-
-    nbytes: int
-
-
 class ParameterFacts(Protocol):
     """An offloaded parameter as planning knows it: its bytes, and those of it that are on the device, too."""
 
@@ -178,11 +170,8 @@ class RegionPlanner:
     ) -> None:
         options, self._inputs = source.options, source.fakes()
         self._options, self._device, self._sizes = options, source.device, sizes
-        settings = sorted(source.settings.items())
-        asked = (options.device_budget, options.policy, options.recompute, options.compiler, settings)
-        self._asked = {"asked": repr(asked)}  # what was learned of a plan holds for one asked for in the same way
-        self._unforeseen_bytes = unforeseen_bytes
-        self._margin_key: dict[str, str] = {}
+        self._learned = Learned.read(source, offloaded, sizes and sizes[1])
+        self._unforeseen_bytes = unforeseen_bytes + self._learned.margin_bytes
         self._offloaded, self._environment = offloaded, environment
         self._by_step, self._recomputed = by_step, recomputed
 
@@ -215,15 +204,7 @@ class RegionPlanner:
             write_pause(capture)
         held_now_bytes = self._held_beside(training=training) + staying_bytes
         known = analyze(capture, options, self._environment.roofline, measure=self._environment.measures)
-        if first is None:
-            key = {**rates.device_key("scales", self._device), **self._asked, "region": known.fingerprint}
-            correction = (kept(key, StoredCorrection) if options.calibrate else None) or StoredCorrection()
-            if options.device_budget is not None:
-                planned = str(self._sizes and self._sizes[1])
-                self._margin_key = {**key, "what": "margin", "sizes": planned}
-                self._unforeseen_bytes += (kept(self._margin_key, Margin) or Margin(nbytes=0)).nbytes
-        else:
-            key, correction = first.correction_key, first.correction
+        correction = self._learned.correction
         known = dataclasses.replace(known, ops=correction.planning.scale(known.ops, capture.boundary))
         stated = self._state_problem(known, held_now_bytes)
         if first is None:
@@ -248,7 +229,7 @@ class RegionPlanner:
             held_bytes=stated.held_with(reserved),
             input_bytes=stated.input_bytes,
             correction=correction,
-            correction_key=key,
+            correction_key=self._learned.correction_key,
             staying=staying,
         )
 
@@ -292,8 +273,7 @@ class RegionPlanner:
 
     def keep_margin(self) -> None:
         """Keep for the next compilation what this one had to keep free of what the graphs do not show."""
-        if self._unforeseen_bytes:
-            cached(self._margin_key, Margin, lambda: Margin(nbytes=self._unforeseen_bytes), renew=True)
+        self._learned.keep_margin(self._unforeseen_bytes)
 
     def _state_problem(self, known: RegionAnalysis, held_bytes: int) -> StatedProblem:
         """Return everything the planner may know: steps with their cost, storages, links, budgets."""

@@ -6,11 +6,10 @@ traced with (its *hints*) stay what they were: a region that is planned again fo
 ones, so that the code makes no choice that its guards do not cover.
 """
 
-import dataclasses
+import functools
 import math
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,10 +27,30 @@ from tencache_fx.planning.pool_sizing import host_buffers, pool_classes, total_b
 from tencache_fx.planning.problem import Problem, Tier
 from tencache_fx.tensors import allocated_bytes, byte_hint, storage_of, tensors_of
 
-Reader = Callable[[Sequence[Any]], Any]  # returns one size from a region's inputs
 Sizes = tuple[int, ...]  # one for each symbol of a region, in the order of `SizeFormulas.symbols`
 _Integers = np.ndarray[Any, np.dtype[np.int64]]
 _REMEMBERED = 1024  # sizes whose needs are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads one size from a region's inputs: from the one at `index`, or from a part of it, behind its `attributes`.
+
+    That is the size itself, or a tensor that has it as its dimension `dim`, or as the bytes of its storage. A value, so
+    that a plan which is kept on disk can be taken up again.
+    """
+
+    index: int
+    attributes: tuple[str, ...] = ()
+    dim: int | None = None
+    of_storage: bool = False
+
+    def read(self, inputs: Sequence[Any]) -> Any:
+        """Return the size."""
+        found = functools.reduce(getattr, self.attributes, inputs[self.index])
+        if self.of_storage:
+            return found.untyped_storage().nbytes()
+        return found if self.dim is None else found.shape[self.dim]
 
 
 class SizeFormulas:
@@ -56,13 +75,13 @@ class SizeFormulas:
         for item in storages:
             if item.storage.formula and (size := _size_of(item)) is not None:
                 expressions[item.storage.formula] = size.node.expr
-        getters, parts = zip(*_parts(inputs), strict=True) if inputs else ((), ())
-        readers = {symbol: _reader(getters[at], dim) for symbol, (at, dim) in symbol_places(parts).items()}
-        behind = {size: getters[at] for size, at in storage_places(parts).items()}
+        found, parts = zip(*_parts(inputs), strict=True) if inputs else ((), ())
+        readers = {symbol: replace(found[at], dim=dim) for symbol, (at, dim) in symbol_places(parts).items()}
+        behind = {size: replace(found[at], of_storage=True) for size, at in storage_places(parts).items()}
         for formula, expression in expressions.items():
             if not expression.free_symbols <= readers.keys() and (whole := sympy.expand(expression)) in behind:
                 expressions[formula] = symbol = sympy.Symbol(formula)
-                readers[symbol] = _storage_reader(behind[whole])
+                readers[symbol] = behind[whole]
         self._expressions = tuple(expressions.values())
         self.columns = {formula: column for column, formula in enumerate(("", *expressions))}
         used: frozenset[sympy.Symbol] = frozenset().union(*(each.free_symbols for each in self._expressions))
@@ -78,7 +97,7 @@ class SizeFormulas:
 
     def read(self, inputs: Sequence[Any]) -> Sizes:
         """Return the symbols' values in a region's inputs."""
-        return tuple([read(inputs) for read in self._readers])
+        return tuple([each.read(inputs) for each in self._readers])
 
     def by_name(self) -> dict[str, int]:
         """Return the sizes planned for by their symbols' names."""
@@ -117,16 +136,13 @@ class SizeFormulas:
         values = self.values(after)
         rates = np.where(self.users(problem), self.growth(before, after), 0).max(axis=1)
         storages = tuple(
-            dataclasses.replace(s, nbytes=int(values[self.columns[s.formula]])) if s.formula else s
-            for s in problem.storages
+            replace(s, nbytes=int(values[self.columns[s.formula]])) if s.formula else s for s in problem.storages
         )
         ops = tuple(
-            dataclasses.replace(
-                op, duration_ns=math.ceil(op.duration_ns * rate), scratch_bytes=math.ceil(op.scratch_bytes * rate)
-            )
+            replace(op, duration_ns=math.ceil(op.duration_ns * rate), scratch_bytes=math.ceil(op.scratch_bytes * rate))
             for op, rate in zip(problem.ops, rates.tolist(), strict=True)
         )
-        return dataclasses.replace(problem, ops=ops, storages=storages)
+        return replace(problem, ops=ops, storages=storages)
 
 
 def _size_of(item: StorageNodes) -> torch.SymInt | None:
@@ -147,40 +163,28 @@ def _size_of(item: StorageNodes) -> torch.SymInt | None:
 
 def _parts(inputs: Sequence[object]) -> Iterator[tuple[Reader, object]]:
     """Yield what finds each part of a region's inputs, and that part: tensors that wrap others are taken apart."""
-    pending: list[tuple[Reader, Any]] = [(operator.itemgetter(index), value) for index, value in enumerate(inputs)]
+    pending: list[tuple[Reader, Any]] = [(Reader(index), value) for index, value in enumerate(inputs)]
     while pending:
-        getter, value = pending.pop()
+        reader, value = pending.pop()
         if is_traceable_wrapper_subclass(value):
             names, _ = value.__tensor_flatten__()
-            pending += [(_attribute(getter, name), getattr(value, name)) for name in names]
+            pending += [(replace(reader, attributes=(*reader.attributes, n)), getattr(value, n)) for n in names]
         else:
-            yield getter, value
-
-
-def _attribute(getter: Reader, name: str) -> Reader:
-    return lambda inputs: getattr(getter(inputs), name)
-
-
-def _reader(getter: Reader, dim: int | None) -> Reader:
-    return getter if dim is None else lambda inputs: getter(inputs).shape[dim]
-
-
-def _storage_reader(getter: Reader) -> Reader:
-    return lambda inputs: getter(inputs).untyped_storage().nbytes()
+            yield reader, value
 
 
 def plan_at(problem: Problem, plan: Plan) -> Plan:
     """Return `plan` with its transfers, buffers and bytes at the sizes of `problem`; times are not changed."""
     nbytes = {storage.name: storage.nbytes for storage in problem.storages}
-    transfers = tuple(dataclasses.replace(transfer, nbytes=nbytes[transfer.name]) for transfer in plan.transfers)
+    transfers = tuple(replace(transfer, nbytes=nbytes[transfer.name]) for transfer in plan.transfers)
     pool, staging = host_buffers(transfers, problem.budgets.host_bytes)
-    forecast = dataclasses.replace(
+    forecast = replace(
         plan.forecast,
         peak_bytes=int(live_bytes(problem, transfers).max(initial=problem.external_bytes)),
         host_bytes=total_bytes(pool) + total_bytes(staging),
         disk_bytes=total_bytes(pool_classes(transfers, Tier.NVME)),
     )
-    return dataclasses.replace(plan, transfers=transfers, pool=pool, staging=staging, forecast=forecast)
+    return replace(plan, transfers=transfers, pool=pool, staging=staging, forecast=forecast)
 
 
 def at_hints(formulas: SizeFormulas | None, problem: Problem, plan: Plan) -> tuple[Problem, Plan]:

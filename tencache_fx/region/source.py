@@ -1,5 +1,6 @@
 """A region as torch hands it over, with the options that the user asks for: the same in each of its compilations."""
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,12 @@ class RegionSource:
         """What people know it by: where its code is, or its module's class, and torch's number for it."""
         return ", ".join(part for part in (_code_of(self.graph.graph), self.compile_id) if part)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """A name for the region that is the same in every process, on every device: its ops and their sizes."""
+        seen = [(node.name, _sizes(node.meta.get("example_value"))) for node in self.graph.graph.nodes]
+        return hashlib.sha256(repr((torch.is_grad_enabled(), seen)).encode()).hexdigest()
+
     @property
     def breaks_off(self) -> bool:
         """Whether more of the same function runs after the region: it ends at a graph break."""
@@ -50,6 +57,15 @@ class RegionSource:
         """Return the inputs' fakes, with the sizes torch traced the region with."""
         fakes = [node.meta["example_value"] for node in self.graph.graph.find_nodes(op="placeholder")]
         return keep_numbers(fakes, self.context)
+
+
+def _sizes(value: object) -> object:
+    """Return the sizes of a value as seen while tracing, and whether it requires a gradient."""
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad, *map(_sizes, value.shape)
+    if isinstance(value, torch.SymInt):
+        return str(value.node.hint)
+    return tuple(map(_sizes, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
