@@ -14,6 +14,7 @@ import torch
 
 from tencache_fx.hardware import rates as rates_module
 from tencache_fx.hardware.capacity import Space, device_space, disk_space, host_space
+from tencache_fx.hardware.copies import copy_rates
 from tencache_fx.hardware.disk import Disk, filesystem_type
 from tencache_fx.model_state.arguments import find_device
 from tencache_fx.options import Options
@@ -246,7 +247,7 @@ def _float32_as(precision: str) -> Iterator[None]:
 
 
 def _pageable_rates(device: torch.device) -> tuple[int, int]:
-    out, into = (rates_module.copy_rates(device, (way,), pinned=False)[0] for way in ("out", "in"))
+    out, into = (copy_rates(device, (way,), pinned=False)[0] for way in ("out", "in"))
     return out, into
 
 

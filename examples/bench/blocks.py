@@ -5,7 +5,8 @@
 A way is `plain` (torch.compile's own backend), `checkpoint` (that, each block checkpointed), `step@BUDGET` or
 `region@BUDGET` (backend="tencache" with that scope). A budget such as peak/1.5 is a part of the first way's peak. A
 step is a forward and a backward, without an optimizer. Prints a JSON line a way: the median time, its ratio to the
-first way's, and the peak of the first step and of the later ones.
+first way's, and the peak of the first step and of the later ones. A device slows down as it gets warm: with `--pair`
+the first way is measured again after each other one, and a ratio is to the mean of those before and after.
 """
 
 import argparse
@@ -88,17 +89,32 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--ways", nargs="+", default=["plain", "step@16.8GiB"])
+    parser.add_argument("--pair", action="store_true", help="measure the first way again after each other one")
     arguments = parser.parse_args()
-    first: dict[str, Any] = {}
-    for way in arguments.ways:
-        found = measure(way, arguments, first.get("peak_bytes", 0))
-        first = first or found
-        print(json.dumps({**found, "ratio": round(found["median_ns"] / first["median_ns"], 3)}), flush=True)
-        torch.compiler.reset()
-        tencache_fx.close()
-        gc.collect()
-        if arguments.device == "cuda":
-            torch.cuda.empty_cache()
+    first = measure(arguments.ways[0], arguments, 0)
+    _print_way(first, first["median_ns"], arguments)
+    before_ns = first["median_ns"]
+    for way in arguments.ways[1:]:
+        found = measure(way, arguments, first["peak_bytes"])
+        after_ns = before_ns
+        if arguments.pair:
+            _tidy(arguments)
+            after_ns = measure(arguments.ways[0], arguments, 0)["median_ns"]
+        _print_way(found, (before_ns + after_ns) // 2, arguments)
+        before_ns = after_ns
+
+
+def _print_way(found: dict[str, Any], first_ns: int, arguments: argparse.Namespace) -> None:
+    print(json.dumps({**found, "first_way_ns": first_ns, "ratio": round(found["median_ns"] / first_ns, 3)}), flush=True)
+    _tidy(arguments)
+
+
+def _tidy(arguments: argparse.Namespace) -> None:
+    torch.compiler.reset()
+    tencache_fx.close()
+    gc.collect()
+    if arguments.device == "cuda":
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ import itertools
 import logging
 import platform
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,8 +18,9 @@ from types import MappingProxyType
 import torch
 
 from tencache_fx.hardware.cache import cached, kept
+from tencache_fx.hardware.copies import LINK_BYTES, copy_pairs, copy_rates, cuda_copy_rates, kernels
 from tencache_fx.hardware.disk import Disk, filesystem_id, measure_disk
-from tencache_fx.hardware.timing import cpu_seconds, cuda_seconds, per_second, timing_events
+from tencache_fx.hardware.timing import cpu_seconds, cuda_seconds, per_second
 from tencache_fx.planning.problem import Links
 from tencache_fx.serialization import Positive
 from tencache_fx.stages import CALIBRATION, STAGES
@@ -30,13 +29,13 @@ from tencache_fx.units import format_rate
 log = logging.getLogger("tencache_fx")
 
 _MiB = 1 << 20
-_LINK_BYTES = 64 * _MiB
 _HOST_BYTES = 512 * _MiB  # more than any cache holds
 _HOST_TIMES = 3
 _BESIDE_TIMES = 150  # copies that keep the links busy for a fifth of a second and more
 _CPU_RUNS_S = 0.2  # one kernel on a CPU is timed for so long: some have no fast product of bfloat16
 _SMALL_BYTES = _MiB  # a copy so small shows what it costs beyond its bytes
 _ATTAINABLE = (9, 10)  # of the rate of one large kernel or copy, what a graph of many gets
+_BESIDE_KERNELS = (49, 50)  # of the rate of copies beside kernels, what copies of a plan get
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +99,10 @@ FIXED_ROOFLINE: Mapping[str, Roofline] = MappingProxyType(
 def links(device: torch.device, spill_dirs: Sequence[Path], *, calibrate: bool, renew: bool = False) -> Links:
     """Return the rates between `device`, host and the disks that hold `spill_dirs`, several disks added up.
 
-    They are nine tenths of what large copies reach while nothing else goes on: beside kernels copies slow down.
+    Those of a GPU's link are measured beside kernels. Others are nine tenths of what large copies reach while nothing
+    else goes on: beside computing they slow down.
 
-    Measuring takes about two seconds, 128 MiB of the device's memory and 640 of the host's, and for each disk at most
+    Measuring takes about two seconds, 224 MiB of the device's memory and 640 of the host's, and for each disk at most
     two seconds and 256 MiB; afterwards the cache answers, unless `renew`. With `calibrate` false the fixed rates are
     returned.
 
@@ -112,8 +112,12 @@ def links(device: torch.device, spill_dirs: Sequence[Path], *, calibrate: bool, 
     if not calibrate:
         return _with_disks(FIXED_LINKS, [FIXED_DISK] * len(by_filesystem))
     measure = STAGES.timed(CALIBRATION, lambda: _measure_links(device))
-    found = cached(device_key("links", device), Links, measure, renew=renew)
-    return _derated(_with_disks(found, [disk(directory, renew=renew) for directory in by_filesystem.values()]))
+    found = cached(_links_key(device), Links, measure, renew=renew)
+    return _derated(device, _with_disks(found, [disk(directory, renew=renew) for directory in by_filesystem.values()]))
+
+
+def _links_key(device: torch.device) -> dict[str, str]:
+    return device_key("links", device) | ({"beside": "kernels"} if device.type == "cuda" else {})
 
 
 def _with_disks(links: Links, disks: Sequence[Disk]) -> Links:
@@ -124,8 +128,11 @@ def _with_disks(links: Links, disks: Sequence[Disk]) -> Links:
     )
 
 
-def _derated(links: Links) -> Links:
+def _derated(device: torch.device, links: Links) -> Links:
     rates = {name: _attainable(rate) for name, rate in dataclasses.asdict(links).items() if name.endswith("_per_s")}
+    if device.type == "cuda":
+        for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "d2h_duplex_bytes_per_s", "h2d_duplex_bytes_per_s"):
+            rates[name] = getattr(links, name) * _BESIDE_KERNELS[0] // _BESIDE_KERNELS[1]
     return dataclasses.replace(links, **rates)
 
 
@@ -172,20 +179,21 @@ def known_rates(device: torch.device, spill_dirs: Sequence[Path], *, calibrate: 
     by_filesystem = {filesystem_id(directory): directory for directory in spill_dirs} if has_disk else {}
     disks = [kept(_disk_key(name), Disk) if calibrate else None for name in by_filesystem] or [None] * has_disk
     roofline = kept(device_key("roofline", device), Roofline) if calibrate else None
-    links = kept(device_key("links", device), Links) if calibrate else None
+    links = kept(_links_key(device), Links) if calibrate else None
     measured = roofline is not None and links is not None
     found = _with_disks((measured and links) or FIXED_LINKS, [disk or FIXED_DISK for disk in disks])
     return KnownRates(
         roofline=(measured and roofline) or FIXED_ROOFLINE[device.type],
-        links=_derated(found) if measured else found,
+        links=_derated(device, found) if measured else found,
         measured=measured,
     )
 
 
 def _measure_links(device: torch.device) -> Links:
     copy_rates(device, ("out", "in"))  # wakes the link
-    d2h, h2d = (copy_rates(device, (way,))[0] for way in ("out", "in"))
-    d2h_duplex, h2d_duplex = copy_rates(device, ("out", "in"))
+    beside = kernels(device) if device.type == "cuda" else None
+    d2h, h2d = (copy_rates(device, (way,), meanwhile=beside)[0] for way in ("out", "in"))
+    d2h_duplex, h2d_duplex = copy_rates(device, ("out", "in"), meanwhile=beside)
     latencies_ns = [
         _SMALL_BYTES * 1_000_000_000 // copy_rates(device, (way,), nbytes=_SMALL_BYTES)[0]
         - _SMALL_BYTES * 1_000_000_000 // rate
@@ -217,7 +225,7 @@ def _host_rate(device: torch.device) -> int:
     """
     state = torch.ones(_HOST_BYTES // 4, dtype=torch.float32, device="cpu")
     pieces = state.split(len(state) // 32)  # so small that none runs on for long when the copies are done
-    pairs = _copy_pairs(device, ("out", "in"), _LINK_BYTES, pinned=True)
+    pairs = copy_pairs(device, ("out", "in"), LINK_BYTES, pinned=True)
 
     def measure() -> int:
         updated_bytes_per_s = 0
@@ -232,75 +240,10 @@ def _host_rate(device: torch.device) -> int:
                 nbytes += 2 * piece.nbytes
             updated_bytes_per_s = per_second(nbytes, (time.perf_counter_ns() - start_ns) / 1e9)
 
-        copied_bytes_per_s = _cuda_copy_rates(device, pairs, times=_BESIDE_TIMES, meanwhile=update)
+        copied_bytes_per_s = cuda_copy_rates(device, pairs, times=_BESIDE_TIMES, meanwhile=update)
         return updated_bytes_per_s + sum(copied_bytes_per_s) // 2
 
     return max(measure() for _ in range(_HOST_TIMES))
-
-
-def copy_rates(
-    device: torch.device, ways: Sequence[str], *, nbytes: int = _LINK_BYTES, pinned: bool = True
-) -> list[int]:
-    """Return the bytes per second of copies "out" of `device` and "in" to it, all `ways` at once."""
-    pairs = _copy_pairs(device, ways, nbytes, pinned=pinned)
-    return _cuda_copy_rates(device, pairs) if device.type == "cuda" else _thread_copy_rates(pairs)
-
-
-_CopyPair = tuple[torch.Tensor, torch.Tensor]  # destination, source
-
-
-def _copy_pairs(device: torch.device, ways: Sequence[str], nbytes: int, *, pinned: bool) -> list[_CopyPair]:
-    pairs = []
-    for way in ways:
-        host = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned and device.type == "cuda")
-        own = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        pairs.append((host, own) if way == "out" else (own, host))
-    return pairs
-
-
-def _cuda_copy_rates(
-    device: torch.device,
-    pairs: Sequence[_CopyPair],
-    *,
-    times: int = 8,
-    meanwhile: Callable[[Callable[[], bool]], None] | None = None,
-) -> list[int]:
-    """Return the rate of each pair's copies, all pairs at once, each on its own stream.
-
-    `meanwhile(done)` runs beside them, until `done()`: then those of one way have ended.
-    """
-    lanes = []
-    torch.cuda.synchronize(device)
-    for destination, source in pairs:
-        stream = torch.cuda.Stream(device)
-        start, stop = timing_events()
-        with torch.cuda.stream(stream):
-            start.record(stream)
-            for _ in range(times):
-                destination.copy_(source, non_blocking=True)
-            stop.record(stream)
-        lanes.append((start, stop))
-    try:
-        if meanwhile is not None:
-            meanwhile(lambda: any(stop.query() for _, stop in lanes))
-    finally:  # the pairs' memory is written until then
-        torch.cuda.synchronize(device)
-    nbytes = times * pairs[0][0].nbytes
-    return [per_second(nbytes, start.elapsed_time(stop) / 1e3) for start, stop in lanes]
-
-
-def _thread_copy_rates(pairs: Sequence[_CopyPair], *, times: int = 4) -> list[int]:
-    """Return the rate of each pair's copies, all pairs at once, each in its own thread (a CPU has no streams)."""
-    together = threading.Barrier(len(pairs))
-
-    def copy(pair: _CopyPair) -> int:
-        destination, source = pair
-        together.wait(timeout=60)
-        destination.copy_(source)
-        return per_second(source.nbytes, cpu_seconds(lambda: destination.copy_(source), times=times))
-
-    with ThreadPoolExecutor(len(pairs)) as threads:
-        return list(threads.map(copy, pairs))
 
 
 def _measure_roofline(device: torch.device) -> Roofline:

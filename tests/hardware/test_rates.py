@@ -69,9 +69,9 @@ def test_the_rate_of_host_memory_is_that_of_updates_and_half_of_what_copies_carr
         measured.append([[30_000, 10_000], [70_000, 50_000], [1, 1]][len(measured) % 3])
         return measured[-1]
 
-    monkeypatch.setattr(rates_module, "_cuda_copy_rates", copy)
+    monkeypatch.setattr(rates_module, "cuda_copy_rates", copy)
     monkeypatch.setattr(rates_module, "_HOST_BYTES", 32 * 128)
-    monkeypatch.setattr(rates_module, "_LINK_BYTES", 4096)
+    monkeypatch.setattr(rates_module, "LINK_BYTES", 4096)
     monkeypatch.setattr(rates_module, "time", SimpleNamespace(perf_counter_ns=lambda: next(clock)))
     updated_bytes_per_s = 100 * 2 * 128 * 10**6
     assert rates_module._host_rate(CPU) == updated_bytes_per_s + 60_000
