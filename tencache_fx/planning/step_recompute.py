@@ -64,12 +64,13 @@ class _Search:
         self, visits: Sequence[Visit], links: Links, budgets: Budgets, shared: Collection[tuple[int, str]]
     ) -> None:
         self._visits, self._links, self._budgets, self._shared = visits, links, budgets, shared
-        self._regions = {visit.index: visit.region for visit in visits}
+        # Calls of one region may have other sizes: what their storages cost is seen at the largest.
+        self._regions = {visit.index: visit.region for visit in sorted(visits, key=lambda visit: visit.region.nbytes)}
         self._own = {(visit.index, visit.call): visit.region for visit in visits}
         self._calls = {place: region.recomputed for place, region in self._own.items()}
         returning = {visit.index for visit in visits if visit.backward}
         self._line = _price_list({index: region for index, region in self._regions.items() if index in returning})
-        self._models: dict[tuple[int, frozenset[str]], SwapRegion] = {}
+        self._models: dict[tuple[int, frozenset[str]], SwapRegion] = {}  # by the identity of what calls have run
         self._scores: dict[tuple[int, int], tuple[int, int]] = {}
 
     def run(self) -> Choice | None:
@@ -152,12 +153,10 @@ class _Search:
             return max(1, floor_bytes(problem) - (self._budgets.device_bytes or 0)), 0
 
     def _model(self, place: tuple[int, int], names: frozenset[str]) -> SwapRegion:
-        if names == self._own[place].recomputed:
-            return self._own[place]
-        index, _ = place
-        if (index, names) not in self._models:
-            self._models[index, names] = _model(self._regions[index], names)
-        return self._models[index, names]
+        own = self._own[place]
+        if (id(own), names) not in self._models:
+            self._models[id(own), names] = _model(own, names)
+        return self._models[id(own), names]
 
 
 def recomputed_to_fit(captured: Problem) -> frozenset[str]:

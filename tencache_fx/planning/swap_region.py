@@ -3,6 +3,7 @@
 `step.py` joins the calls of such regions to the problem of a step. No torch here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -43,11 +44,12 @@ class SwapRegion:
     margin_bytes: int = 0
     name: str = ""
 
-    def resized(self, problem: Problem) -> "SwapRegion":
-        """Return the same region with the storages of `problem`, which differs in its sizes."""
+    def resized(self, resize: Callable[[Problem], Problem]) -> "SwapRegion":
+        """Return the same region at other sizes, which `resize` gives to its problems."""
+        problem = resize(self.problem)
         nbytes = {storage.name: storage.nbytes for storage in problem.storages}
         transfers = tuple(replace(each, nbytes=nbytes[each.name]) for each in self.transfers)
-        return replace(self, problem=problem, transfers=transfers)
+        return replace(self, problem=problem, original=resize(self.original), transfers=transfers)
 
     @cached_property
     def swaps(self) -> tuple[Transfer, ...]:
@@ -79,6 +81,11 @@ class SwapRegion:
     def swapped_bytes(self) -> int:
         """The bytes of all storages with swap points."""
         return sum(swap.nbytes for swap in self.swaps)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes of all storages that it ever makes or is given: other sizes have others."""
+        return sum(storage.nbytes for storage in self.original.storages)
 
     @cached_property
     def pending_bytes(self) -> int:

@@ -15,6 +15,7 @@ from tencache_fx.model_state.disk_state import line_bytes
 from tencache_fx.passes.code_interface import Interface
 from tencache_fx.passes.code_memory import UnreadableCodeError, code_peak_bytes
 from tencache_fx.passes.graphs import RegionGraphs
+from tencache_fx.passes.lifetimes import StorageNodes
 from tencache_fx.passes.parameter_markers import write_markers
 from tencache_fx.passes.pause import is_barrier, write_pause
 from tencache_fx.passes.recipes import find_recipes, recomputed_nodes
@@ -206,7 +207,7 @@ class RegionPlanner:
         known = analyze(capture, options, self._environment.roofline, measure=self._environment.measures)
         correction = self._learned.correction
         known = dataclasses.replace(known, ops=correction.planning.scale(known.ops, capture.boundary))
-        stated = self._state_problem(known, held_now_bytes)
+        stated = self._state_problem(known, held_now_bytes, () if first is None else first.analysis.storages)
         if first is None:
             recipes = find_recipes(capture, known.storages) if options.recompute == "auto" else ()
             bare = dataclasses.replace(stated.problem, recipes=recipes)
@@ -275,8 +276,13 @@ class RegionPlanner:
         """Keep for the next compilation what this one had to keep free of what the graphs do not show."""
         self._learned.keep_margin(self._unforeseen_bytes)
 
-    def _state_problem(self, known: RegionAnalysis, held_bytes: int) -> StatedProblem:
-        """Return everything the planner may know: steps with their cost, storages, links, budgets."""
+    def _state_problem(
+        self, known: RegionAnalysis, held_bytes: int, originally: Sequence[StorageNodes]
+    ) -> StatedProblem:
+        """Return everything the planner may know: steps with their cost, storages, links, budgets.
+
+        The storages that were `originally` there, before more was recomputed, have formulas as well.
+        """
         options, capture = self._options, known.capture
         fuses = options.compiler == "inductor"
         used = self._environment.usage  # other regions keep it while this one runs
@@ -304,7 +310,7 @@ class RegionPlanner:
         formulas, entering_bytes = None, 0
         if options.device_budget is not None:  # measured at the sizes that torch traced with
             now, planned = self._sizes or (None, None)
-            formulas = SizeFormulas(self._inputs, known.storages, self._device, planned)
+            formulas = SizeFormulas(self._inputs, (*known.storages, *originally), self._device, planned)
             held_now = problem if now is None else formulas.resize(problem, formulas.hints, now)
             entering_bytes = input_bytes(held_now.storages)
             problem = formulas.resize(problem, formulas.hints, formulas.planned)

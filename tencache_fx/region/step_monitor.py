@@ -1,5 +1,6 @@
 """Tells the recorder of steps when a region's graphs run: the monitor of a region that is planned with others."""
 
+from functools import partial
 from typing import Any
 
 from tencache_fx import compat
@@ -121,7 +122,7 @@ class StepMonitor:
         if key not in self._resized:
             if len(self._resized) >= _SIZES:
                 self._resized.clear()
-            self._resized[key] = region.resized(
-                footprint.formulas.resize(footprint.problem, footprint.formulas.planned, self._sizes)
-            )
+            formulas = footprint.formulas
+            resize = partial(formulas.resize, before=formulas.planned, after=self._sizes)
+            self._resized[key] = region.resized(resize)
         return self._resized[key]

@@ -29,8 +29,8 @@ from tencache_fx.units import PAGE_BYTES, round_up
 
 log = logging.getLogger("tencache_fx")
 
-Place = tuple[int, int, bool, int]
-"""Region, call, whether it is a backward, and the bytes of its storages, of one run of a round."""
+Place = tuple[int, int, bool, int, int]
+"""Region, call, whether it is a backward, and the bytes that may leave, and that there are in all, of one run."""
 
 Order = tuple[Place, ...]
 
@@ -261,7 +261,7 @@ def record_of(program: Program, device: str) -> StepRecord | None:
 
 def place_of(visit: Visit) -> Place:
     """Return what tells a run from another in its place."""
-    return visit.index, visit.call, visit.backward, visit.region.swapped_bytes
+    return visit.index, visit.call, visit.backward, visit.region.swapped_bytes, visit.region.nbytes
 
 
 def _largest(program: Program) -> int:

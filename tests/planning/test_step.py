@@ -292,6 +292,38 @@ def test_what_is_not_planned_could_not_be_best(monkeypatch, share):
     assert fewer < len(planned) - fewer
 
 
+@pytest.mark.parametrize("first", [1, 3])
+def test_each_call_is_modelled_at_its_own_size(monkeypatch, first):
+    """Calls of one region with other inputs: both what they save, and how long it takes to compute it again."""
+    base, planned = priced_region(steps=4), []
+
+    def times(factor):
+        def resize(problem):
+            storages = tuple(replace(each, nbytes=factor * each.nbytes) for each in problem.storages)
+            ops = tuple(replace(each, duration_ns=factor * each.duration_ns) for each in problem.ops)
+            return replace(problem, storages=storages, ops=ops)
+
+        return resize
+
+    sizes = {0: first, 1: 4 - first}
+    calls = {call: base.resized(times(size)) for call, size in sizes.items()}
+    visits = [visit_of(calls[call], 0, call, backward=back, held_bytes=100) for call, back in TWO_CALLS]
+
+    def noted(problem, *arguments, **options):
+        planned.append(problem)
+        return make_plan(problem, *arguments, **options)
+
+    monkeypatch.setattr(step_recompute, "make_plan", noted)
+    assert choose_for_step(visits, LINKS, budgets(4_000))
+    modelled = [problem for problem in planned if any(op.name.endswith("#again") for op in problem.ops)]
+    assert modelled
+    for problem in modelled:
+        assert {each.nbytes for each in problem.storages if each.name.startswith("0.0:")} <= {1000 * sizes[0]}
+        assert {each.nbytes for each in problem.storages if each.name.startswith("0.1:")} <= {1000 * sizes[1]}
+        again = [op.duration_ns for op in problem.ops if op.name == "op0#again"]
+        assert again == [400 * sizes[1], 400 * sizes[0]]
+
+
 def priced_region(steps: int) -> SwapRegion:
     """A region that saves the result of each forward step, at rising prices of computing it again."""
     storages = [

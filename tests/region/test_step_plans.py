@@ -343,6 +343,50 @@ def test_what_host_memory_cannot_hold_goes_to_disk(tmp_path: Path) -> None:
     assert any(each.tier is Tier.NVME for each in tencache_fx.steps()[-1].plan.transfers)
 
 
+@pytest.mark.parametrize("rows", [(512, 96), (96, 512)], ids=["longest first", "longest last"])
+def test_calls_of_other_lengths_are_modelled_at_their_own(
+    engine: Engine, meter: Meter, monkeypatch: pytest.MonkeyPatch, rows: tuple[int, int]
+) -> None:
+    """Two lengths in one step, which recomputes: what it was chosen to hold is what it holds then."""
+    monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
+    plain, model = one_by_one(blocks(), "aot_eager_decomp_partition"), one_by_one(blocks(), device_budget=6_600_000)
+
+    def run(layers: nn.Sequential, step: int) -> list[Tensor]:
+        layers.zero_grad(set_to_none=True)
+        longer, shorter = (layers(inputs(step, each)).square().mean() for each in rows)
+        (longer + shorter).backward()
+        return [parameter.grad for parameter in layers.parameters() if parameter.grad is not None]
+
+    for step in range(5):
+        expected = run(plain, step)
+        meter.peak = meter.held
+        assert equal(run(model, step), expected), f"step {step}"
+        assert meter.peak <= 6_600_000
+    program = list(recorder(engine).programs.values())[-1]
+    lengths: dict[int, set[int]] = {}
+    for region, index in ((visit.region, visit.index) for visit in program.visits if visit.region.recomputed):
+        sizes = {storage.name: storage.nbytes for storage in region.original.storages}
+        assert all(sizes[each.name] == each.nbytes for each in region.problem.storages if each.name in sizes)
+        lengths.setdefault(index, set()).add(max(sizes.values()))
+    assert any(len(each) == 2 for each in lengths.values())
+    assert program.planned is not None
+    assert program.planned.plan is not None
+
+
+def test_a_region_that_saves_nothing_may_need_more_at_other_lengths(engine: Engine, meter: Meter) -> None:
+    """Its backward needs nothing of it, and so it moves nothing; its plan is of its lengths all the same."""
+    budget, model = 8_000_000, one_by_one(blocks(), device_budget=8_000_000)
+    options = {"compiler": "eager", "calibrate": False, "scope": "step", "host_budget": 1 << 28}
+    pool = torch.compile(
+        lambda x: torch.cat([x] * 8).mul(2).sum(), backend="tencache", options={**options, "device_budget": budget}
+    )
+    for step, rows in enumerate([64, 96, 96, 96, 512, 512, 96]):
+        meter.peak = meter.held
+        gradients(model, lambda x, rows=rows: pool(model(x)[:rows]), inputs(step))
+        assert meter.peak <= budget, f"step {step}"
+    assert len(recorder(engine).programs) == 3
+
+
 def test_slow_links_make_regions_recompute(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The regions are compiled once more for it, and never again."""
     monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
