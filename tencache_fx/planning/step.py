@@ -52,7 +52,7 @@ class Visit:
     """One run of a region's forward or backward graph in a step.
 
     The device held `held_bytes` when it began, without the storages that stayed by a schedule, and up to `gap_bytes`
-    between the run before and this one.
+    between the run before and this one. Calls that are `checkpointed` all recompute the same.
     """
 
     index: int
@@ -61,6 +61,7 @@ class Visit:
     region: SwapRegion = field(repr=False)
     held_bytes: int
     gap_bytes: int = 0
+    checkpointed: bool = False
 
     @property
     def peak_bytes(self) -> int:
@@ -69,8 +70,12 @@ class Visit:
 
 
 def with_regions(visits: Sequence[Visit], regions: Mapping[tuple[int, int], SwapRegion]) -> list[Visit]:
-    """Return the same runs of other `regions`, by index and call: forwards that wait keep as much as these do."""
+    """Return the same runs of other `regions`, by index and call: forwards that wait keep as much as these do.
+
+    Nothing was kept by those that are followed by no backward, as checkpointed ones are when they run first.
+    """
     found: list[Visit] = []
+    returning = {(visit.index, visit.call) for visit in visits if visit.backward}
     more_bytes = 0  # what those that wait keep more than when it was measured
     for visit in visits:
         region = regions[visit.index, visit.call]
@@ -78,7 +83,8 @@ def with_regions(visits: Sequence[Visit], regions: Mapping[tuple[int, int], Swap
         held_bytes = max(0, visit.held_bytes + more_bytes)
         gap_bytes = max(0, visit.gap_bytes + more_bytes)
         found.append(replace(visit, region=region, held_bytes=held_bytes, gap_bytes=gap_bytes))
-        more_bytes += -changed_bytes if visit.backward else changed_bytes
+        if (visit.index, visit.call) in returning:
+            more_bytes += -changed_bytes if visit.backward else changed_bytes
     return found
 
 

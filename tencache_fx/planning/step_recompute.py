@@ -32,9 +32,17 @@ class Recomputed:
     first: tuple[str, ...] = ()
     first_calls: int = 0
 
-    def names(self, call: int) -> frozenset[str]:
-        """Return the storages that the `call`-th call of a step recomputes, counted from 0."""
-        return frozenset(self.always + self.first if call < self.first_calls else self.always)
+    def names(self, call: int, *, checkpointed: bool) -> frozenset[str]:
+        """Return the storages that the `call`-th call of a step recomputes, counted from 0.
+
+        Checkpointed calls run again in another order, and have to save the same: all recompute what the first does.
+        """
+        is_first = (0 if checkpointed else call) < self.first_calls
+        return frozenset(self.always + self.first if is_first else self.always)
+
+    def names_of(self, visit: Visit) -> frozenset[str]:
+        """Return the storages that the call of this run recomputes."""
+        return self.names(visit.call, checkpointed=visit.checkpointed)
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -67,7 +75,7 @@ class _Search:
         # Calls of one region may have other sizes: what their storages cost is seen at the largest.
         self._regions = {visit.index: visit.region for visit in sorted(visits, key=lambda visit: visit.region.nbytes)}
         self._own = {(visit.index, visit.call): visit.region for visit in visits}
-        self._calls = {place: region.recomputed for place, region in self._own.items()}
+        self._calls = {(visit.index, visit.call): visit for visit in visits}
         returning = {visit.index for visit in visits if visit.backward}
         self._line = _price_list({index: region for index, region in self._regions.items() if index in returning})
         self._models: dict[tuple[int, frozenset[str]], SwapRegion] = {}  # by the identity of what calls have run
@@ -78,9 +86,10 @@ class _Search:
             return None
         best = self._refine(self._descend())
         choice, score = self._choice(*best), self._score_of(*best)
-        if all(choice[index].names(call) == names for (index, call), names in self._calls.items()):
+        present_names = {place: region.recomputed for place, region in self._own.items()}
+        if self._names(choice) == present_names:
             return None
-        present = self._score(self._calls)
+        present = self._score(present_names)
         if score[0] > present[0]:
             return None
         if score[0] == present[0] and score[1] * 100 > present[1] * (100 - _GAIN_PERCENT):
@@ -132,10 +141,13 @@ class _Search:
             for index in self._regions
         }
 
+    def _names(self, choice: Choice) -> dict[tuple[int, int], frozenset[str]]:
+        """Return what each call recomputes by a choice."""
+        return {place: choice[visit.index].names_of(visit) for place, visit in self._calls.items()}
+
     def _score_of(self, count: int, first_calls: int) -> tuple[int, int]:
         if (count, first_calls) not in self._scores:
-            choice = self._choice(count, first_calls)
-            names = {(index, call): choice[index].names(call) for index, call in self._calls}
+            names = self._names(self._choice(count, first_calls))
             self._scores[count, first_calls] = self._score(names, min(self._scores.values(), default=None))
         return self._scores[count, first_calls]
 

@@ -34,10 +34,7 @@ class StepMonitor:
 
     @property
     def recomputed(self) -> frozenset[str] | None:
-        """The storages that the next call of the region is to recompute; None if that is not decided yet.
-
-        Checkpointed calls run again in another order, and have to save the same: all recompute what the first does.
-        """
+        """The storages that the next call of the region is to recompute; None if that is not decided yet."""
         if self._recorder is None or self._refused:
             return None
         return self._recorder.recomputed_next(self._source.index, checkpointed=compat.saves_by_hooks())

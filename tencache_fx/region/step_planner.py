@@ -243,7 +243,7 @@ class StepPlanner:
     def _tell(self, program: Program, error: Exception) -> None:
         """Say that there is no plan: loudly, once, if regions will not recompute more either."""
         hopeful = any(
-            visit.index in self.recomputed and self.recomputed[visit.index].names(visit.call) != visit.region.recomputed
+            visit.index in self.recomputed and self.recomputed[visit.index].names_of(visit) != visit.region.recomputed
             for visit in program.visits
         )
         level = logging.INFO if hopeful or self._warned else logging.WARNING

@@ -50,6 +50,7 @@ class Call:
     index: int
     number: int
     region: SwapRegion
+    checkpointed: bool
     given: frozenset[int] = frozenset()
     residual: StorageWeakRef | None = None
     turns: int = 0
@@ -95,7 +96,7 @@ class StepRecorder:
             self.settle()
             self._heed(options)
             given = frozenset(map(_key_of, tensors_in(values)))
-            call = Call(index, self._counts[index], region, given)
+            call = Call(index, self._counts[index], region, compat.saves_by_hooks(), given)
             self._counts[index] += 1
             self._arrive(call, backward=False)
             self._calls.append(call)
@@ -144,12 +145,14 @@ class StepRecorder:
         """Return what the next call of a region is to recompute; None if that is not decided yet."""
         with self._lock:
             decided = self.planner.recomputed.get(index)
-            return None if decided is None else decided.names(0 if checkpointed else self._counts[index])
+            return None if decided is None else decided.names(self._counts[index], checkpointed=checkpointed)
 
     def recomputed_ever(self, index: int) -> tuple[frozenset[str], ...]:
         """Return what calls of a region are to recompute: one set of storages for all of them, or two."""
         decided = self.planner.recomputed.get(index)
-        return () if decided is None else (decided.names(0), decided.names(decided.first_calls))
+        if decided is None:
+            return ()
+        return tuple(decided.names(call, checkpointed=False) for call in (0, decided.first_calls))
 
     def is_over(self, index: int, region: SwapRegion, options: Options) -> bool:
         """Return whether a call that has no plan would be over the budget, with all away that can be."""
@@ -216,6 +219,7 @@ class StepRecorder:
             region=call.region,
             held_bytes=held_bytes,
             gap_bytes=gap_bytes,
+            checkpointed=call.checkpointed,
         )
         assert self._options is not None
         if not self._visits and self._last is not None:

@@ -268,7 +268,9 @@ def test_what_is_cheaper_than_copying_is_recomputed():
     assert choose_for_step(visits, LINKS, budgets(1 << 20)) is None, "all fits"
     found = choose_for_step(visits, LINKS, budgets(2500))
     assert found == {0: Recomputed(first=("large",), first_calls=2)}, "two of four calls may save it"
-    assert [found[0].names(call) for call in range(4)] == [frozenset({"large"})] * 2 + [frozenset()] * 2
+    assert [found[0].names(call, checkpointed=False) for call in range(4)] == [frozenset({"large"})] * 2 + [
+        frozenset()
+    ] * 2
     found = choose_for_step(visits, LINKS, budgets(1300))
     assert found == {0: Recomputed(first=("large",), first_calls=3)}, "nothing is asked of the last"
 
@@ -290,6 +292,31 @@ def test_what_is_not_planned_could_not_be_best(monkeypatch, share):
     monkeypatch.setattr(step_recompute, "lower_bound_ns", lambda problem: 0)
     assert choose_for_step(visits, LINKS, budgets(limit)) == found
     assert fewer < len(planned) - fewer
+
+
+def test_checkpointed_calls_are_modelled_as_they_run(monkeypatch):
+    """All of them recompute what the first call does: they run again in another order."""
+    region, tried = recomputing_region(), set()
+    order = [(0, False), (1, False), (2, False), (3, False), (4, False), (5, False), (5, True), (6, False), (6, True)]
+    visits = [
+        replace(visit_of(region, 0, call, backward=back, held_bytes=100), checkpointed=call > 2)
+        for call, back in [*order, (2, True), (1, True), (0, True)]
+    ]
+
+    def noted(problem, *arguments, **options):
+        call, recomputing = "", set()
+        for op in problem.ops:
+            call = op.name.removeprefix("before 0.") if op.name.startswith("before") else call
+            recomputing |= {int(call)} if op.name.endswith("#again") else set()
+        tried.add(frozenset(recomputing))
+        return make_plan(problem, *arguments, **options)
+
+    monkeypatch.setattr(step_recompute, "make_plan", noted)
+    found = choose_for_step(visits, LINKS, budgets(2500))
+    assert found == {0: Recomputed(first=("large",), first_calls=2)}
+    assert [call for call in range(7) if found[0].names(call, checkpointed=call > 2)] == [0, 1, 3, 4, 5, 6]
+    assert {0, 1, 5, 6} in tried
+    assert all((0 in each) == (5 in each) == (6 in each) for each in tried)
 
 
 @pytest.mark.parametrize("first", [1, 3])
@@ -357,6 +384,9 @@ def test_forwards_that_wait_keep_what_their_region_keeps():
     found = with_regions(visits, dict.fromkeys(((0, 0), (0, 1)), frugal))
     assert [visit.held_bytes for visit in found] == [100, 1100, 2100, 1100]
     assert [visit.gap_bytes for visit in found] == [105, 1105, 2105, 1105]
+    checkpointed = visit_of(region, 0, 2, backward=False, held_bytes=100)  # its graph is gone at once
+    found = with_regions([checkpointed, *visits], dict.fromkeys(((0, 0), (0, 1), (0, 2)), frugal))
+    assert [visit.held_bytes for visit in found] == [100, 100, 1100, 2100, 1100]
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])

@@ -492,6 +492,29 @@ def test_checkpointed_calls_recompute_the_same(engine: Engine, monkeypatch: pyte
     assert decided
 
 
+def test_checkpointed_calls_are_planned_as_they_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only the first calls recompute something, all that are checkpointed do, and that was planned."""
+    monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
+    model, plain = one_by_one(blocks(), device_budget=5_800_000), one_by_one(blocks(), "aot_eager_decomp_partition")
+
+    def run(layers: nn.Sequential, x: Tensor) -> Tensor:
+        x = layers[:6](x)
+        for layer in layers[6:]:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+    for step in range(5):
+        x = inputs(step)
+        assert equal(gradients(model, lambda x: run(model, x), x), gradients(plain, lambda x: run(plain, x), x))
+    decided = recorder(engine).planner.recomputed
+    assert any(0 < each.first_calls < 6 for each in decided.values())
+    program = list(recorder(engine).programs.values())[-1]
+    assert sum(visit.checkpointed for visit in program.visits) == 3 * 2  # forward, forward again, backward
+    assert all(visit.region.recomputed == decided[visit.index].names_of(visit) for visit in program.visits)
+    assert program.planned is not None
+    assert program.planned.plan is not None
+
+
 def _current(region: object) -> CompiledRegion:
     assert isinstance(region, Region)
     return region.current
