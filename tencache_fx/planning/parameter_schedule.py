@@ -8,6 +8,7 @@ gains nothing when everything is read once per round), so those that are read fi
 could hide.
 """
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -207,14 +208,10 @@ def _departures(
         times = copy_times(problem.links, storage.nbytes, Tier.HOST)
         link_free = max(starts_ns[storage.death], link_free) + times.out
         earliest, end = _earliest_freed(problem, barriers, storage)
-        gone = earliest
-        memory[storage.death : earliest] += storage.nbytes
-        while gone < end and starts_ns[gone] < link_free:
-            following = min(barriers.freed_from(gone + 1), end)
-            if (memory[gone:following] + storage.nbytes > limit).any():
-                break
-            memory[gone:following] += storage.nbytes
-            gone = following
+        landed = min(barriers.freed_from(bisect_left(starts_ns, link_free, earliest, end)), end)
+        over = memory[earliest:landed] + storage.nbytes > limit
+        gone = max(earliest, barriers.freed_by(earliest + int(over.argmax()))) if over.any() else landed
+        memory[storage.death : gone] += storage.nbytes
         out = CopyOut(after=max(storage.uses), freed_at=gone)
         transfers.append(Transfer(name=storage.name, nbytes=storage.nbytes, tier=Tier.HOST, out=out))
     return transfers

@@ -54,6 +54,10 @@ class Barriers:
         """Return the first step at or after `step` from which bytes may count as freed."""
         return self._freed[min(bisect_left(self._freed, step), len(self._freed) - 1)]
 
+    def freed_by(self, step: int) -> Step:
+        """Return the last step at or before `step` from which bytes may count as freed, the first if there is none."""
+        return self._freed[max(0, bisect_right(self._freed, step) - 1)]
+
     def may_be_freed(self, step: int) -> bool:
         """Whether bytes may count as freed from `step` on."""
         return self.freed_from(step) == step

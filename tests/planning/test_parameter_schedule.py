@@ -1,0 +1,45 @@
+"""When gradients are stored: as a walk from barrier to barrier does it, one at a time."""
+
+import numpy as np
+from hypothesis import given
+from outcomes import Outcomes
+from problems import moving_problems
+
+from tencache_fx.planning.liveness import least_bytes
+from tencache_fx.planning.parameter_schedule import _departures, _earliest_freed
+from tencache_fx.planning.problem import Kind, Tier
+from tencache_fx.planning.schedule import Barriers, copy_times
+
+_SEEN = Outcomes()
+
+
+def _walk(problem, barriers, memory, limit, starts_ns):
+    """Return from where on each gradient is free: a barrier that its copy lands by, or sooner for want of room."""
+    link_free, freed = 0.0, []
+    for storage in sorted((s for s in problem.storages if s.kind is Kind.STORED), key=lambda s: (s.death, s.name)):
+        link_free = max(starts_ns[storage.death], link_free) + copy_times(problem.links, storage.nbytes, Tier.HOST).out
+        gone, end = _earliest_freed(problem, barriers, storage)
+        memory[storage.death : gone] += storage.nbytes
+        while gone < end and starts_ns[gone] < link_free:
+            following = min(barriers.freed_from(gone + 1), end)
+            if (memory[gone:following] + storage.nbytes > limit).any():
+                _SEEN.note("held up")
+                break
+            memory[gone:following] += storage.nbytes
+            gone = following
+            _SEEN.note("on its way")
+        freed.append((storage.name, gone))
+    return freed
+
+
+@_SEEN.reaching(0.03, "held up")
+@given(moving_problems())
+def test_gradients_leave_as_in_a_walk_from_barrier_to_barrier(problem):
+    limit = problem.budgets.device_bytes or 1 << 62
+    barriers, memory = Barriers(problem), least_bytes(problem)
+    starts_ns = np.concatenate([[0.0], np.cumsum([op.duration_ns for op in problem.ops])]).tolist()
+    walked = memory.copy()
+    expected = _walk(problem, barriers, walked, limit, starts_ns)
+    transfers = _departures(problem, barriers, memory, limit, starts_ns)
+    assert [(transfer.name, transfer.freed_at) for transfer in transfers] == expected
+    assert (memory == walked).all()
