@@ -154,6 +154,7 @@ def stats() -> Counts:
     See `tencache_fx.runtime.stats.Stats.take` for the names. With engines on several devices the figures are added up,
     but for `hit_rate`, of which the lowest counts. Empty while nothing has been offloaded.
     """
+    REGIONS.give_back()
     total = Counts()
     for engine in engines():
         for name, value in engine.stats.take().items():

@@ -75,6 +75,7 @@ def compile_region(
     `BudgetError` if no plan fits. Tracing may change torch's state: it is set back between attempts, and on an error.
     """
     REGIONS.compilations += 1
+    REGIONS.give_back()
     open_workspaces(source.device)
     if any(each.parameter.requires_grad for each in request.offloaded.values()):
         open_update_room(source.device, source.options.device_budget)

@@ -5,12 +5,14 @@ import itertools
 import os
 import warnings
 import weakref
+from collections import deque
 from typing import Protocol
 
 import torch
 
 from tencache_fx.errors import OptionError
 from tencache_fx.records import RegionRecord
+from tencache_fx.runtime.engine_registry import find_engine
 
 
 class Waiting(Protocol):
@@ -70,6 +72,7 @@ class Regions:
 
     def __init__(self) -> None:
         self._live: weakref.WeakSet[Region] = weakref.WeakSet()
+        self._left: deque[torch.device] = deque()  # by regions that are garbage, in whatever thread that was noticed
         self._indices = itertools.count()
         self._pid = os.getpid()
         self.compilations = 0  # begun so far, of whatever region
@@ -81,6 +84,16 @@ class Regions:
     def add(self, region: Region) -> None:
         """List `region` until it is garbage."""
         self._live.add(region)
+        weakref.finalize(region, self._left.append, region.device).atexit = False
+
+    def give_back(self) -> None:
+        """Unmap the host buffers that plans have reserved on devices of which no region is left."""
+        left: set[torch.device] = set()
+        while self._left:
+            left.add(self._left.popleft())
+        for device in left - {region.device for region in self._live}:
+            if (engine := find_engine(device)) is not None:
+                engine.forget_reserved()
 
     def live(self) -> tuple[Region, ...]:
         """Return the live regions, oldest first."""

@@ -55,7 +55,10 @@ class StepMonitor:
         """Return `run`, the region's forward or backward, told of; boxed if `run` is."""
         if written.recorder is None or phase == "inference":
             return run
-        self._recorder = recorder = written.recorder
+        recorder = written.recorder
+        if recorder is not self._recorder:
+            self._recorder = recorder
+            recorder.watch(self, self._source.index)
 
         def told_run(*args: Any) -> Any:
             call = None

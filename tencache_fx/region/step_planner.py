@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from tencache_fx.errors import BudgetError, OptionError, StoreError
@@ -20,7 +21,7 @@ from tencache_fx.records import StepRecord
 from tencache_fx.region.kept_plans import kept_plan, kept_step_choice
 from tencache_fx.region.optimizer_forecast import expected_state_bytes
 from tencache_fx.region.step_records import record_step
-from tencache_fx.region.step_residency import ReadParameters, StepResidency
+from tencache_fx.region.step_residency import Order, Place, ReadParameters, StepResidency
 from tencache_fx.reporting.dump import write_step
 from tencache_fx.reporting.step_tables import show_figures
 from tencache_fx.runtime.engine_registry import usage
@@ -28,11 +29,6 @@ from tencache_fx.runtime.swap_points import SwapPoints
 from tencache_fx.units import PAGE_BYTES, round_up
 
 log = logging.getLogger("tencache_fx")
-
-Place = tuple[int, int, bool, int, int]
-"""Region, call, whether it is a backward, and the bytes that may leave, and that there are in all, of one run."""
-
-Order = tuple[Place, ...]
 
 _DRIFT = 256  # one part in so many of the budget is left for external memory that grows
 _ROOM = 64  # with so much of the budget more room than its plan was made for, a program is planned again
@@ -140,6 +136,12 @@ class StepPlanner:
         )
         program.plans = 1 if other else program.plans + 1
         self._report(program, options)
+
+    def forget(self, regions: Collection[int]) -> None:
+        """Forget these regions, and have the parameters leave that stay by the plans of their steps."""
+        for index in regions:
+            self.recomputed.pop(index, None)
+        self._residency.forget(regions)
 
     def bytes_beside(self, program: Program) -> int:
         """Return the bytes of parameters that stay on the device, and that a program with a plan does not read."""
@@ -261,7 +263,7 @@ def record_of(program: Program, device: str) -> StepRecord | None:
 
 def place_of(visit: Visit) -> Place:
     """Return what tells a run from another in its place."""
-    return visit.index, visit.call, visit.backward, visit.region.swapped_bytes, visit.region.nbytes
+    return Place(visit.index, visit.call, visit.backward, visit.region.swapped_bytes, visit.region.nbytes)
 
 
 def _largest(program: Program) -> int:

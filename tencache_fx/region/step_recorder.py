@@ -13,7 +13,8 @@ import gc
 import logging
 import math
 import threading
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,8 @@ from tencache_fx.options import Options
 from tencache_fx.planning.step import FRUGAL, SwapKey, Visit
 from tencache_fx.planning.swap_region import SwapRegion
 from tencache_fx.records import StepRecord
-from tencache_fx.region.step_planner import Order, Program, StepPlanner, place_of, record_of
+from tencache_fx.region.step_planner import Program, StepPlanner, place_of, record_of
+from tencache_fx.region.step_residency import Order
 from tencache_fx.runtime.swap_points import SwapPoints
 from tencache_fx.tensors import storage_of, tensors_in
 from tencache_fx.units import at_least, format_bytes
@@ -77,10 +79,17 @@ class StepRecorder:
         self._options: Options | None = None  # of the forward that has the least budget
         self._mark = points.gauge.mark()
         self._collected = False
+        self._left: deque[int] = deque()  # by regions of which no code is left, in whatever thread that was noticed
+        self._gone: set[int] = set()  # those that are yet to be forgotten
+
+    def watch(self, code: object, index: int) -> None:
+        """Forget all about a region when nothing is left of its `code`."""
+        weakref.finalize(code, self._left.append, index).atexit = False
 
     def settle(self) -> None:
         """Plan the round that is over, if one is: what regions are to recompute is known before they run again."""
         with self._lock:
+            self._forget_gone()
             if self._is_over():
                 self._finish()
 
@@ -177,6 +186,7 @@ class StepRecorder:
     def records(self) -> tuple[StepRecord, ...]:
         """Return the records of the plans of all programs, the one that ran last at the end."""
         with self._lock:
+            self._forget_gone()
             found = (record_of(program, str(self.points.engine.device)) for program in self.programs.values())
             return tuple(record for record in found if record is not None)
 
@@ -304,6 +314,34 @@ class StepRecorder:
         self.planner.consider(program, self._options)
         for index in {visit.index for visit in visits}:
             self._alone[index] = self._alone[index] + 1 if len(visits) == 2 and program.moves else 0
+
+    def _forget_gone(self) -> None:
+        """Forget the steps of regions of which no code is left, as after `torch.compiler.reset()`: none will recur.
+
+        A round under way in which one of them ran goes on before that.
+        """
+        while self._left:
+            self._gone.add(self._left.popleft())
+        if not self._gone:
+            return
+        if any(visit.index in self._gone for visit in self._visits):
+            if not self._is_over():
+                return
+            self._forget_round()
+        gone, self._gone = self._gone, set()
+        ended = [program for order, program in self.programs.items() if gone & {place.region for place in order}]
+        for program in ended:
+            del self.programs[program.order]
+        for program in (each for each in self.programs.values() if each.successor in ended):
+            program.successor = None
+        self._last = None if self._last in ended else self._last
+        if self._expected in ended:
+            self._expect(None)
+        self.misfits -= gone
+        for index in gone:
+            self._alone.pop(index, None)
+        self.points.forget(gone)
+        self.planner.forget(gone)
 
     def _forget_round(self) -> None:
         self.points.settle()

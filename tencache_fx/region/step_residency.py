@@ -6,8 +6,9 @@ others as well, or trains more of them, decides anew, and so is decided for anot
 decided before are then made again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
@@ -15,7 +16,21 @@ from tencache_fx.model_state.step_hooks import step_hooks
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Kind
 from tencache_fx.planning.step import ParameterNames, SwapKey, Visit
+from tencache_fx.runtime.step_parameters import Resident
 from tencache_fx.runtime.swap_points import SwapPoints
+
+
+class Place(NamedTuple):
+    """What tells a run of a region from others in its place: its sizes, too, by the bytes that may leave, and all."""
+
+    region: int
+    call: int
+    backward: bool
+    swapped_bytes: int
+    nbytes: int
+
+
+Order = tuple[Place, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +52,7 @@ class _Decision:
     It was made for a device budget, and for a parameter that was `trained`, or not.
     """
 
-    order: object
+    order: Order
     limit: int | None
     trained: bool
     resident: bool
@@ -71,7 +86,7 @@ class StepResidency:
         return ReadParameters(names=ParameterNames(names=names, freed_at_once=at_once), owners=owners, trained=trained)
 
     def decided(
-        self, order: object, limit: int | None, read: ReadParameters
+        self, order: Order, limit: int | None, read: ReadParameters
     ) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
         """Return which of these parameters stay, and of which the state, if other programs have decided it for all."""
         found = {name: self._decisions.get(owner) for name, owner in read.owners.items()}
@@ -86,7 +101,7 @@ class StepResidency:
             updated_here += [name] if each.updated_here else []
         return (tuple(residents), tuple(updated_here)) if found else None
 
-    def decide(self, order: object, limit: int | None, read: ReadParameters, plan: Plan) -> None:
+    def decide(self, order: Order, limit: int | None, read: ReadParameters, plan: Plan) -> None:
         """Have those stay that the plan of a program keeps, and no others of those that it reads."""
         for name, owner in read.owners.items():
             self._decisions[owner] = _Decision(
@@ -96,9 +111,23 @@ class StepResidency:
                 resident=name in plan.resident,
                 updated_here=name in plan.updated_here,
             )
-        self._points.keep_residents(
-            {owner: each.updated_here for owner, each in self._decisions.items() if each.resident}
-        )
+        self._keep()
+
+    def forget(self, regions: Collection[int]) -> None:
+        """Have those leave that stay by programs of these regions, which will not run again."""
+        owners = [
+            owner for owner, each in self._decisions.items() if any(place.region in regions for place in each.order)
+        ]
+        for owner in owners:
+            del self._decisions[owner]
+        self._keep(owners)
+
+    def _keep(self, leaving: Collection[OffloadedParameter] = ()) -> None:
+        """Have those stay that were decided to; others leave when they are fetched next, or at once."""
+        staying: dict[Resident, bool] = {
+            owner: each.updated_here for owner, each in self._decisions.items() if each.resident
+        }
+        self._points.keep_residents(staying, leaving)
 
     def agrees(self, read: ReadParameters, plan: Plan) -> bool:
         """Return whether those stay that the plan counts on, and no others of those that its program reads."""

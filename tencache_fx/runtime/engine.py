@@ -125,6 +125,11 @@ class Engine:
         if disk_bytes:
             self.transfers.need_store().reserve(disk_bytes)
 
+    def forget_reserved(self) -> None:
+        """Hold no buffers for plans any more: of what was compiled nothing is left."""
+        self.enter()
+        self.pool.forget_reserved((Use.SWAP, Use.STAGING, Use.GRADIENT))
+
     def reserve_gradients(self, sizes: Sequence[int]) -> None:
         """Set room aside for each gradient of these sizes in bytes; raises `BudgetError` when that cannot be."""
         self.enter()

@@ -3,7 +3,7 @@
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from tencache_fx.runtime.buffers import Buffer, Use
 
@@ -63,6 +63,11 @@ class FreeBuffers:
             if free:  # an idle one of the next class may be wanted for what that was reserved for
                 return free.pop(0)
         return None
+
+    def take_all(self, uses: Collection[Use]) -> list[Buffer]:
+        """Take off and return all buffers for these uses."""
+        lists = [free for (use, _), free in self._free.items() if use in uses]
+        return [free.pop() for free in lists for _ in range(len(free))]
 
     def find_idle(
         self, nbytes: int, counts: "Counter[tuple[Use, int]]", keeps: "Iterable[Counter[tuple[Use, int]]]"

@@ -27,12 +27,13 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from tencache_fx.errors import BudgetError, OptionError, TencacheError
 from tencache_fx.planning.plan import PoolClass
 from tencache_fx.runtime.buffers import Buffer, Use, map_buffer
 from tencache_fx.runtime.free_buffers import FreeBuffers
+from tencache_fx.runtime.reserved_buffers import Classes, ReservedBuffers
 from tencache_fx.runtime.streams import STUCK_S, Event, Streams
 from tencache_fx.runtime.suballocator import Suballocator
 from tencache_fx.units import PAGE_BYTES, round_up
@@ -51,9 +52,8 @@ class Pool:
         self._cond = threading.Condition()
         self._free = FreeBuffers()
         self._buffers: dict[Buffer, None] = {}
-        self._counts: Counter[tuple[Use, int]] = Counter()
-        self._planned: Counter[tuple[Use, int]] = Counter()
-        self._most: Counter[tuple[Use, int]] = Counter()  # acquired at once so far
+        self._counts: Classes = Counter()
+        self._reserved = ReservedBuffers()
         self._suballocator = Suballocator()
         self._to_come: Callable[[], int] = int
         self._returns = 0
@@ -79,7 +79,9 @@ class Pool:
     def held_for(self, use: Use) -> int:
         """Return the bytes of all buffers for `use`: acquired, free, or promised."""
         with self._cond:
-            return sum(size * count for (each, size), count in (self._counts | self._planned).items() if each is use)
+            return sum(
+                size * count for (each, size), count in (self._counts | self._reserved.planned).items() if each is use
+            )
 
     @property
     def room_bytes(self) -> int:
@@ -141,6 +143,14 @@ class Pool:
         """As `reserve`, but map buffers only when they are wanted."""
         with self._cond:
             self._set_aside(classes, use)
+
+    def forget_reserved(self, uses: Collection[Use]) -> None:
+        """Reserve nothing for these uses any more, and unmap all of their free buffers, once no copy touches them."""
+        with self._cond:
+            self._reserved.forget(uses)
+            for buffer in self._free.take_all(uses):
+                self._streams.wait_host(buffer.after)
+                self._unmap(buffer)
 
     def acquire(self, nbytes: int, use: Use) -> Buffer:
         """Return a buffer of at least `nbytes`; its owner orders itself behind `buffer.after`.
@@ -231,14 +241,13 @@ class Pool:
             self._free.clear()
             self._suballocator = Suballocator()
 
-    def _set_aside(self, classes: Iterable[PoolClass], use: Use) -> "Counter[tuple[Use, int]]":
+    def _set_aside(self, classes: Iterable[PoolClass], use: Use) -> Classes:
         """Make room for the buffers of `classes` that are missing, and remember them all; return the missing ones."""
-        wanted: Counter[tuple[Use, int]] = Counter()
+        wanted: Classes = Counter()
         for each in classes:
             wanted[use, round_up(max(1, each.nbytes), PAGE_BYTES)] += each.count
-        aside_bytes = self._owed_bytes(self._suballocator.opened) - self._owed_bytes(
-            Counter()
-        )  # to do without open buffers
+        opened = self._suballocator.opened
+        aside_bytes = self._owed_bytes(opened) - self._owed_bytes(Counter())  # to do without open buffers
 
         def needed_bytes() -> int:
             return aside_bytes + sum(size * count for (_, size), count in self._missing(wanted).items())
@@ -254,10 +263,10 @@ class Pool:
         missing = self._missing(wanted)
         for _, size in wanted:
             self._free.know(use, size)
-        self._planned |= wanted
+        self._reserved.planned |= wanted
         return missing
 
-    def _missing(self, wanted: "Counter[tuple[Use, int]]") -> "Counter[tuple[Use, int]]":
+    def _missing(self, wanted: Classes) -> Classes:
         """Return the buffers that are neither mapped nor acquired as a part of another."""
         pieces = Counter((b.use, self._class_of(b.nbytes, b.use) or b.nbytes) for b in self._suballocator.parts())
         return wanted - self._counts - pieces
@@ -282,7 +291,7 @@ class Pool:
         if short and (buffer := self._free.take(nbytes, use, roomy)):
             return buffer
         if use is Use.STAGING and any(
-            self._planned[use, b.nbytes] and b.nbytes >= nbytes for b in self._moving() if b.use is use
+            self._reserved.planned[use, b.nbytes] and b.nbytes >= nbytes for b in self._moving() if b.use is use
         ):
             return None
         if not grow:
@@ -297,12 +306,12 @@ class Pool:
     def _short_class(self, size: int, use: Use) -> int | None:
         """Return the reserved class of a request, if some of its buffers are promised, made way, or are open now."""
         key = use, self._class_of(size, use) or 0
-        return key[1] if self._counts[key] - self._suballocator.opened[key] < self._planned[key] else None
+        return key[1] if self._counts[key] - self._suballocator.opened[key] < self._reserved.planned[key] else None
 
     def _class_of(self, size: int, use: Use) -> int | None:
         """Return the reserved class that a request of `size` belongs to."""
         near = self._free.sizes(use, size, size * _ROOMY)
-        return next((each for each in near if self._planned[use, each]), None)
+        return next((each for each in near if self._reserved.planned[use, each]), None)
 
     def _suballocate(self, size: int) -> Buffer | None:
         """Return a part of a transfer buffer: of an open one, else of an idle one, else of one that will be idle."""
@@ -321,16 +330,8 @@ class Pool:
         owed_bytes = self._owed_bytes(self._suballocator.opened + Counter([(block.use, block.nbytes)]))
         return self.allocated_bytes + owed_bytes + self._to_come() <= self._budget_bytes
 
-    def _owed_bytes(self, opened: "Counter[tuple[Use, int]]") -> int:
-        """Return the bytes it takes to map all that is promised, made way, or is `opened`.
-
-        Where more buffers of a class than reserved were acquired at once, that number counts.
-        """
-        owed_bytes = 0
-        for key in self._planned | opened:
-            due = max(self._planned[key], min(self._most[key], self._counts[key]))
-            owed_bytes += key[1] * max(0, due + opened[key] - self._counts[key])
-        return owed_bytes
+    def _owed_bytes(self, opened: Classes) -> int:
+        return self._reserved.owed_bytes(self._counts, opened)
 
     def _acquired(self, buffer: Buffer, nbytes: int) -> Buffer:
         buffer.holders = 1
@@ -338,7 +339,7 @@ class Pool:
         if buffer.block is None:
             key = buffer.use, buffer.nbytes
             acquired = self._counts[key] - self._suballocator.opened[key] - len(self._free.of(*key))
-            self._most[key] = max(self._most[key], acquired)
+            self._reserved.most[key] = max(self._reserved.most[key], acquired)
         self.acquired_bytes += buffer.nbytes
         self.requested_bytes += nbytes
         if self.acquired_bytes > self.high_water_bytes:
@@ -355,7 +356,7 @@ class Pool:
             elif not buffer.idle:
                 yield buffer
 
-    def _make_way(self, needed_bytes: Callable[[], int], keep: "Counter[tuple[Use, int]]", budget_bytes: int) -> bool:
+    def _make_way(self, needed_bytes: Callable[[], int], keep: Classes, budget_bytes: int) -> bool:
         """Make room within such a budget, once copies under way are over if need be; return whether there is."""
         until = time.monotonic() + self._patience_s
         while not (fits := self._make_room(needed_bytes(), keep, budget_bytes)):
@@ -364,19 +365,19 @@ class Pool:
             self._cond.wait(_POLL_S)
         return fits
 
-    def _make_room(self, nbytes: int, keep: "Counter[tuple[Use, int]]", budget_bytes: int | None = None) -> bool:
+    def _make_room(self, nbytes: int, keep: Classes, budget_bytes: int | None = None) -> bool:
         """Evict what it takes to map `nbytes` more within the budget; return whether they fit now."""
         budget_bytes = self._budget_bytes if budget_bytes is None else budget_bytes
         if nbytes <= budget_bytes:
             self._evict(self.allocated_bytes + nbytes - budget_bytes, keep)
         return self.allocated_bytes + nbytes <= budget_bytes
 
-    def _evict(self, excess_bytes: int, keep: "Counter[tuple[Use, int]]") -> None:
+    def _evict(self, excess_bytes: int, keep: Classes) -> None:
         """Unmap idle buffers beyond the counts in `keep` until `excess_bytes` are gone; none if they are not enough.
 
         Those that nobody reserved go first.
         """
-        for buffer in self._free.find_idle(excess_bytes, self._counts, (keep | self._planned, keep)):
+        for buffer in self._free.find_idle(excess_bytes, self._counts, (keep | self._reserved.planned, keep)):
             self._free.remove(buffer)
             self._unmap(buffer)
 

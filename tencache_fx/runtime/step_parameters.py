@@ -8,7 +8,7 @@ Some parameters stay on the device, as the plans of all steps have it: graphs th
 optimizer's state of one is there, too, so does its gradient stay.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -163,6 +163,10 @@ class StepParameters:
         if ahead is not None and ahead.stamp == fetch.stamp:
             return ahead.ticket
         return fetch.issue()
+
+    def forget(self, regions: Collection[int]) -> None:
+        """Forget what these regions have fetched."""
+        self._known = {name: fetch for name, fetch in self._known.items() if name.region not in regions}
 
     def note_stored(self, name: SwapKey, handle: Tensor) -> None:
         """Note whose gradient was offloaded by `handle`, for its release."""

@@ -23,7 +23,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -99,10 +99,21 @@ class SwapPoints:
         with self._lock:
             return self._parameters.owners
 
-    def keep_residents(self, residents: Mapping[Resident, bool]) -> None:
-        """Have these parameters stay on the device in all planned steps, with their state if that is true."""
+    def keep_residents(self, residents: Mapping[Resident, bool], leaving: Iterable[Resident] = ()) -> None:
+        """Have these parameters stay on the device in all planned steps, with their state if that is true.
+
+        Of others, those `leaving` leave at once.
+        """
         with self._lock:
             self._parameters.keep_residents(residents)
+            for owner in leaving:
+                self._parameters.place(owner)
+
+    def forget(self, regions: Collection[int]) -> None:
+        """Forget what was seen of these regions, of which no code is left."""
+        with self._lock:
+            self.shared = {each for each in self.shared if each[0] not in regions}
+            self._parameters.forget(regions)
 
     def forget_gradients(self) -> None:
         """Count gradients that have stayed as held by others: a round begins."""
