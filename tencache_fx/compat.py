@@ -26,6 +26,7 @@ from torch._inductor.pattern_matcher import compute_mutation_region_ids
 from torch._inductor.utils import BoxedBool
 
 from tencache_fx.errors import OptionError
+from tencache_fx.kept_code import KeptCode, loaded_codes
 from tencache_fx.ops import arguments_of
 from tencache_fx.option_values import nearest
 from tencache_fx.stages import STAGES
@@ -92,10 +93,10 @@ def overruled(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class _Partitioner(CustomPartitionerFn):
-    """Inductor's hook for a partitioner."""
+    """Inductor's hook for a partitioner, and its `key`: what it does to a joint graph follows from that alone."""
 
-    def __init__(self, partition: Partition) -> None:
-        self._partition = partition
+    def __init__(self, partition: Partition, key: str | None) -> None:
+        self._partition, self._key = partition, key
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -103,8 +104,12 @@ class _Partitioner(CustomPartitionerFn):
         return self._partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any | None:
-        """Return None: a cached AOTAutograd artifact would skip the plan."""
-        return None
+        """Return the key, for AOTAutograd's cache; without one nothing is cached."""
+        return self._key
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what stands for it in a snapshot of the config that becomes a part of a cache's key."""
+        return str, (str(self._key),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Partitioner":
         return self  # config snapshots are copied; the region behind this must stay the one being compiled
@@ -118,10 +123,14 @@ def compile_inductor(
     partition: Partition,
     lower: Lower,
     lazy_backward: bool,
-) -> Callable[..., Any]:
+    key: str | None = None,
+) -> tuple[Callable[..., Any], list[KeptCode]]:
     """Compile through Inductor with `partition` as its partitioner and `lower` around each graph.
 
     The backward is lowered before this returns, unless `lazy_backward`: then, as torch does it, when it first runs.
+
+    If there is a `key`, and AOTAutograd's cache has what was compiled with it, neither is called: the graphs' codes are
+    returned as well. `lower` is then to return a `KeptCode`, and the backward cannot be lazy.
 
     Inductor's graph cache is used as ever: the plan is in the graph, and so in its key. Graphs with a plan keep the
     planned order: pinned by `planned`, and without Inductor's own reordering for peak memory, which knows of no copies.
@@ -144,18 +153,18 @@ def compile_inductor(
                 return generate(gm, inputs, **{**kwargs, "cudagraphs": BoxedBool(False)})
 
         phase = "inference" if kwargs.get("is_inference") else "backward" if kwargs.get("is_backward") else "forward"
-        return lower(graph, example_inputs, compile_graph, phase=phase)
+        with functorch_config.patch(bundled_autograd_cache=False):  # else Inductor's own cache would not be used
+            return lower(graph, example_inputs, compile_graph, phase=phase)
 
-    settings = {**patches, "custom_partitioner_fn": _Partitioner(partition)}
-    # What AOTAutograd has cached would skip the plan.
+    settings = {**patches, "custom_partitioner_fn": _Partitioner(partition, key)}
+    caching: dict[str, Any] = {"enable_autograd_cache": False} if key is None else {"bundled_autograd_cache": True}
     with (
         STAGES.stage("tracing"),
-        functorch_config.patch(
-            force_non_lazy_backward_lowering=not lazy_backward, enable_autograd_cache=False, **_ALONE
-        ),
+        functorch_config.patch(force_non_lazy_backward_lowering=not lazy_backward, **caching, **_ALONE),
+        loaded_codes() as codes,
     ):
         compiled: Any = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=settings)
-    return compiled  # type: ignore[no-any-return]
+    return compiled, codes
 
 
 def _is_laid_out(graph: fx.Graph) -> bool:
@@ -318,6 +327,12 @@ def graph_cache_uses() -> tuple[int, int]:
     """Return how many graphs Inductor's cache had, and how many it had not, since Dynamo was reset."""
     found = counters["inductor"]
     return int(found["fxgraph_cache_hit"]), int(found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"])
+
+
+def region_cache_uses() -> tuple[int, int]:
+    """Return how many graphs AOTAutograd's cache had whole, and how many it had not, since Dynamo was reset."""
+    found = counters["aot_autograd"]
+    return int(found["autograd_cache_hit"]), int(found["autograd_cache_miss"] + found["autograd_cache_bypass"])
 
 
 def dynamo_ns() -> int:

@@ -18,6 +18,7 @@ import torch
 from faulty_streams import FaultyCpuStreams
 from hypothesis import settings
 from meter import Meter, metered_cpu
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
@@ -122,8 +123,12 @@ def measured_rates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measured_rates: Path) -> Iterator[None]:
-    """Keep what this test measures and learns from the next; the machine's rates are known."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Keep what this test measures, learns and compiles from the next; the machine's rates are known.
+
+    No region comes from AOTAutograd's cache: tests look at what happens while one is compiled.
+    """
+    monkeypatch.setenv("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
+    with tempfile.TemporaryDirectory() as folder, functorch_config.patch(enable_autograd_cache=False):
         shutil.copytree(measured_rates, folder, dirs_exist_ok=True)
         monkeypatch.setenv("XDG_CACHE_HOME", folder)
         yield

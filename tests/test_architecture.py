@@ -26,6 +26,7 @@ RANKS = (
     "hardware",
     "option_values",
     "options",
+    "kept_code",
     "compat",
     "native_code",
     "thread_safe",

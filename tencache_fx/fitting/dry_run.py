@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from tencache_fx.errors import BudgetError
+from tencache_fx.kept_code import Phase
 from tencache_fx.options import Options
 from tencache_fx.passes.graphs import output_args
 from tencache_fx.planning.problem import Problem
@@ -18,7 +19,7 @@ from tencache_fx.records import RegionRecord
 from tencache_fx.region.ambient_state import unchanged
 from tencache_fx.region.candidate import Candidate, RegionPlanner
 from tencache_fx.region.compilation import Compilation
-from tencache_fx.region.compiled_region import Compiled, Phase
+from tencache_fx.region.compiled_region import Compiled
 from tencache_fx.region.environment import Environment
 from tencache_fx.region.lowering import record_of
 from tencache_fx.region.source import RegionSource

@@ -6,6 +6,7 @@ sort of file the ones used last are kept, as many as are within `MOST_BYTES`.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -158,6 +159,16 @@ def keep_file(path: Path, content: bytes) -> None:
         raise
     USES.note(path, written=True)
     _evict(path)
+
+
+@functools.cache
+def digest_sources(*folders: Path) -> str:
+    """Return a digest of all Python source in these folders."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _evict(newest: Path) -> None:

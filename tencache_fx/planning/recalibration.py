@@ -69,6 +69,11 @@ class Scales:
         """Whether a forecast was off by more than `share`, in either direction."""
         return any(abs(math.log(factor)) > math.log1p(share) for factor in (self.forward, self.backward))
 
+    @property
+    def are_bounds(self) -> bool:
+        """Whether a forecast may be further off than these say: they are the most that one look corrects."""
+        return self.off_by(_MOST * 0.99 - 1)
+
     def after(self, earlier: "Scales") -> "Scales":
         """Return the scales of both, one after the other."""
         return Scales(forward=self.forward * earlier.forward, backward=self.backward * earlier.backward)
@@ -78,7 +83,7 @@ class Scales:
 class StoredCorrection:
     """What is kept of a region between processes: the scales to plan with, and beyond these, those to forecast with.
 
-    The second differ from 1 where planning with them, too, has given a plan that turned out slower.
+    The second differ from 1 where planning with them, too, gives no faster plan.
     """
 
     planning: Scales = Scales()

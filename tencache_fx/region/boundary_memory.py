@@ -13,7 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tencache_fx import compat
 from tencache_fx.hardware.device_memory import forget_peak, held_bytes, peak_held_bytes
-from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Phase, Request, WrittenPlan, keep_boxed
+from tencache_fx.kept_code import Phase
+from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Request, WrittenPlan, keep_boxed
 from tencache_fx.region.dynamic_shapes import Sizes
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.tensors import storages_on

@@ -36,7 +36,8 @@ _NAME = re.compile(r"[a-z]+-[0-9a-f]+\.(?:json|so)")
 
 def count_uses() -> Counts:
     """Return what this process has read from caches, and made, so far."""
-    return {**USES.counts(), "Inductor's graphs": compat.graph_cache_uses()}
+    torchs = {"whole regions": compat.region_cache_uses(), "Inductor's graphs": compat.graph_cache_uses()}
+    return {**USES.counts(), **torchs}
 
 
 def show_uses(uses: Counts, before: Counts | None = None) -> str:

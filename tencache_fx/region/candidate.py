@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -24,16 +24,16 @@ from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import keep_resident, step_ns
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.planner import floor_bytes
-from tencache_fx.planning.problem import Budgets, Kind, Problem, Step
+from tencache_fx.planning.problem import Budgets, Kind, Problem, Step, Storage
 from tencache_fx.planning.recalibration import StoredCorrection
 from tencache_fx.planning.step_recompute import recomputed_to_fit
 from tencache_fx.planning.swap_region import plan_swap_points
 from tencache_fx.planning.tuning import SPLITS, TUNING
 from tencache_fx.region.analysis import RegionAnalysis, analyze
 from tencache_fx.region.dynamic_shapes import SizeFormulas, Sizes
+from tencache_fx.region.earlier_runs import EarlierRuns
 from tencache_fx.region.environment import Environment
 from tencache_fx.region.kept_plans import kept_choice, kept_plan
-from tencache_fx.region.learned import Learned
 from tencache_fx.region.reservations import Reservation, StatedProblem
 from tencache_fx.region.source import RegionSource
 from tencache_fx.tensors import upper_bound
@@ -171,8 +171,8 @@ class RegionPlanner:
     ) -> None:
         options, self._inputs = source.options, source.fakes()
         self._options, self._device, self._sizes = options, source.device, sizes
-        self._learned = Learned.read(source, offloaded, sizes and sizes[1])
-        self._unforeseen_bytes = unforeseen_bytes + self._learned.margin_bytes
+        self.earlier = EarlierRuns.read(source, offloaded, sizes and sizes[1])
+        self.unforeseen_bytes = unforeseen_bytes + self.earlier.margin_bytes
         self._offloaded, self._environment = offloaded, environment
         self._by_step, self._recomputed = by_step, recomputed
 
@@ -205,7 +205,7 @@ class RegionPlanner:
             write_pause(capture)
         held_now_bytes = self._held_beside(training=training) + staying_bytes
         known = analyze(capture, options, self._environment.roofline, measure=self._environment.measures)
-        correction = self._learned.correction
+        correction = self.earlier.correction
         known = dataclasses.replace(known, ops=correction.planning.scale(known.ops, capture.boundary))
         stated = self._state_problem(known, held_now_bytes, () if first is None else first.analysis.storages)
         if first is None:
@@ -230,7 +230,7 @@ class RegionPlanner:
             held_bytes=stated.held_with(reserved),
             input_bytes=stated.input_bytes,
             correction=correction,
-            correction_key=self._learned.correction_key,
+            correction_key=self.earlier.correction_key,
             staying=staying,
         )
 
@@ -272,9 +272,47 @@ class RegionPlanner:
             problem = problem.with_less(more.missing_bytes)
         return graphs, best
 
-    def keep_margin(self) -> None:
-        """Keep for the next compilation what this one had to keep free of what the graphs do not show."""
-        self._learned.keep_margin(self._unforeseen_bytes)
+    def facts(self, bound_bytes: int) -> tuple[object, ...]:
+        """Return plain values: all that decides the region's plan beside itself, its options and what it is asked for.
+
+        Not the times of ops: a plan for other times is as right. More than `bound_bytes`, and what offloaded parameters
+        take, is of no use to it on the host or on disk.
+        """
+        environment, used = self._environment, self._environment.usage
+        most_bytes = bound_bytes + sum(8 * each.nbytes + 2 * each.state_bytes for each in self._offloaded.values())
+        return (
+            environment.roofline,
+            environment.links,
+            environment.held_bytes,
+            sorted(environment.reservations.items()),
+            environment.measures,
+            min(self._options.host_budget - used.host_acquired_bytes, most_bytes),
+            min(self._options.spill_budget - used.disk_acquired_bytes, most_bytes),
+            [
+                (name, each.nbytes, each.on_device, each.updated_on_device, each.state_bytes, each.device_state_bytes)
+                for name, each in sorted(self._offloaded.items())
+            ],
+            self.unforeseen_bytes,
+            self.earlier.correction.planning,
+        )
+
+    def budgets(self, storages: Iterable[Storage]) -> Budgets:
+        """Return the memory that there is for a region with these storages, beside what is used already."""
+        options = self._options
+        used = self._environment.usage  # other regions keep it while this one runs
+        sunk = [storage for storage in storages if storage.kind is Kind.STORED]
+        # Gradients and state that its first step will make: that host memory is not free for transfers.
+        more_bytes = max(0, sum(each.nbytes for each in sunk) - used.gradient_acquired_bytes)
+        state_bytes = sum(each.state_bytes for each in sunk)
+        if options.spill_budget:
+            state_bytes = min(state_bytes, line_bytes(options.host_budget))
+        more_bytes += max(0, state_bytes - used.state_acquired_bytes) if sunk else 0
+        return Budgets(
+            device_bytes=options.device_budget,
+            host_bytes=max(0, options.host_budget - used.host_acquired_bytes - more_bytes),
+            host_taken_bytes=used.host_acquired_bytes + more_bytes,
+            disk_bytes=max(0, options.spill_budget - used.disk_acquired_bytes),
+        )
 
     def _state_problem(
         self, known: RegionAnalysis, held_bytes: int, originally: Sequence[StorageNodes]
@@ -285,25 +323,12 @@ class RegionPlanner:
         """
         options, capture = self._options, known.capture
         fuses = options.compiler == "inductor"
-        used = self._environment.usage  # other regions keep it while this one runs
-        sunk = [item.storage for item in known.storages if item.storage.kind is Kind.STORED]
-        # Gradients and state that its first step will make: that host memory is not free for transfers.
-        more_bytes = max(0, sum(each.nbytes for each in sunk) - used.gradient_acquired_bytes)
-        state_bytes = sum(each.state_bytes for each in sunk)
-        if options.spill_budget:
-            state_bytes = min(state_bytes, line_bytes(options.host_budget))
-        more_bytes += max(0, state_bytes - used.state_acquired_bytes) if sunk else 0
         problem = Problem(
             ops=known.ops,
             boundary=capture.boundary,
             storages=tuple(item.storage for item in known.storages),
             links=self._environment.links,
-            budgets=Budgets(
-                device_bytes=options.device_budget,
-                host_bytes=max(0, options.host_budget - used.host_acquired_bytes - more_bytes),
-                host_taken_bytes=used.host_acquired_bytes + more_bytes,
-                disk_bytes=max(0, options.spill_budget - used.disk_acquired_bytes),
-            ),
+            budgets=self.budgets(item.storage for item in known.storages),
             barriers=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and is_barrier(node)),
             min_spill_bytes=max(PAGE_BYTES, (options.device_budget or 0) // _BUDGET_PARTS),
         )
@@ -320,7 +345,7 @@ class RegionPlanner:
             held_bytes=held_bytes,
             waiting_bytes=self._environment.reservations.get(Reservation.WAITING, 0),
             input_bytes=entering_bytes,
-            unforeseen_bytes=self._unforeseen_bytes,
+            unforeseen_bytes=self.unforeseen_bytes,
             fused=fuses,
         )
 

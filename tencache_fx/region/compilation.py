@@ -38,13 +38,14 @@ region/budget_check.py         does the plan fit at the sizes of this call, besi
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from tencache_fx import compat
 from tencache_fx.hardware.device_memory import open_workspaces
+from tencache_fx.kept_code import KeptCode, Phase
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import open_update_room
 from tencache_fx.passes.convolution_layouts import copy_for_convolutions
@@ -53,10 +54,11 @@ from tencache_fx.planning.tuning import SPLITS
 from tencache_fx.records import RegionRecord
 from tencache_fx.region.ambient_state import remember
 from tencache_fx.region.candidate import Candidate, ForwardBackward, RegionPlanner
-from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Monitor, Phase, Placement, Request
+from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Monitor, Placement, Request
 from tencache_fx.region.environment import Environment
 from tencache_fx.region.graph_copy import copy_joint, copy_module
 from tencache_fx.region.joint_split import split_joint
+from tencache_fx.region.kept_region import cache_key
 from tencache_fx.region.lowering import Lowering, PlannedLowering
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
@@ -93,12 +95,13 @@ def compile_region(
                 by_step=request.by_step,
                 recomputed=request.recomputed,
             )
-            lowering = PlannedLowering(source, request, monitors)
+            key = cache_key(source, request, names, planner)
+            lowering = PlannedLowering(source, request, monitors, planner, keeps=key is not None)
             compilation = Compilation(source, planner, names, request.donated, lowering)
-            compiled = lowering.finish(compilation.run(inputs), Placement(names=names))
+            compiled = lowering.finish(compilation.run(inputs, key, lowering.take_up), Placement(names=names))
             over_bytes = 0 if request.by_step else _over_bytes(source, compiled.record)
             if over_bytes <= 0:
-                planner.keep_margin()
+                planner.earlier.keep_margin(planner.unforeseen_bytes)
                 break
             assert compiled.record is not None
             assert compiled.record.code_peak_bytes is not None
@@ -139,19 +142,28 @@ class Compilation:
         self._source, self._planner, self._names = source, planner, names
         self._donated, self._lowering = donated, lowering
 
-    def run(self, inputs: Sequence[Any]) -> Compiled:
-        """Return the compiled function. The Dynamo graph is copied: the compilers below take ownership of theirs."""
+    def run(
+        self, inputs: Sequence[Any], key: str | None = None, take_up: Callable[[list[KeptCode]], bool] | None = None
+    ) -> Compiled:
+        """Return the compiled function. The Dynamo graph is copied: the compilers below take ownership of theirs.
+
+        With a `key`, AOTAutograd's cache is asked first; what it has is compiled again if `take_up` does not want it.
+        """
         source, gm = self._source, copy_module(self._source.graph)
         if source.options.compiler == "eager":
             return compat.compile_eager(gm, inputs, partition=self.partition, lower=self.lower)
-        return compat.compile_inductor(
+        run, codes = compat.compile_inductor(
             gm,
             inputs,
             patches=source.settings,
             partition=self.partition,
             lower=self.lower,
             lazy_backward=source.options.device_budget is None,
+            key=key,
         )
+        if take_up is not None and codes and not take_up(codes):
+            return self.run(inputs)
+        return run
 
     def partition(self, joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> ForwardBackward:
         """Split the joint graph as AOTAutograd would, then write this region's plan into both graphs.

@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from tencache_fx.kept_code import Phase
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.planning.recalibration import Scales, StoredCorrection, correct
 from tencache_fx.planning.swap_region import SwapRegion
@@ -14,8 +15,6 @@ from tencache_fx.region.step_recorder import StepRecorder
 from tencache_fx.region.timers import PhaseClock
 
 Compiled = Callable[..., Any]
-
-Phase = Literal["forward", "backward", "inference"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

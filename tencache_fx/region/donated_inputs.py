@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Phase, Request, WrittenPlan, keep_boxed
+from tencache_fx.kept_code import Phase
+from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Request, WrittenPlan, keep_boxed
 from tencache_fx.region.dynamic_shapes import Sizes
 from tencache_fx.tensors import storage_of
 

@@ -75,7 +75,7 @@ class SizeFormulas:
         for item in storages:
             if item.storage.formula and (size := _size_of(item)) is not None:
                 expressions[item.storage.formula] = size.node.expr
-        found, parts = zip(*_parts(inputs), strict=True) if inputs else ((), ())
+        found, parts = zip(*parts_of(inputs), strict=True) if inputs else ((), ())
         readers = {symbol: replace(found[at], dim=dim) for symbol, (at, dim) in symbol_places(parts).items()}
         behind = {size: replace(found[at], of_storage=True) for size, at in storage_places(parts).items()}
         for formula, expression in expressions.items():
@@ -161,8 +161,8 @@ def _size_of(item: StorageNodes) -> torch.SymInt | None:
     return renamed
 
 
-def _parts(inputs: Sequence[object]) -> Iterator[tuple[Reader, object]]:
-    """Yield what finds each part of a region's inputs, and that part: tensors that wrap others are taken apart."""
+def parts_of(inputs: Sequence[object]) -> Iterator[tuple[Reader, object]]:
+    """Yield what finds each part of these values, and that part: tensors that wrap others are taken apart."""
     pending: list[tuple[Reader, Any]] = [(Reader(index), value) for index, value in enumerate(inputs)]
     while pending:
         reader, value = pending.pop()
@@ -171,6 +171,21 @@ def _parts(inputs: Sequence[object]) -> Iterator[tuple[Reader, object]]:
             pending += [(replace(reader, attributes=(*reader.attributes, n)), getattr(value, n)) for n in names]
         else:
             yield reader, value
+
+
+def hints_of(inputs: Sequence[object]) -> tuple[str, ...]:
+    """Return as text the sizes that torch traced with, of all that is symbolic in a region's inputs.
+
+    Raises `TencacheError` for one that is known only when it runs, if nothing bounds it.
+    """
+    found: list[str] = []
+    for _, part in parts_of(inputs):
+        sizes = (part,)
+        if isinstance(part, torch.Tensor) and (storage := storage_of(part)) is not None:
+            sizes = (*part.shape, *part.stride(), storage.nbytes())
+        symbolic = [size for size in sizes if isinstance(size, torch.SymInt)]
+        found += (str(byte_hint(size) if size.node.hint is None else size.node.hint) for size in symbolic)
+    return tuple(found)
 
 
 def plan_at(problem: Problem, plan: Plan) -> Plan:

@@ -5,7 +5,6 @@ plan that was read is checked as one that was just made (`planning/verify.py`), 
 """
 
 import dataclasses
-import functools
 import hashlib
 import logging
 from collections.abc import Collection, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from tencache_fx import planning
 from tencache_fx.errors import InvariantError
-from tencache_fx.hardware.cache import cached
+from tencache_fx.hardware.cache import cached, digest_sources
 from tencache_fx.planning.parameter_schedule import keep_resident
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Budgets, Links, Problem
@@ -83,6 +82,11 @@ def kept_step_choice(
     return None if chosen is None else dict(chosen)
 
 
+def is_as_free(problem: Problem, budgets: Budgets) -> bool:
+    """Return whether `problem` has the same plans within `budgets`, of another time, as within its own."""
+    return _lasting(problem) == _lasting(dataclasses.replace(problem, budgets=budgets))
+
+
 def _lasting(problem: Problem) -> Problem:
     """Return the problem without the free memory and disk, which change by the minute, where they are no limit."""
     return dataclasses.replace(problem, budgets=_capped(problem.budgets, _bytes(problem)))
@@ -104,13 +108,5 @@ def _bytes(problem: Problem) -> int:
 
 def _key(what: str, *facts: object) -> dict[str, str]:
     """Return the key of what follows from `facts`, plain values all of them, and from the planner's source."""
-    return {"what": what, "of": hashlib.sha256(repr(facts).encode()).hexdigest(), "planner": _planner()}
-
-
-@functools.cache
-def _planner() -> str:
-    """Return a digest of the planner's source."""
-    folder, digest = Path(planning.__file__).parent, hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode() + path.read_bytes())
-    return digest.hexdigest()
+    planner = digest_sources(Path(planning.__file__).parent)
+    return {"what": what, "of": hashlib.sha256(repr(facts).encode()).hexdigest(), "planner": planner}

@@ -1,15 +1,17 @@
 """Writes a plan into a region's graphs, lowers them, and checks both: the graphs, and the code generated for them."""
 
-import dataclasses
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 from tencache_fx import compat
-from tencache_fx.errors import BudgetError
+from tencache_fx.errors import BudgetError, InvariantError
 from tencache_fx.hardware.device_memory import avoid_fragmentation
+from tencache_fx.kept_code import KeptCode, Phase
 from tencache_fx.ops import RUNTIME_OPS
 from tencache_fx.passes.barriers import PinOrder
 from tencache_fx.passes.code_interface import Interface, read_interface
@@ -23,25 +25,31 @@ from tencache_fx.passes.verify_graph import verify_graphs
 from tencache_fx.planning.plan import Plan, TransferKind
 from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.recalibration import Scales
-from tencache_fx.planning.swap_region import SwapRegion
+from tencache_fx.planning.swap_region import GraphPoint, SwapRegion
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.records import Listing, RegionRecord
-from tencache_fx.region.candidate import Candidate
+from tencache_fx.region.candidate import Candidate, RegionPlanner
 from tencache_fx.region.compiled_region import (
     Compiled,
     CompiledRegion,
     Monitor,
-    Phase,
     Placement,
     Request,
     WrittenPlan,
 )
 from tencache_fx.region.dynamic_shapes import Footprint, at_hints
+from tencache_fx.region.kept_plans import is_as_free
+from tencache_fx.region.kept_region import KeptRegion
 from tencache_fx.region.source import RegionSource
-from tencache_fx.region.step_recorder import recorder_of
+from tencache_fx.region.step_recorder import StepRecorder, recorder_of
 from tencache_fx.region.timers import PhaseClock
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import open_engine, swap_points
+
+log = logging.getLogger("tencache_fx")
+
+Points = tuple[tuple[GraphPoint, ...], tuple[GraphPoint, ...]]
+"""The runtime ops of a forward and of its backward."""
 
 
 class Lowering(Protocol):
@@ -55,112 +63,201 @@ class Lowering(Protocol):
 
 
 class PlannedLowering:
-    """Carries plans out, for one attempt to compile a region; its `monitors` watch what runs."""
+    """Carries plans out, for one attempt to compile a region; its `monitors` watch what runs.
 
-    def __init__(self, source: RegionSource, request: Request, monitors: Sequence[Monitor]) -> None:
+    With `keeps`, code is returned as AOTAutograd's cache keeps it.
+    """
+
+    def __init__(
+        self,
+        source: RegionSource,
+        request: Request,
+        monitors: Sequence[Monitor],
+        planner: RegionPlanner,
+        *,
+        keeps: bool,
+    ) -> None:
         self._source, self._request, self._monitors = source, request, monitors
-        self._candidate: Candidate | None = None
+        self._planner, self._earlier, self._keeps = planner, planner.earlier, keeps
+        self._candidates: list[Candidate] = []  # a graph that is called within a graph has its own
         self._written = WrittenPlan()
-        self._swap_region: SwapRegion | None = None
+        self._server: int | None = None
+        self._points: Points = ((), ())
         self._listings: tuple[Listing, ...] = ()
         self._code: list[tuple[Interface, str]] = []
+        self._kept: KeptRegion | None = None
 
     def write(self, candidate: Candidate) -> None:
         """Write the plan into the graphs; a region that fits is left as it was. Raises `BudgetError` without a plan."""
         if isinstance(candidate.plan, BudgetError):
             raise candidate.plan
         known, problem, plan = candidate.analysis, candidate.problem, candidate.plan
-        capture, request, device = known.capture, self._request, self._source.device
-        by_step = request.by_step and capture.backward is not None
+        capture, by_step = known.capture, self._request.by_step and known.capture.backward is not None
         if by_step:
             problem = problem.within(device_bytes=None)
         verify_plan(problem, plan)
-        planned = bool(plan.transfers or plan.recomputed or plan.resident)
-        if planned:
-            avoid_fragmentation(device)
         recorder = None
+        if is_planned(plan):
+            avoid_fragmentation(self._source.device)
         if by_step or plan.transfers or plan.resident:
-            engine = reserve(self._source, plan)
-            engine.reserve_gradients([s.nbytes for s in plan.transfers if s.kind is TransferKind.STORE])
-            points = swap_points(engine) if by_step else None
-            index = engine.id if points is None else points.id
-            in_registers = insert_transfers(capture, known.storages, plan, known.registers, engine=index)
+            self._server, recorder = self._open_server(plan, by_step=by_step)
+            in_registers = insert_transfers(capture, known.storages, plan, known.registers, engine=self._server)
             verify_graphs(*at_hints(candidate.formulas, problem, plan), capture, in_registers, known.in_place)
-            if points is not None:
-                recorder = recorder_of(points)
-                self._swap_region = SwapRegion(
-                    problem=problem,
-                    transfers=plan.transfers,
-                    points=find_points(capture),
-                    original=candidate.original,
-                    recomputed=frozenset(plan.recomputed),
-                    name=self._source.name,
-                )
+            if by_step:
+                self._points = find_points(capture)
         drop_pause(capture)
         self._listings = tuple(list_graph(graph, phase) for graph, phase in capture.phases)
-        timed = request.compares or (request.may_learn and candidate.correction.forecast == Scales())
-        # Offloaded parameters come when their optimizer is done with them: that is not the graphs' time.
-        timed = timed and planned and not request.offloaded
         donated = _offloaded_inputs(problem, plan, capture)
-        clock = PhaseClock(device) if timed else None
-        self._written = WrittenPlan(donated=donated, clock=clock, recorder=recorder)
-        self._candidate = candidate
+        self._written = self._watched_plan(donated, recorder, is_timeable=self._is_timeable(plan))
+        self._candidates.append(candidate)
 
     def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
         """Lower one graph with `compile_graph`; graphs of ours are pinned in order first, and checked afterwards."""
         interface = None
-        if (candidate := self._candidate) is not None and candidate.formulas is not None:
-            interface = read_interface(gm.graph, self._source.device, candidate.formulas.by_name(), candidate.scratch)
-        if any(node.target in RUNTIME_OPS for node in gm.graph.nodes):
-            planned = planned_calls(gm.graph)
+        if self._candidates and (formulas := self._candidates[-1].formulas) is not None:
+            scratch = self._candidates[-1].scratch
+            interface = read_interface(gm.graph, self._source.device, formulas.by_name(), scratch)
+        planned = any(node.target in RUNTIME_OPS for node in gm.graph.nodes)
+        if planned:
+            calls = planned_calls(gm.graph)
             run = compile_graph(gm, example_inputs, planned=PinOrder())
-            verify_code(planned, compat.source_code(run))
+            verify_code(calls, compat.source_code(run))
         else:
             run = compile_graph(gm, example_inputs, planned=None)
         if interface is not None and (code := compat.source_code(run)) is not None:
             self._code.append((interface, code))
-        for monitor in self._monitors:
-            run = monitor.instrument(phase, run, self._written)
-        return run
+        if not self._keeps:
+            return self._watch(phase, run)
+        # The forward's code has the facts of both graphs: it is written when both are there.
+        kept = KeptCode(run, phase, planned=planned, facts=tuple if phase == "backward" else self._facts_to_keep)
+        kept.run = self._watch(phase, run)
+        return kept
+
+    def take_up(self, codes: Sequence[KeptCode]) -> bool:
+        """Go on with what AOTAutograd's cache had; return False if it does not do here, and is to be made anew."""
+        facts = [code.facts() for code in codes if code.facts is not None]
+        kept = next((each for each in facts if isinstance(each, KeptRegion)), None)
+        if kept is None:
+            return False
+        record = kept.record
+        budgets = self._planner.budgets(record.captured.storages)
+        budgets = replace(record.problem.budgets, host_bytes=budgets.host_bytes, disk_bytes=budgets.disk_bytes)
+        if not is_as_free(record.problem, budgets):
+            log.info("region %d was kept for other free memory, and is planned again", self._source.index)
+            return False
+        by_step, plan = kept.swap_region is not None, record.plan
+        try:
+            verify_plan(record.problem.within(device_bytes=None) if by_step else record.problem, plan)
+        except InvariantError as error:
+            log.warning("a region that was kept has no right plan, and is compiled again: %s", str(error))
+            return False
+        recorder = None
+        if is_planned(plan):
+            avoid_fragmentation(self._source.device)
+        if kept.server is not None:
+            self._server, recorder = self._open_server(plan, by_step=by_step)
+            if self._server != kept.server:
+                return False
+        self._kept = kept
+        self._written = self._watched_plan(kept.donated, recorder, is_timeable=kept.is_timeable)
+        for code in codes:
+            code.facts = None
+            code.run = self._watch(code.phase, code.code)
+        return True
 
     def finish(self, run: Compiled, placement: Placement) -> CompiledRegion:
         """Return the value that is left of the compilation; `placement` has the parameters' names.
 
         Torch keeps its callbacks, and what they lower with: the graphs are not kept alive by this.
         """
-        candidate, self._candidate = self._candidate, None
-        code, self._code = self._code, []
-        if candidate is None:
+        kept = self._facts()
+        self._kept, self._candidates, self._code = None, [], []
+        if kept is None:
             return CompiledRegion(run=run, placement=placement)
+        swap_region = kept.swap_region
+        compiled = CompiledRegion(
+            run=run,
+            placement=replace(kept.placement, names=placement.names),
+            record=replace(kept.record, **about(self._source)),
+            footprint=kept.footprint,
+            correction=self._earlier.correction,
+            correction_key=self._earlier.correction_key,
+            clock=self._written.clock,
+            swap_region=None if swap_region is None else replace(swap_region, name=self._source.name),
+        )
+        forecast = self._earlier.correction.forecast
+        return compiled if forecast == Scales() else compiled.corrected(forecast)
+
+    def _facts(self) -> KeptRegion | None:
+        """Return all that is known of the region once its graphs are lowered."""
+        if self._kept is not None or not self._candidates:
+            return self._kept
+        candidate = self._candidates[-1]
         plan = candidate.plan
         assert isinstance(plan, Plan)
         record = record_of(self._source, candidate, plan, self._listings)
-        if code and self._source.options.device_budget is not None:
-            record = dataclasses.replace(record, code_peak_bytes=candidate.code_peak_bytes(code))
-        swap_region = self._swap_region
-        if swap_region is not None and record.code_peak_bytes is not None:
-            code_bytes = record.code_peak_bytes - candidate.external_bytes
-            unforeseen_bytes = max(0, code_bytes - plan.forecast.peak_bytes)
-            swap_region = dataclasses.replace(swap_region, margin_bytes=unforeseen_bytes)
-        trains = candidate.analysis.capture.backward is not None
-        compiled = CompiledRegion(
-            run=run,
-            placement=dataclasses.replace(
-                placement,
+        if self._code and self._source.options.device_budget is not None:
+            record = replace(record, code_peak_bytes=candidate.code_peak_bytes(self._code))
+        trains, swap_region = candidate.analysis.capture.backward is not None, None
+        if self._request.by_step and trains:
+            code_bytes = (record.code_peak_bytes or 0) - candidate.external_bytes
+            swap_region = SwapRegion(
+                problem=candidate.problem.within(device_bytes=None),
+                transfers=plan.transfers,
+                points=self._points,
+                original=candidate.original,
+                recomputed=frozenset(plan.recomputed),
+                margin_bytes=max(0, code_bytes - plan.forecast.peak_bytes),
+            )
+        self._kept = KeptRegion(
+            record=record,
+            footprint=_footprint(candidate, plan),
+            placement=Placement(
+                names={},
                 resident=frozenset(plan.resident),
                 staying=candidate.staying,
                 updated_here=frozenset(plan.updated_here) if trains else None,
                 by_step=swap_region is not None,
             ),
-            record=record,
-            footprint=_footprint(candidate, plan),
-            correction=candidate.correction,
-            correction_key=candidate.correction_key,
-            clock=self._written.clock,
             swap_region=swap_region,
+            donated=self._written.donated,
+            server=self._server,
+            is_timeable=self._is_timeable(plan),
         )
-        forecast = candidate.correction.forecast
-        return compiled if forecast == Scales() else compiled.corrected(forecast)
+        return self._kept
+
+    def _facts_to_keep(self) -> KeptRegion | None:
+        """Return the facts; None where graphs are called within a graph, which have plans of their own."""
+        return self._facts() if len(self._candidates) == 1 else None
+
+    def _open_server(self, plan: Plan, *, by_step: bool) -> tuple[int, StepRecorder | None]:
+        """Reserve what `plan` needs; return the index that graphs call, and who records steps, if any are."""
+        engine = reserve(self._source, plan)
+        engine.reserve_gradients([s.nbytes for s in plan.transfers if s.kind is TransferKind.STORE])
+        if not by_step:
+            return engine.id, None
+        points = swap_points(engine)
+        return points.id, recorder_of(points)
+
+    def _is_timeable(self, plan: Plan) -> bool:
+        """Return whether the times of the graphs say something about the plan.
+
+        Offloaded parameters come when their optimizer is done with them: that is not the graphs' time.
+        """
+        return is_planned(plan) and not self._request.offloaded
+
+    def _watched_plan(
+        self, donated: frozenset[int], recorder: StepRecorder | None, *, is_timeable: bool
+    ) -> WrittenPlan:
+        request = self._request
+        timed = request.compares or (request.may_learn and self._earlier.correction.forecast == Scales())
+        clock = PhaseClock(self._source.device) if timed and is_timeable else None
+        return WrittenPlan(donated=donated, clock=clock, recorder=recorder)
+
+    def _watch(self, phase: Phase, run: Compiled) -> Compiled:
+        for monitor in self._monitors:
+            run = monitor.instrument(phase, run, self._written)
+        return run
 
 
 def reserve(source: RegionSource, plan: Plan) -> Engine:
@@ -177,21 +274,29 @@ def reserve(source: RegionSource, plan: Plan) -> Engine:
     return engine
 
 
+def about(source: RegionSource) -> dict[str, Any]:
+    """Return what a record says of its region as such, and of this process."""
+    return {
+        "region": source.index,
+        "name": source.name,
+        "torch_version": torch.__version__,
+        "device": str(source.device),
+        "options": tuple((name, str(getattr(source.options, name))) for name in source.options.__slots__),
+    }
+
+
 def record_of(
     source: RegionSource, candidate: Candidate, plan: Plan, listings: tuple[Listing, ...] = ()
 ) -> RegionRecord:
     """Return the record of a plan, for reports and dumps."""
     return RegionRecord(
-        region=source.index,
-        name=source.name,
-        torch_version=torch.__version__,
-        device=str(source.device),
-        options=tuple((name, str(getattr(source.options, name))) for name in source.options.__slots__),
-        captured=candidate.original,
-        problem=candidate.problem,
-        plan=plan,
-        listings=listings,
+        captured=candidate.original, problem=candidate.problem, plan=plan, listings=listings, **about(source)
     )
+
+
+def is_planned(plan: Plan) -> bool:
+    """Return whether the region runs otherwise than it would without a plan."""
+    return bool(plan.transfers or plan.recomputed or plan.resident)
 
 
 def _footprint(candidate: Candidate, plan: Plan) -> Footprint | None:

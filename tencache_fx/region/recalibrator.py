@@ -5,8 +5,9 @@ import logging
 from dataclasses import dataclass
 
 from tencache_fx.hardware.cache import cached
+from tencache_fx.kept_code import Phase
 from tencache_fx.planning.recalibration import PhaseTimes, Scales, StoredCorrection, reconsider
-from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Phase, Request, WrittenPlan
+from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Request, WrittenPlan
 from tencache_fx.region.dynamic_shapes import Sizes
 from tencache_fx.units import format_ns
 
@@ -87,7 +88,11 @@ class Recalibrator:
         found = reconsider(record.captured, record.problem, record.plan, measured)
         if found is None:
             return current
-        learned = StoredCorrection(planning=found.scales.after(current.correction.planning))
+        known = current.correction
+        if found.pays or found.scales.are_bounds:
+            learned = StoredCorrection(planning=found.scales.after(known.planning))
+        else:  # the next process plans as this one has, and finds what was compiled for that
+            learned = StoredCorrection(planning=known.planning, forecast=found.scales)
         cached(current.correction_key, StoredCorrection, lambda: learned, renew=True)
         reason = f"it takes {found.scales.forward:.2f} (forward) and {found.scales.backward:.2f} times its forecast"
         if found.pays:

@@ -13,7 +13,9 @@ from torch import fx
 
 from tencache_fx import compat
 from tencache_fx.options import Options
+from tencache_fx.region.dynamic_shapes import parts_of
 from tencache_fx.region.graph_copy import keep_numbers
+from tencache_fx.tensors import byte_hint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,14 @@ class RegionSource:
         """A name for the region that is the same in every process, on every device: its ops and their sizes."""
         seen = [(node.name, _sizes(node.meta.get("example_value"))) for node in self.graph.graph.nodes]
         return hashlib.sha256(repr((torch.is_grad_enabled(), seen)).encode()).hexdigest()
+
+    @cached_property
+    def bound_bytes(self) -> int:
+        """Several times the bytes of all that its Dynamo graph makes. Raises `TencacheError` if nothing bounds them."""
+        found = (node.meta.get("example_value") for node in self.graph.graph.nodes)
+        values = [each for value in found for each in (value if isinstance(value, (list, tuple)) else (value,))]
+        tensors = (part for _, part in parts_of(values) if isinstance(part, torch.Tensor))
+        return 8 * sum(byte_hint(tensor.numel()) * tensor.itemsize for tensor in tensors)
 
     @property
     def breaks_off(self) -> bool:

@@ -4,9 +4,10 @@ from functools import partial
 from typing import Any
 
 from tencache_fx import compat
+from tencache_fx.kept_code import Phase
 from tencache_fx.options import SETTINGS, Options
 from tencache_fx.planning.swap_region import SwapRegion
-from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Phase, Request, WrittenPlan, keep_boxed
+from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Request, WrittenPlan, keep_boxed
 from tencache_fx.region.dynamic_shapes import Sizes
 from tencache_fx.region.source import RegionSource
 from tencache_fx.region.step_recorder import StepRecorder

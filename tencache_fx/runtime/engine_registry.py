@@ -68,6 +68,13 @@ class Registry:
                 self._points[found.id] = found
             return found
 
+    def expected_indices(self, device: torch.device) -> tuple[int, int]:
+        """Return the indices of a device's engine and its swap points: those there are, or will be if opened next."""
+        engine, count = next((each for each in self.open_engines() if each.device == device), None), self._count
+        points = (each for each in self.open_points() if each.engine is engine)
+        here = next((each.id for each in points), None)
+        return (count, count + 1) if engine is None else (engine.id, count if here is None else here)
+
     def open_points(self) -> tuple[SwapPoints, ...]:
         """Return the swap points of open engines."""
         with self._lock:
@@ -180,6 +187,11 @@ def server_by_id(index: int) -> Engine | SwapPoints:
 def swap_points(engine: Engine) -> SwapPoints:
     """Return the swap points of `engine`: one for all its regions whose transfers a schedule decides."""
     return _REGISTRY.points_of(engine)
+
+
+def expected_indices(device: torch.device) -> tuple[int, int]:
+    """Return the indices that graphs will call the engine of `device` by, and its swap points."""
+    return _REGISTRY.expected_indices(resolve_device(device))
 
 
 def open_swap_points() -> tuple[SwapPoints, ...]:

@@ -16,7 +16,7 @@ from problems import GIB, PLENTY, crowded_region, trained_offloaded, transformer
 
 from tencache_fx import planning
 from tencache_fx.errors import BudgetError
-from tencache_fx.hardware.cache import cached
+from tencache_fx.hardware.cache import cached, digest_sources
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.search import make_plan
@@ -104,15 +104,17 @@ def test_another_policy_tuning_or_planner_plans_anew(made: list[Problem], monkey
     kept_plan(SMALL, "teraio")
     kept_plan(SMALL, "10cache")
     kept_plan(SMALL, "teraio", tuning=replace(TUNING, repairs=TUNING.repairs + 1))
-    monkeypatch.setattr(kept_plans, "_planner", lambda: "another")
+    monkeypatch.setattr(kept_plans, "digest_sources", lambda folder: "another")
     kept_plan(SMALL, "teraio")
     assert len(made) == 4
 
 
-def test_each_byte_of_the_planner_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = kept_plans._planner.__wrapped__
+def test_each_byte_of_the_planner_counts(tmp_path: Path) -> None:
     copied = shutil.copytree(Path(planning.__file__).parent, tmp_path / "planning")
-    monkeypatch.setattr(planning, "__file__", str(copied / "__init__.py"))
+
+    def digest() -> str:
+        return digest_sources.__wrapped__(copied)
+
     found = [digest()]
     source = copied / "policies" / "teraio.py"
     for edit in (
@@ -121,7 +123,7 @@ def test_each_byte_of_the_planner_counts(tmp_path: Path, monkeypatch: pytest.Mon
     ):
         edit()
         found.append(digest())
-    assert kept_plans._planner() == found[0]
+    assert digest_sources(Path(planning.__file__).parent) == found[0]
     assert len(set(found)) == 3
 
 

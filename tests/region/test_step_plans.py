@@ -18,11 +18,12 @@ from torch.utils.checkpoint import checkpoint
 import tencache_fx
 from tencache_fx.errors import BudgetError, OptionError, UsageError
 from tencache_fx.hardware import rates
+from tencache_fx.kept_code import Phase
 from tencache_fx.planning.problem import Tier
 from tencache_fx.planning.step import FRUGAL
 from tencache_fx.planning.step_recompute import Recomputed
 from tencache_fx.region import step_planner
-from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Phase, WrittenPlan, keep_boxed
+from tencache_fx.region.compiled_region import Compiled, CompiledRegion, WrittenPlan, keep_boxed
 from tencache_fx.region.region import Region
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.step_monitor import StepMonitor

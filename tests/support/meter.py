@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tencache_fx
+from tencache_fx.kept_code import Phase
 from tencache_fx.region import boundary_memory, budget_check, environment
-from tencache_fx.region.compiled_region import Phase, WrittenPlan
+from tencache_fx.region.compiled_region import WrittenPlan
 
 ROWS, WIDTH = 1024, 64
 VALUE = 4 * ROWS * WIDTH  # bytes of one activation

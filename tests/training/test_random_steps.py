@@ -22,9 +22,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 import tencache_fx
 from tencache_fx.backend import tencache
 from tencache_fx.errors import BudgetError
+from tencache_fx.kept_code import Phase
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.planner import floor_bytes
-from tencache_fx.region.compiled_region import Compiled, Phase, WrittenPlan, keep_boxed
+from tencache_fx.region.compiled_region import Compiled, WrittenPlan, keep_boxed
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.step_monitor import StepMonitor
 from tencache_fx.region.step_recorder import recorder_of

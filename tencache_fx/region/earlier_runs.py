@@ -18,7 +18,7 @@ class Margin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learned:
+class EarlierRuns:
     """What was learned of one region, as it is asked for now, and the keys under which that is kept.
 
     It is known by the region's Dynamo graph, so before anything is traced.
@@ -30,7 +30,7 @@ class Learned:
     margin_key: dict[str, str]
 
     @staticmethod
-    def read(source: RegionSource, offloaded: Collection[str], planned: Sizes | None) -> "Learned":
+    def read(source: RegionSource, offloaded: Collection[str], planned: Sizes | None) -> "EarlierRuns":
         """Return what is kept of `source` with these parameters `offloaded`; margins are of the sizes `planned` for."""
         options = source.options
         asked = options.device_budget, options.policy, options.recompute, options.compiler
@@ -39,10 +39,10 @@ class Learned:
             "asked": repr((*asked, sorted(source.settings.items()), sorted(offloaded))),
             "region": source.fingerprint,
         }
-        margin_key = {**key, "what": "margin", "sizes": str(planned)}
+        margin_key = {**key, "what": "margin", "sizes": str(planned or None)}
         correction = kept(key, StoredCorrection) if options.calibrate else None
         margin = kept(margin_key, Margin) if options.device_budget is not None else None
-        return Learned(
+        return EarlierRuns(
             correction=correction or StoredCorrection(),
             correction_key=key,
             margin_bytes=0 if margin is None else margin.nbytes,

@@ -1,0 +1,263 @@
+"""A second start takes whole regions, plans and code, from AOTAutograd's cache, or compiles them as if it had none."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch.compiler._cache import CacheArtifactManager
+
+import tencache_fx
+from tencache_fx.errors import InvariantError
+from tencache_fx.planning.recalibration import Correction, Scales
+from tencache_fx.region import kept_region, lowering
+from tencache_fx.region.candidate import RegionPlanner
+from tencache_fx.region.compilation import Compilation
+from tencache_fx.region.dynamic_shapes import Footprint
+from tencache_fx.region.registry import REGIONS
+from tencache_fx.runtime import engine_registry
+
+OPTIONS = {"device_budget": "1.1MB", "calibrate": False, "scope": "region", "host_budget": "64MB"}
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.sum()
+
+
+@pytest.fixture(autouse=True)
+def cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Let regions be kept, in a folder of this test."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    with CacheArtifactManager.with_fresh_cache(), functorch_config.patch(enable_autograd_cache=True):
+        yield tmp_path / "inductor" / "aotautograd"
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., "Start"]:
+    """Return a function that trains a step as a process does that begins."""
+
+    def begin(model: nn.Module | None = None, rows: int = 512, steps: int = 1, **options: Any) -> Start:
+        return Start(monkeypatch, model or Tower(), rows, steps, options)
+
+    return begin
+
+
+class Start:
+    """What a process does that begins, and trains `steps`: it has compiled a region, or has `found` it."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, model: nn.Module, rows: int, steps: int, options: dict[str, Any]
+    ) -> None:
+        tencache_fx.close()
+        torch.compiler.reset()
+        counters.clear()
+        monkeypatch.setattr(engine_registry, "_REGISTRY", engine_registry.Registry())
+        self.split = 0
+        dynamic = options.pop("dynamic", None)
+        partition = Compilation.partition
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.split += 1
+            return partition(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Compilation, "partition", counted)
+            self.run = torch.compile(model, backend="tencache", options={**OPTIONS, **options}, dynamic=dynamic)
+            self.losses = []
+            for _ in range(steps):
+                model.zero_grad()
+                loss = self.run(torch.linspace(-1, 1, rows * 64).view(rows, 64))
+                loss.backward()
+                self.losses.append(loss.detach())
+        self.gradients = [each.grad for each in model.parameters()]
+        self.region = REGIONS.live()[-1]
+        self.stats = tencache_fx.stats()
+        self.found = counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def entry(cached: Path) -> Path:
+    (path,) = (path for path in cached.rglob("*") if path.is_file())
+    return path
+
+
+def test_a_second_start_compiles_nothing_and_has_the_same_region(hollow_kernels: None, start: Any) -> None:
+    first, second = start(), start()
+    assert (first.split, first.found) == (1, 0)
+    assert (second.split, second.found) == (0, 1)
+    was, now = first.region.current, second.region.current
+    assert was.record.plan.transfers
+    assert now.record.plan == was.record.plan
+    assert now.record.problem == was.record.problem
+    assert now.record.listings == was.record.listings
+    assert now.record.code_peak_bytes == was.record.code_peak_bytes
+    assert now.record.region == second.region.index
+    assert now.placement == was.placement
+    assert now.footprint.at(()) == was.footprint.at(())
+    assert second.stats["offloads"] == first.stats["offloads"] > 0
+    assert "1 of 1 whole regions" in tencache_fx.report().splitlines()[-1]
+
+
+def test_numbers_are_the_same_to_the_bit(start: Any) -> None:
+    first, second = start(steps=2), start(steps=2)
+    assert second.found
+    assert second.stats["offloads"]
+    assert torch.equal(torch.stack(second.losses), torch.stack(first.losses))
+    assert all(map(torch.equal, second.gradients, first.gradients))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"device_budget": "1.2MB"}, {"policy": "teraio"}, {"recompute": "none"}, {"host_budget": "8MB"}, {"rows": 480}],
+    ids=str,
+)
+def test_what_was_asked_for_otherwise_is_compiled(hollow_kernels: None, start: Any, changed: dict[str, Any]) -> None:
+    start()
+    assert start(**changed).split
+    assert not start().split
+
+
+def test_another_version_of_this_package_compiles(
+    hollow_kernels: None, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start()
+    monkeypatch.setattr(kept_region, "digest_sources", lambda *folders: "other")
+    assert start().split
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "other"])
+def test_a_damaged_entry_is_not_used(
+    hollow_kernels: None, start: Any, cached: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, path = start(), entry(cached)
+    content = bytearray(path.read_bytes())
+    at = content.index(b"tencache_fx.planning.plan") + 100
+    content[at] ^= 1
+    damaged = {"cut": content[: len(content) // 2], "empty": b"", "flipped": bytes(content), "other": b"x" * 100}
+    path.write_bytes(damaged[damage])
+    second = start()
+    assert (second.split, second.found) == (1, 0)
+    assert second.region.record.plan == first.region.record.plan
+
+
+def test_a_region_is_compiled_again_for_a_plan_that_breaks_a_rule(
+    hollow_kernels: None, start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start()
+    with monkeypatch.context() as patch:
+        patch.setattr(lowering, "verify_plan", _once(lowering.verify_plan))
+        second = start()
+    assert second.split
+    assert "has no right plan" in caplog.text
+    assert second.stats["offloads"]
+
+
+def _once(check: Callable[..., None]) -> Callable[..., None]:
+    """Return a check that refuses what it is given first."""
+    refused = []
+
+    def refuse(*checked: object) -> None:
+        if not refused:
+            refused.append(checked)
+            raise InvariantError("the plan is wrong.")
+        check(*checked)
+
+    return refuse
+
+
+def test_a_region_is_planned_again_where_less_memory_is_free(
+    hollow_kernels: None, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key says so as well; not where torch's estimate of a graph is too low."""
+    monkeypatch.setattr(RegionPlanner, "facts", lambda self, bound_bytes: ())
+    start()
+    assert start(host_budget="2MB").split
+
+
+def test_graphs_call_the_engine_that_there_is(
+    hollow_kernels: None, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_region, "expected_indices", lambda device: (0, 1))
+    start()
+    as_ever = engine_registry.Registry.__init__
+
+    def later(self: engine_registry.Registry) -> None:
+        as_ever(self)
+        self._count = 5
+
+    monkeypatch.setattr(engine_registry.Registry, "__init__", later)
+    second = start()
+    assert second.split
+    assert second.stats["offloads"]
+
+
+def test_a_forecast_that_was_corrected_has_the_same_plan(
+    hollow_kernels: None, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other plan was better: there is no reason to make one."""
+    slower = Correction(scales=Scales(forward=2.0, backward=2.0), pays=False)
+    monkeypatch.setattr("tencache_fx.region.recalibrator.reconsider", lambda *measured: slower)
+    first, second = start(steps=12, calibrate=True), start(calibrate=True)
+    assert second.found
+    assert second.region.record.plan.transfers == first.region.record.plan.transfers
+    assert second.region.record.plan.forecast == first.region.record.plan.forecast
+
+
+def test_a_lesson_that_pays_is_heeded_once(hollow_kernels: None, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lessons = [Correction(scales=Scales(forward=4.0, backward=4.0), pays=True)]
+    monkeypatch.setattr(
+        "tencache_fx.region.recalibrator.reconsider", lambda *measured: lessons.pop() if lessons else None
+    )
+    assert start(steps=12, calibrate=True).split == 2
+    second, third = start(calibrate=True), start(calibrate=True)
+    assert second.split
+    assert third.found
+    assert third.region.record.problem == second.region.record.problem
+
+
+def test_sizes_are_read_from_the_inputs_again(
+    hollow_kernels: None, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = start(dynamic=True), start(dynamic=True)
+    assert not second.split
+    was, now = first.region.current.footprint, second.region.current.footprint
+    assert 512 in now.formulas.planned
+    for times in (1, 2):
+        larger = tuple(times * size for size in now.formulas.planned)
+        assert now.at(larger) == was.at(larger)
+    seen, look_up = [], Footprint.at
+    with monkeypatch.context() as patch:
+        patch.setattr(Footprint, "at", lambda self, sizes: seen.append(sizes) or look_up(self, sizes))
+        second.run(torch.ones(300, 64))
+    assert 300 in seen[0], "its sizes are read from the inputs as before"
+    assert start(dynamic=True, rows=400).split, "it is planned for other sizes"
+
+
+def test_regions_go_with_torchs_artifacts(
+    hollow_kernels: None, start: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start()
+    saved = torch.compiler.save_cache_artifacts()
+    assert saved is not None
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert start().split
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))
+    torch.compiler.load_cache_artifacts(saved[0])
+    assert not start().split
+
+
+def test_a_region_without_a_budget_is_compiled_as_ever(hollow_kernels: None, start: Any, cached: Path) -> None:
+    start(device_budget=None)
+    assert start(device_budget=None).split
+    assert not cached.exists()
