@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -11,9 +12,32 @@ from tencache_fx.planning.problem import Kind, Step, Storage
 log = logging.getLogger("tencache_fx")
 
 
+class AllocatorCounts(NamedTuple):
+    """The bytes that torch's allocator holds now, has held at most, and has ever handed out."""
+
+    held_bytes: int
+    peak_bytes: int
+    ever_bytes: int
+
+
+def allocator_counts(device: torch.device) -> AllocatorCounts | None:
+    """Return what torch's allocator counts on `device`; None for a CPU, whose allocator does not count.
+
+    It reads the nested statistics: the flat ones cost ten times as much, and this runs at every call of a region.
+    """
+    if device.type != "cuda":
+        return None
+    statistics = torch.cuda.memory_stats_as_nested_dict(device)
+    if not statistics:
+        return AllocatorCounts(0, 0, 0)
+    found = statistics["allocated_bytes"]["all"]
+    return AllocatorCounts(int(found["current"]), int(found["peak"]), int(found["allocated"]))
+
+
 def held_bytes(device: torch.device) -> int:
     """Return the bytes torch's allocator has handed out on `device`; 0 for a CPU, whose allocator does not count."""
-    return _allocated_bytes(device, "current") if device.type == "cuda" else 0
+    counts = allocator_counts(device)
+    return 0 if counts is None else counts.held_bytes
 
 
 def most_bytes(device: torch.device) -> int | None:
@@ -25,20 +49,10 @@ def most_bytes(device: torch.device) -> int | None:
     return min(allowed_bytes, free_bytes + int(torch.cuda.memory_reserved(device)))
 
 
-def allocated_ever_bytes(device: torch.device) -> int | None:
-    """Return all the bytes torch's allocator has ever handed out on `device`; None for a CPU."""
-    return _allocated_bytes(device, "allocated") if device.type == "cuda" else None
-
-
-def _allocated_bytes(device: torch.device, which: str) -> int:
-    """Read the nested statistics: the flat ones cost ten times as much, and this runs at every call of a region."""
-    statistics = torch.cuda.memory_stats_as_nested_dict(device)
-    return int(statistics["allocated_bytes"]["all"][which]) if statistics else 0
-
-
 def peak_held_bytes(device: torch.device) -> int | None:
     """Return the most bytes held on `device` since its peak was last reset; None for a CPU."""
-    return _allocated_bytes(device, "peak") if device.type == "cuda" else None
+    counts = allocator_counts(device)
+    return None if counts is None else counts.peak_bytes
 
 
 def forget_peak(device: torch.device) -> None:

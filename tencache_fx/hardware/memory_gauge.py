@@ -2,22 +2,12 @@
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tencache_fx.hardware.device_memory import allocated_ever_bytes, held_bytes, peak_held_bytes
+from tencache_fx.hardware.device_memory import AllocatorCounts, allocator_counts
 from tencache_fx.tensors import storage_of
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """What a device held at one time, and its allocator's counts then, if it counts."""
-
-    held_bytes: int
-    ever_bytes: int | None
-    peak_bytes: int | None
 
 
 class MemoryGauge:
@@ -58,25 +48,29 @@ class MemoryGauge:
         nbytes, self._parameter_bytes = self._parameter_bytes, 0
         return nbytes
 
-    def mark(self) -> "Mark":
-        """Return what is held now, for `most_bytes_since`."""
-        return Mark(self.held_bytes(), allocated_ever_bytes(self._device), peak_held_bytes(self._device))
+    def mark(self) -> AllocatorCounts:
+        """Return what is held now, for `bytes_since`."""
+        counts = allocator_counts(self._device)
+        return AllocatorCounts(*[self.held_bytes()] * 3) if counts is None else counts
 
-    def most_bytes_since(self, mark: "Mark") -> int:
-        """Return a bound on the bytes held at once since `mark`, without touching the allocator's own peak.
+    def bytes_since(self, mark: AllocatorCounts) -> tuple[int, int]:
+        """Return what is held now, and a bound on the bytes held at once since `mark`.
 
-        Exact where that peak has risen since then; else it is no more than that peak, and than what has been allocated.
+        The allocator's own peak is not touched. The bound is exact where that peak has risen since then; else it is no
+        more than that peak, and than what has been allocated.
         """
-        peak_bytes, ever_bytes = peak_held_bytes(self._device), allocated_ever_bytes(self._device)
-        if peak_bytes is None or ever_bytes is None or mark.peak_bytes is None or mark.ever_bytes is None:
-            return max(mark.held_bytes, self.held_bytes())
-        return min(peak_bytes, mark.held_bytes + ever_bytes - mark.ever_bytes)
+        now = allocator_counts(self._device)
+        if now is None:
+            held_bytes = self.held_bytes()
+            return held_bytes, max(mark.held_bytes, held_bytes)
+        return now.held_bytes, min(now.peak_bytes, mark.held_bytes + now.ever_bytes - mark.ever_bytes)
 
     def held_bytes(self) -> int:
         """Return the bytes that are there now."""
-        if self._device.type == "cuda":
-            return held_bytes(self._device)
-        return sum(list(self._seen.values()))  # in one go: storages die in other threads
+        counts = allocator_counts(self._device)
+        return (
+            sum(list(self._seen.values())) if counts is None else counts.held_bytes
+        )  # at once: others let storages die
 
 
 def _has_memory(storage: torch.UntypedStorage) -> bool:

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from tencache_fx.hardware.cache import cached, kept
 from tencache_fx.hardware.capacity import device_space
-from tencache_fx.hardware.device_memory import allocated_ever_bytes, held_bytes
+from tencache_fx.hardware.device_memory import allocator_counts, held_bytes
 from tencache_fx.hardware.rates import device_key
 from tencache_fx.hardware.timing import run_ns
 from tencache_fx.serialization import Positive
@@ -216,13 +216,13 @@ def _scratch_bytes(run: Callable[[], object], device: torch.device) -> int | Non
 
     It must have run before, so that what libraries keep for good is there. None where nobody counts.
     """
-    ever, held = allocated_ever_bytes(device), held_bytes(device)
-    if ever is None:
-        return None
+    before = allocator_counts(device)
     results = run()
-    kept_bytes = held_bytes(device) - held
+    after = allocator_counts(device)
     del results
-    return max(0, (allocated_ever_bytes(device) or 0) - ever - kept_bytes)
+    if before is None or after is None:
+        return None
+    return max(0, (after.ever_bytes - before.ever_bytes) - (after.held_bytes - before.held_bytes))
 
 
 @contextlib.contextmanager

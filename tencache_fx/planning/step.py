@@ -13,6 +13,7 @@ that may stay are added to that. No torch here.
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import NamedTuple
@@ -101,6 +102,15 @@ class StepSchedule:
     deferred: frozenset[SwapKey] = frozenset()
     frees: Mapping[Point, tuple[SwapKey, ...]] = field(default_factory=lambda: MappingProxyType({}))
     prefetches: Mapping[Point, tuple[SwapKey, ...]] = field(default_factory=lambda: MappingProxyType({}))
+
+    @cached_property
+    def acts(self) -> Mapping[tuple[int, int, bool], Mapping[int, tuple[tuple[SwapKey, ...], tuple[SwapKey, ...]]]]:
+        """What is freed and prefetched, by the run of a graph (region, call, backward) and the position in it."""
+        found: dict[tuple[int, int, bool], dict[int, tuple[tuple[SwapKey, ...], tuple[SwapKey, ...]]]] = {}
+        for point in self.frees.keys() | self.prefetches.keys():
+            run = found.setdefault((point.region, point.call, point.backward), {})
+            run[point.position] = self.frees.get(point, ()), self.prefetches.get(point, ())
+        return found
 
 
 OWN_POINTS = MappingProxyType({"release": "release", "prefetch": "prefetch", "fetch": "prefetch"})

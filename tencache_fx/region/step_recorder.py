@@ -255,10 +255,10 @@ class StepRecorder:
     def _measure(self) -> tuple[int, int]:
         """Return what is held now, and was held since the last run, without what stays on the device by a schedule."""
         gauge = self.points.gauge
-        extra_bytes, gap_bytes = self.points.extra_bytes, gauge.most_bytes_since(self._mark)
+        extra_bytes, (held_bytes, gap_bytes) = self.points.extra_bytes, gauge.bytes_since(self._mark)
         if new_bytes := gauge.take_parameter_bytes():
             self._visits = [replace(visit, held_bytes=visit.held_bytes + new_bytes) for visit in self._visits]
-        return gauge.held_bytes() - extra_bytes, gap_bytes - extra_bytes
+        return held_bytes - extra_bytes, gap_bytes - extra_bytes
 
     def _check(self, visit: Visit, limit: int) -> None:
         """Raise `BudgetError` if a run does not fit, though all leaves that can."""

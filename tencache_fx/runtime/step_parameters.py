@@ -11,10 +11,9 @@ optimizer's state of one is there, too, so does its gradient stay.
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage
 
 from tencache_fx.planning.step import SwapKey
 
@@ -92,7 +91,7 @@ class StepParameters:
         self._behind: dict[SwapKey, _Behind] = {}
         self._residents: WeakKeyDictionary[Resident, bool] = WeakKeyDictionary()
         self._pinned: WeakSet[Resident] = WeakSet()
-        self._gradients: list[tuple[StorageWeakRef, int]] = []  # that have stayed, with their bytes
+        self._gradients: dict[ref[UntypedStorage], int] = {}  # that have stayed, with their bytes
 
     @property
     def owners(self) -> Mapping[SwapKey, Resident]:
@@ -112,8 +111,7 @@ class StepParameters:
     @property
     def gradient_bytes(self) -> int:
         """Return the bytes of the gradients that have stayed since `forget_gradients`, and live."""
-        self._gradients = [each for each in self._gradients if not each[0].expired()]
-        return sum(nbytes for _, nbytes in self._gradients)
+        return sum(list(self._gradients.values())) if self._gradients else 0  # at once: others let storages die
 
     def forget_gradients(self) -> None:
         """Count the gradients that have stayed as what anybody holds: a step begins that did not make them."""
@@ -121,6 +119,8 @@ class StepParameters:
 
     def is_resident(self, storage: int) -> bool:
         """Return whether this storage, given by its address, is that of a parameter that stays."""
+        if not self._pinned:
+            return False
         alive = (owner.parameter for owner in self._pinned if owner.planned_by_step and not owner.is_dead)
         return any(parameter.untyped_storage()._cdata == storage for parameter in alive)
 
@@ -135,10 +135,13 @@ class StepParameters:
             self._pinned.discard(owner)
             owner.leave()
 
+    def _forget(self, gradient: "ref[UntypedStorage]") -> None:
+        self._gradients.pop(gradient, None)
+
     def keep_gradient(self, gradient: Tensor) -> None:
         """Note a gradient that stays on the device."""
-        storage = gradient.untyped_storage()
-        self._gradients.append((StorageWeakRef(storage), storage.nbytes()))
+        storage = gradient.untyped_storage()  # its Python object lives as long as it does
+        self._gradients[ref(storage, self._forget)] = storage.nbytes()
 
     @property
     def extra_bytes(self) -> int:

@@ -1,5 +1,6 @@
 """One storage of one call at its swap points, and the handles and tickets that own it."""
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -20,6 +21,21 @@ class State(Enum):
     ENDED = auto()
 
 
+class ExtraBytes:
+    """A sum of bytes, to which any thread adds without a lock; it is asked for in each run, and so kept up to date."""
+
+    def __init__(self) -> None:
+        self.changes: deque[int] = deque()
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Return the sum. For one thread at a time."""
+        while self.changes:
+            self._nbytes += self.changes.popleft()
+        return self._nbytes
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Swap:
     """One storage of one call. Guarded by the lock of its `SwapPoints`."""
@@ -38,12 +54,21 @@ class Swap:
     handle: Tensor | None = None  # the engine's, while a copy is out
     ticket: Tensor | None = None
     owners: set[int] = field(default_factory=set)  # the addresses of our handle and ticket
+    extra: ExtraBytes | None = None
+    counted_bytes: int = 0  # in `extra`
 
-    @property
-    def extra_bytes(self) -> int:
-        """The bytes that it holds on the device, and would not if everything left at once."""
-        held = self.state in (State.HERE, State.COMING)
-        return self.nbytes if held and self.released and not self.asked and not self.shared else 0
+    def count(self) -> None:
+        """Count anew the bytes that it holds on the device, and would not if everything left at once."""
+        held = self.state in (State.HERE, State.COMING) and self.released and not self.asked and not self.shared
+        nbytes = self.nbytes if held else 0
+        if self.extra is not None and nbytes != self.counted_bytes:
+            self.extra.changes.append(nbytes - self.counted_bytes)
+            self.counted_bytes = nbytes
+
+    def __del__(self) -> None:
+        """Take back what it counted."""
+        if self.extra is not None and self.counted_bytes:
+            self.extra.changes.append(-self.counted_bytes)
 
 
 class _Key(np.ndarray[Any, np.dtype[np.int64]]):

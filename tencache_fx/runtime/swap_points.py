@@ -24,7 +24,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,10 +32,10 @@ from torch import Tensor
 from tencache_fx.errors import BudgetError, InvariantError, UsageError
 from tencache_fx.hardware.memory_gauge import MemoryGauge
 from tencache_fx.planning.problem import Tier
-from tencache_fx.planning.step import FRUGAL, Point, StepSchedule, SwapKey
+from tencache_fx.planning.step import FRUGAL, StepSchedule, SwapKey
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.step_parameters import Fetch, Resident, StepParameters
-from tencache_fx.runtime.swap import State, Swap, owner_of, refusal_of
+from tencache_fx.runtime.swap import ExtraBytes, State, Swap, owner_of, refusal_of
 from tencache_fx.runtime.transfers import new_token
 from tencache_fx.tensors import storage_of, tensors_in
 
@@ -50,6 +50,9 @@ class _Run:
     call: int
     backward: bool
     position: int = 0
+    schedule: StepSchedule | None = None
+    acts: Mapping[int, tuple[tuple[SwapKey, ...], tuple[SwapKey, ...]]] = field(default_factory=dict)
+    """What `schedule` has done in this run, by position."""
 
 
 class SwapPoints:
@@ -68,6 +71,7 @@ class SwapPoints:
         self._keys = itertools.count(1)
         self._by_key: weakref.WeakValueDictionary[int, Swap] = weakref.WeakValueDictionary()
         self._live: weakref.WeakValueDictionary[SwapKey, Swap] = weakref.WeakValueDictionary()
+        self._extra = ExtraBytes()
         self._runs = threading.local()
         self._parameters = StepParameters(engine.release)
         self._was_full = False
@@ -83,7 +87,7 @@ class SwapPoints:
     def extra_bytes(self) -> int:
         """Return the bytes on the device that would not be there if everything left at once."""
         with self._lock:
-            nbytes = sum(swap.extra_bytes for swap in self._live.values()) + self._parameters.gradient_bytes
+            nbytes = self._extra.nbytes + self._parameters.gradient_bytes
             if not self.gauge.counts_all:
                 return nbytes
             return nbytes + self._parameters.extra_bytes + self._parameters.resident_bytes
@@ -150,7 +154,7 @@ class SwapPoints:
             if schedule is not self.schedule:
                 self._parameters.settle()
             self.schedule = schedule
-            leaving = [swap for swap in self._live.values() if swap.extra_bytes and swap.name not in schedule.kept]
+            leaving = [swap for swap in self._live.values() if swap.counted_bytes and swap.name not in schedule.kept]
             for swap in leaving:
                 if swap.state is State.HERE:
                     self._free(swap)
@@ -186,7 +190,8 @@ class SwapPoints:
             name = SwapKey(run.region, run.call, label)
             alias = src.detach()  # a tensor of our own, so that it shows who else has the storage
             # Where generated code calls this, it may have a version counter of its own, too.
-            swap = Swap(next(self._keys), name, src.numel() * src.itemsize, alias, alias._version)
+            nbytes = src.numel() * src.itemsize
+            swap = Swap(next(self._keys), name, nbytes, alias, alias._version, extra=self._extra)
             if name not in self.schedule.kept and (name.region, label) not in self.shared:
                 self._leave(swap)
             self._live[name] = self._by_key[swap.key] = swap
@@ -201,6 +206,7 @@ class SwapPoints:
                 return new_token()
             swap.donated, swap.released = donated, True
             swap.shared = (swap.name.region, swap.name.label) in self.shared
+            swap.count()
             if swap.handle is not None and swap.name not in self.schedule.deferred:
                 self._free(swap)
         return new_token()
@@ -255,6 +261,7 @@ class SwapPoints:
                 raise UsageError(refusal_of(swap))
             self._bring(swap)
             swap.asked = True
+            swap.count()
             return owner_of(swap)
 
     def wait(self, ticket: Tensor) -> Tensor:
@@ -267,6 +274,7 @@ class SwapPoints:
                 raise UsageError(refusal_of(swap))
             src, coming, swap.src, swap.ticket, swap.handle = swap.src, swap.ticket, None, None, None
             swap.state = State.ENDED
+            swap.count()
             if self._live.get(swap.name) is swap:
                 del self._live[swap.name]
         if swap.modified or (src is not None and src._version != swap.version):
@@ -289,22 +297,28 @@ class SwapPoints:
         run: _Run | None = getattr(self._runs, "now", None)
         if run is None:
             raise InvariantError("a swap point ran outside of a call of its region.")
-        point = Point(run.region, run.call, run.backward, run.position)
-        run.position += 1
-        with self._lock:
-            for name in self.schedule.frees.get(point, ()):
-                swap = self._live.get(name)
-                if swap is not None and swap.released and swap.handle is not None and swap.state is State.HERE:
-                    self._free(swap)
-                elif swap is None:
-                    self._parameters.free(name)
-            for name in self.schedule.prefetches.get(point, ()):
-                swap = self._live.get(name)
-                if swap is not None and swap.released:
-                    self._bring(swap)
-                elif swap is None:
-                    self._parameters.fetch_ahead(name)
+        position, run.position = run.position, run.position + 1
+        if run.schedule is not self.schedule:
+            run.schedule = self.schedule
+            run.acts = run.schedule.acts.get((run.region, run.call, run.backward), {})
+        if position in run.acts:
+            with self._lock:
+                self._act(*run.acts[position])
         return run
+
+    def _act(self, frees: tuple[SwapKey, ...], prefetches: tuple[SwapKey, ...]) -> None:
+        for name in frees:
+            swap = self._live.get(name)
+            if swap is not None and swap.released and swap.handle is not None and swap.state is State.HERE:
+                self._free(swap)
+            elif swap is None:
+                self._parameters.free(name)
+        for name in prefetches:
+            swap = self._live.get(name)
+            if swap is not None and swap.released:
+                self._bring(swap)
+            elif swap is None:
+                self._parameters.fetch_ahead(name)
 
     def _leave(self, swap: Swap) -> bool:
         """Issue the copy out: to the tier that the schedule says; without one, to disk if host memory is full.
@@ -333,6 +347,7 @@ class SwapPoints:
         swap.modified = swap.src._version != swap.version
         self.engine.release(swap.handle, swap.src, donated=swap.donated)
         swap.src, swap.state = None, State.AWAY
+        swap.count()
 
     def _bring(self, swap: Swap) -> None:
         """Issue the copy in of what is away; what has not gone yet stays. Lock held."""
@@ -342,6 +357,7 @@ class SwapPoints:
             assert swap.handle is not None
             swap.ticket = self.engine.prefetch(swap.handle)
             swap.handle, swap.state = None, State.COMING
+            swap.count()
 
     def _owned_by(self, tensor: Tensor) -> Swap | None:
         """Return the swap that `tensor` is a handle or ticket of; None for any other tensor, or a copy of one."""

@@ -166,8 +166,10 @@ def test_what_generated_code_makes_may_stay(engine: Engine) -> None:
 def test_what_is_held_between_steps_is_in_no_plan(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """An optimizer takes more than the budget; nothing of the step waits for its backward then."""
     model, points = one_by_one(blocks(), device_budget=BUDGETS["some"]), recorder(engine).points
-    seen = points.gauge.most_bytes_since
-    monkeypatch.setattr(points.gauge, "most_bytes_since", lambda mark: seen(mark) if points.in_use else 1 << 30)
+    seen = points.gauge.bytes_since
+    monkeypatch.setattr(
+        points.gauge, "bytes_since", lambda mark: seen(mark) if points.in_use else (seen(mark)[0], 1 << 30)
+    )
     for step, each in enumerate(wanted(3)):
         assert equal(gradients(model, model, inputs(step)), each), f"step {step}"
     assert points.schedule is not FRUGAL
