@@ -50,12 +50,13 @@ def estimate_ops(
     times_ns = {call: cost.duration_ns for call, cost in measured.items()}
     durations_ns = _with_waits(_corrected(calls, first_ns, times_ns), traffic, roofline.issue_ns)
     counted = measured_scratch(capture, model, measured)
-    guessed = (_scratch_bytes(node, capture.device, fuses=fuses) for node in capture.nodes)
+    is_cpu = capture.device.type == "cpu" and not roofline.of_gpu  # a GPU that is not here is planned for on a CPU
+    guessed = (_scratch_bytes(node, is_cpu=is_cpu, fuses=fuses) for node in capture.nodes)
     return tuple(
         Op(
             name=node.name,
             duration_ns=ns,
-            scratch_bytes=counted.get(node.name, guess) + _split_bytes(node, capture.device, fuses=fuses),
+            scratch_bytes=counted.get(node.name, guess) + _split_bytes(node, is_cpu=is_cpu, fuses=fuses),
         )
         for node, ns, guess in zip(capture.nodes, durations_ns, guessed, strict=True)
     )
@@ -100,13 +101,13 @@ def _with_waits(own_ns: Iterable[int], traffic: Sequence[Traffic], issue_ns: int
 def _roofline_ns(node: fx.Node, traffic: Traffic, roofline: Roofline) -> int:
     if not traffic.nbytes and not traffic.launches:
         return 0
-    flops = count_flops(node)
+    flops = count_flops(node, on_gpu=roofline.of_gpu)
     compute_ns = flops * 1_000_000_000 // roofline.flops_rate(tensors_of(node)[0].dtype) if flops else 0
     memory_ns = traffic.nbytes * 1_000_000_000 // roofline.memory_bytes_per_s
     return max(compute_ns, memory_ns) + (roofline.launch_ns if traffic.launches else 0)
 
 
-def _scratch_bytes(node: fx.Node, device: torch.device, *, fuses: bool) -> int:
+def _scratch_bytes(node: fx.Node, *, is_cpu: bool, fuses: bool) -> int:
     """Return about how many bytes a kernel allocates for itself, where that was not measured.
 
     The backward of attention sums up gradients in fp32: the query's, or all three. Convolutions reorder what they read
@@ -118,12 +119,8 @@ def _scratch_bytes(node: fx.Node, device: torch.device, *, fuses: bool) -> int:
     read = node.all_input_nodes
     if packet in _CONVOLUTIONS:
         weight = nbytes_of(arguments_of(node)["weight"])
-        return (
-            min(map(nbytes_of, read[:2])) + 2 * weight
-            if fuses and device.type == "cpu"
-            else sum(map(nbytes_of, read)) + weight
-        )
-    if device.type != "cpu":
+        return min(map(nbytes_of, read[:2])) + 2 * weight if fuses and is_cpu else sum(map(nbytes_of, read)) + weight
+    if not is_cpu:
         summed = tensors_of(node)[: _SUMMED.get(packet, 0)]
         return sum(byte_hint(tensor.numel()) * 9 // 2 for tensor in summed)  # an eighth more, for rows rounded up
     tensors = [tensor for argument in read for tensor in tensors_of(argument)]
@@ -135,9 +132,9 @@ def _scratch_bytes(node: fx.Node, device: torch.device, *, fuses: bool) -> int:
     return sum(byte_hint(tensor.numel()) * common for tensor in tensors if tensor.dtype.itemsize != common)
 
 
-def _split_bytes(node: fx.Node, device: torch.device, *, fuses: bool) -> int:
+def _split_bytes(node: fx.Node, *, is_cpu: bool, fuses: bool) -> int:
     """Return the bytes of the product, where Inductor adds the bias in a generated kernel: it and the sum are two."""
-    split = fuses and device.type != "cpu" and packet_of(node) is _aten.addmm
+    split = fuses and not is_cpu and packet_of(node) is _aten.addmm
     return nbytes_of(node) if split and any(map(is_pointwise, readers_of(node))) else 0
 
 
@@ -145,6 +142,7 @@ _aten = torch.ops.aten
 _CONVOLUTIONS = frozenset((_aten.convolution, _aten.convolution_backward))
 _SUMMED: dict[object, int] = {
     _aten._scaled_dot_product_flash_attention_backward: 1,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: 1,  # it stands for a GPU's
     _aten._scaled_dot_product_cudnn_attention_backward: 1,
     _aten._scaled_dot_product_efficient_attention_backward: 3,
 }

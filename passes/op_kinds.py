@@ -97,9 +97,13 @@ def is_heavy(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor) and count_flops(node) > 0
 
 
-def count_flops(node: fx.Node) -> int:
-    """Return the floating-point operations of a matmul-class or attention node by torch's own formulas, else 0."""
-    formula = flop_registry.get(packet_of(node))
+def count_flops(node: fx.Node, *, on_gpu: bool = False) -> int:
+    """Return the floating-point operations of a matmul-class or attention node by torch's own formulas, else 0.
+
+    torch has none for a CPU's attention, which `on_gpu` stands for that of a GPU.
+    """
+    packet = packet_of(node)
+    formula = flop_registry.get(_GPU_ATTENTION.get(packet, packet) if on_gpu else packet)
     if formula is None:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
@@ -107,6 +111,13 @@ def count_flops(node: fx.Node) -> int:
     if "scaled_dot_product" in node.target.__name__:
         args = _with_all_heads(node.target, args)
     return byte_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+_aten = torch.ops.aten
+_GPU_ATTENTION: dict[object, object] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
 
 
 def _with_all_heads(target: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ _EXPORTS = {
     "close": "tencache_fx.api",
     "offload": "tencache_fx.model_state.modules",
     "summon": "tencache_fx.model_state.modules",
-    "fit": "tencache_fx.fitting.estimate",
+    "fit": "tencache_fx.fitting.fitness",
 }
 _EXPORTS |= dict.fromkeys(
     ("TencacheError", "OptionError", "BudgetError", "StoreError", "UsageError", "InvariantError"), "tencache_fx.errors"

@@ -17,11 +17,11 @@ from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Problem
 from tencache_fx.records import RegionRecord, StepRecord
 from tencache_fx.reporting.dump import captured_of, read_measured, read_planned, read_regions, read_steps
+from tencache_fx.reporting.fit_text import show_fit
 from tencache_fx.reporting.step_tables import list_step, name_step, show_step, tell_storage
 from tencache_fx.reporting.tables import (
     graph_dot,
     show_change,
-    show_fit,
     show_frontier,
     show_graph,
     show_measured,
@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="measure this machine, and say what looks wrong with it")
     doctor.add_argument("--device", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
     doctor.add_argument("--spill-dir", type=Path, action="append", metavar="DIR", help="may be given several times")
+    doctor.add_argument("--save", type=Path, metavar="FILE", help="write the rates there, for fit --device-profile")
     doctor.set_defaults(run=_doctor)
 
     options = commands.add_parser("options", help="list the options, their defaults and how to set them")
@@ -141,11 +142,38 @@ def _describe_fit(fit: argparse.ArgumentParser) -> None:
     fit.add_argument(
         "factory",
         metavar="MODULE:FUNCTION",
-        help="what returns (model, inputs) or (model, inputs, loss_fn); also FILE.py:FUNCTION",
+        help="what returns (model, inputs) or (model, inputs, loss_fn); also FILE.py:FUNCTION, or hf:CONFIG for a "
+        "model of transformers by its configuration, such as hf:LlamaConfig",
+    )
+    fit.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="values of the configuration, such as hidden_size=4096; of a factory its arguments",
+    )
+    fit.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="SHAPE:DTYPE",
+        help="for a module's class MODULE:CLASS: what it is called with, such as 8x512:int64, or mask=8x512:bool",
     )
     fit.add_argument("--device", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
+    fit.add_argument(
+        "--device-profile", metavar="NAME", help="plan for a device that is not here: h100, or a file of doctor --save"
+    )
     for name in ("device", "host", "spill"):
         fit.add_argument(f"--{name}-budget", metavar="SIZE", help="such as 12GiB")
+    for name, what in (
+        ("tokens", "of a step: the fastest micro-batch and accumulation is found"),
+        ("samples", "of a step, instead of tokens"),
+        ("sequence", "tokens of a sample (default: what the model takes, at most 2048)"),
+        ("micro-batch", "samples at once, instead of the fastest (default without tokens or samples: 1)"),
+    ):
+        fit.add_argument(f"--{name}", type=int, metavar="N", help=f"for hf:CONFIG: {what}")
+    fit.add_argument("--dtype", metavar="NAME", help="for hf:CONFIG: that of the weights (default: bfloat16)")
     fit.add_argument("--spill-dir", type=Path, action="append", metavar="DIR", help="may be given several times")
     fit.add_argument("--dump-dir", type=Path, metavar="DIR", help="write each region's plan there, for dump and plan")
     fit.add_argument("--policy", metavar="NAME", help="none, 10cache, teraio or joint (default: joint)")
@@ -313,13 +341,31 @@ def _budget(name: str, text: str | None, otherwise: int | None) -> int | None:
 
 
 def _fit(arguments: argparse.Namespace) -> str:
-    if arguments.device == "cpu" and "torch" not in sys.modules:
+    profile = arguments.device_profile
+    if (arguments.device == "cpu" or profile is not None) and "torch" not in sys.modules:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nobody asks for a GPU, and some of torch's tracing would start one
-    from tencache_fx.fitting.estimate import fit_factory  # here: it needs torch
+    from tencache_fx.fitting.fitness import (
+        PREFIX,
+        Workload,
+        fit_config,
+        fit_factory,
+        read_settings,
+    )  # here: needs torch
 
     names = ("device_budget", "host_budget", "spill_budget", "spill_dir", "policy", "dump_dir")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    found = fit_factory(arguments.factory, arguments.device, given)
+    settings, name = read_settings(arguments.set), arguments.factory
+    load = {each: getattr(arguments, each) for each in ("tokens", "samples", "sequence", "micro_batch", "dtype")}
+    load = {each: value for each, value in load.items() if value is not None}
+    if name.startswith(PREFIX):
+        work = Workload(config=name.removeprefix(PREFIX), settings=settings, **load)
+        found = fit_config(work, arguments.device, given, profile=profile)
+    elif load:
+        option = next(iter(load)).replace("_", "-")
+        raise OptionError(f"--{option} is for {PREFIX}CONFIG; have {name} make its inputs as large as they are to be.")
+    else:
+        inputs = arguments.input
+        found = fit_factory(name, arguments.device, given, profile=profile, settings=settings, inputs=inputs)
     arguments.status = 0 if found.fits else 1
     return to_json(found) if arguments.json else show_fit(found)
 
@@ -327,7 +373,7 @@ def _fit(arguments: argparse.Namespace) -> str:
 def _doctor(arguments: argparse.Namespace) -> str:
     from tencache_fx.doctor import examine  # here: it needs torch
 
-    return examine(arguments.device, arguments.spill_dir)
+    return examine(arguments.device, arguments.spill_dir, arguments.save)
 
 
 def _options(arguments: argparse.Namespace) -> str:

@@ -16,6 +16,8 @@ from tencache_fx.hardware import rates as rates_module
 from tencache_fx.hardware.capacity import Space, device_space, disk_space, host_space
 from tencache_fx.hardware.copies import copy_rates
 from tencache_fx.hardware.disk import Disk, filesystem_type
+from tencache_fx.hardware.profiles import DeviceProfile, write_profile
+from tencache_fx.hardware.rates import known_rates
 from tencache_fx.model_state.arguments import find_device
 from tencache_fx.options import Options
 from tencache_fx.planning.problem import Links
@@ -63,8 +65,10 @@ class Report:
     host_budget_bytes: int
 
 
-def examine(device_name: str | None, spill_dirs: Sequence[Path] | None) -> str:
+def examine(device_name: str | None, spill_dirs: Sequence[Path] | None, save: Path | None = None) -> str:
     """Return the report on a device (the GPU if there is one) and on spill directories (those of the options).
+
+    Its rates are also written to the file `save`, if there is one, as a profile for `tencache fit --device-profile`.
 
     Takes a few seconds, and renews the rates that plans are made with. Raises `OptionError` for a device or an option
     that cannot be used, `StoreError` for a directory that cannot.
@@ -72,7 +76,21 @@ def examine(device_name: str | None, spill_dirs: Sequence[Path] | None) -> str:
     device = find_device(device_name)
     options = Options.resolve(None if spill_dirs is None else {"spill_dir": list(spill_dirs)}, device=device)
     report = _measure(device, options)
+    if save is not None:
+        write_profile(save, _profile_of(report, options))
     return show_report(report)
+
+
+def _profile_of(report: Report, options: Options) -> DeviceProfile:
+    """Return a device's rates as plans count on them, not as they were measured."""
+    found = known_rates(report.device, options.spill_dir, calibrate=True, has_disk=bool(options.spill_dir))
+    return DeviceProfile(
+        name=report.device_name,
+        memory_bytes=report.device_space.total_bytes,
+        roofline=found.roofline,
+        links=found.links,
+        source=f"measured, torch {torch.__version__}",
+    )
 
 
 def show_report(report: Report) -> str:

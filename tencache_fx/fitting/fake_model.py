@@ -61,8 +61,11 @@ def _elsewhere(device: Any) -> Any:
     return device if is_cpu else torch.device("meta")
 
 
-def call_factory(name: str) -> FactoryResult:
+def call_factory(name: str, settings: Mapping[str, object] | None = None, inputs: Sequence[str] = ()) -> FactoryResult:
     """Return what the factory `name`, "package.module:function" or "file.py:function", makes on "meta".
+
+    `settings` are its arguments, by name. Instead of a factory a module's class may be named; its instance is called
+    with `inputs`, such as "8x512:int64" or "mask=8x512:bool".
 
     Only tensors that are made for the CPU by name take memory. Raises `OptionError` for a factory that is not there,
     that fails, or that returns something else than a model, its inputs and maybe a loss function.
@@ -70,13 +73,40 @@ def call_factory(name: str) -> FactoryResult:
     factory = _find(name)
     try:
         with MetaDeviceMode(), torch.device("meta"):
-            made = factory()
+            made = factory(**(settings or {}))
+            if isinstance(factory, type) and isinstance(made, nn.Module):
+                return _with_inputs(name, made, inputs)
+    except OptionError:
+        raise
     except compat.COMPILER_ERRORS as error:
         raise OptionError(
-            f"{name} fails where tensors have no values, {_reason(error)}; if it asks for those of a tensor, make that "
-            'one with device="cpu".'
+            f"{name} fails where tensors have no values, {reason_of(error)}; if it asks for those of a tensor, make "
+            'that one with device="cpu".'
         ) from error
     return _read(name, made)
+
+
+def _with_inputs(name: str, model: nn.Module, texts: Sequence[str]) -> FactoryResult:
+    """Return a module with what it is called with; without a dtype it is that of the first parameter."""
+    if not texts:
+        raise OptionError(f"{name} is a module; say what it is called with, such as --input 8x512:int64.")
+    plain: list[Tensor] = []
+    named: dict[str, Tensor] = {}
+    default = next((p.dtype for p in model.parameters()), torch.float32)
+    for text in texts:
+        keyword, _, described = text.rpartition("=")
+        shape, _, kind = described.partition(":")
+        dtype = getattr(torch, kind, None) if kind else default
+        if not isinstance(dtype, torch.dtype) or not all(size.isdecimal() for size in shape.split("x")):
+            raise OptionError(
+                f"--input {text} is no tensor; give SHAPE:DTYPE or NAME=SHAPE:DTYPE, such as 8x512:int64."
+            )
+        tensor = torch.empty(*map(int, shape.split("x")), dtype=dtype)
+        if keyword:
+            named[keyword] = tensor
+        else:
+            plain.append(tensor)
+    return FactoryResult(model=model, inputs=plain, named_inputs=named)
 
 
 def fake_model(made: FactoryResult, device: torch.device, mode: FakeTensorMode) -> FactoryResult:
@@ -106,7 +136,7 @@ def fake_model(made: FactoryResult, device: torch.device, mode: FakeTensorMode) 
             return copy.deepcopy(module, dict(fakes))
         except compat.COMPILER_ERRORS as error:
             raise OptionError(
-                f"the model cannot be copied, {_reason(error)}; it must work with copy.deepcopy."
+                f"the model cannot be copied, {reason_of(error)}; it must work with copy.deepcopy."
             ) from error
 
     loss_fn = made.loss_fn
@@ -157,7 +187,7 @@ def _import(name: str) -> Any:
     try:
         return _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
     except (*compat.COMPILER_ERRORS, ImportError, SyntaxError) as error:
-        raise OptionError(f"{name} cannot be imported, {_reason(error)}; mend it, or name another module.") from error
+        raise OptionError(f"{name} cannot be imported, {reason_of(error)}; mend it, or name another module.") from error
 
 
 def _import_file(path: Path) -> Any:
@@ -192,6 +222,7 @@ def _read(name: str, made: Any) -> FactoryResult:
     return FactoryResult(model=model, inputs=inputs if isinstance(inputs, tuple | list) else (inputs,), loss_fn=loss_fn)
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """Return what an error is, and the first line of what it says."""
     first_line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

@@ -56,6 +56,11 @@ class Roofline:
         if not self.flops_per_s:
             raise ValueError("flops_per_s has no rate.")
 
+    @property
+    def of_gpu(self) -> bool:
+        """Whether these are the rates of a GPU, which has a thread to issue its kernels."""
+        return self.issue_ns > 0
+
     def flops_rate(self, dtype: torch.dtype) -> int:
         """Return the FLOP/s of matmul-class work in `dtype`; one that was not measured counts as the slowest."""
         rates = dict(self.flops_per_s)

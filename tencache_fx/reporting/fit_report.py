@@ -35,6 +35,32 @@ class RegionFit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How long a step keeps one resource busy, if nothing holds it up, and the bytes that it moves meanwhile."""
+
+    name: str
+    busy_ns: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One way to take a step's samples through the device: `accumulation` times `micro_batch` of them.
+
+    `floor_bytes` is the least device budget that has a plan. `step_ns` is of the whole step: of its plan if `planned`,
+    else an estimate, which counts no stalls. `refusal` says why there is none.
+    """
+
+    micro_batch: int
+    accumulation: int
+    floor_bytes: int
+    planned: bool = False
+    step_ns: int = 0
+    peak_bytes: int = 0
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """Whether a model fits its budgets, where its bytes would be, and how long a step would take.
 
@@ -44,7 +70,13 @@ class Fit:
     `all_on_device_bytes` are those on the device if nothing were offloaded: parameters, gradients, AdamW's state and
     activations. `least_device_bytes` is the smallest device budget that a plan was found for, None where the
     one given suffices, or where none would help.
-    `measured` says whether the rates behind the times are this machine's, or fixed, low ones.
+    `measured` says whether the rates behind the times are known, or fixed, low ones; those of a profile are from
+    `rates_source`. `loads` says what keeps each resource busy in a step, by the plan's bytes: the device's compute, the
+    host's memory, each direction of the link and of the disk.
+
+    A step is `accumulation` times forward and backward; for a transformers `model` it has `samples` or `tokens`, and
+    `settings` are the ways to take them through that were compared. Of its layers those were captured that `traced`
+    says.
     """
 
     device: str
@@ -62,6 +94,16 @@ class Fit:
     least_device_bytes: int | None
     measured: bool
     regions: tuple[RegionFit, ...]
+    rates_source: str = ""
+    loads: tuple[Load, ...] = ()
+    accumulation: int = 1
+    whole_step_ns: int = 0
+    model: str = ""
+    micro_batch: int = 0
+    samples: int = 0
+    tokens: int = 0
+    traced: str = ""
+    settings: tuple[Setting, ...] = ()
 
     home_bytes = Renamed("offloaded_bytes")
     state_at_home_bytes = Renamed("resting_host_bytes")
@@ -76,6 +118,11 @@ class Fit:
     def needs_offloading(self) -> bool:
         """Return True if the device is too small for all the model's state."""
         return self.device_budget_bytes is not None and self.all_on_device_bytes > self.device_budget_bytes
+
+    @property
+    def bound(self) -> Load | None:
+        """The resource that is busy longest: no step is shorter with the plan's copies; None without a plan."""
+        return max(self.loads, key=lambda load: load.busy_ns, default=None)
 
     @property
     def floor_bytes(self) -> int:

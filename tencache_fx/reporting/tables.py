@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from tencache_fx.planning.explain import Choice, Price, Reasons, TensorReason
     from tencache_fx.planning.pareto import Frontier, Outcome
     from tencache_fx.records import Listing, NodeRow
-    from tencache_fx.reporting.fit_report import Fit, RegionFit
-from tencache_fx.units import at_least, format_bytes, format_ns
+from tencache_fx.units import format_bytes, format_ns
 
 _RUNTIME_MARK = ">>"
 
@@ -154,76 +153,6 @@ def _outcome_cells(outcome: "Outcome | None", frontier: "Frontier") -> tuple[str
 
 def _times_ideal(makespan_ns: int, frontier: "Frontier") -> str:
     return f"{makespan_ns / max(1, frontier.ideal_ns):.3f}"
-
-
-def show_fit(fit: "Fit") -> str:
-    """Return whether a model fits, in a sentence, then what is where in which tier, then a row per region."""
-    headers = ("region", "steps", "floor", "peak", "step", "buffers", "out", "in")
-    regions = show_table([_region_cells(region) for region in fit.regions], headers=headers)
-    return f"{_fit_sentence(fit)}\n\n{show_table(list(_fit_rows(fit)))}\n\n{regions}"
-
-
-def _fit_sentence(fit: "Fit") -> str:
-    """Return whether it fits, with the numbers that decide it, and if not, what to do."""
-    budget = "no limit" if fit.device_budget_bytes is None else format_bytes(fit.device_budget_bytes)
-    if fit.fits and not fit.needs_offloading:
-        return (
-            f"It fits, and needs no offloading: with gradients and AdamW's state it takes "
-            f"{format_bytes(fit.all_on_device_bytes)} on the device (budget: {budget}); leave offload() out."
-        )
-    if fit.fits:
-        return (
-            f"It fits: at most {format_bytes(fit.peak_bytes)} of {budget} on the device, "
-            f"{format_bytes(fit.host_bytes)} of {format_bytes(fit.host_budget_bytes)} in host memory, "
-            f"{format_ns(fit.step_ns)} a step."
-        )
-    if fit.host_bytes > fit.host_budget_bytes:
-        return (
-            f"It does not fit: offloaded weights, gradients and AdamW's state take {format_bytes(fit.host_bytes)} of "
-            f"host memory, buffers included; host_budget is {format_bytes(fit.host_budget_bytes)}. Set host_budget to "
-            f"{at_least(fit.host_bytes)} or more, or train fewer parameters."
-        )
-    refusal = next(region.refusal for region in fit.regions if region.refusal).partition("\n")[0]
-    if fit.least_device_bytes is None:
-        return f"It does not fit, in no device_budget that was tried: {refusal}"
-    needed = f"device_budget has to be {at_least(fit.least_device_bytes)} ({format_bytes(fit.least_device_bytes)})"
-    if fit.floor_bytes > (fit.device_budget_bytes or 0):
-        return f"It does not fit: {needed} or more, and is {budget}; raise it, or shrink the batch."
-    return f"It does not fit: {refusal} Else {needed} or more."
-
-
-def _fit_rows(fit: "Fit") -> Iterator[tuple[str, str]]:
-    yield "parameters", f"{fit.parameters:,}, {format_bytes(fit.parameter_bytes)}"
-    yield "all on the device", f"{format_bytes(fit.all_on_device_bytes)}, with gradients and AdamW's state"
-    yield "device floor", format_bytes(fit.floor_bytes)
-    if not any(region.refusal for region in fit.regions):
-        budget = "no limit" if fit.device_budget_bytes is None else format_bytes(fit.device_budget_bytes)
-        share = fit.device_parameter_bytes / max(1, fit.parameter_bytes)
-        over = fit.step_ns / max(1, sum(region.ideal_ns for region in fit.regions))
-        yield "device peak", f"{format_bytes(fit.peak_bytes)} of {budget}"
-        state = f"; AdamW's state of some, {format_bytes(fit.device_state_bytes)}" if fit.device_state_bytes else ""
-        yield "stay on the device", f"{share:.1%} of the parameters, {format_bytes(fit.device_parameter_bytes)}{state}"
-        yield "step", f"{format_ns(fit.step_ns)}, {over:.3f} of the time without limits"
-        out_bytes, in_bytes = (sum(getattr(r, name) for r in fit.regions) for name in ("out_bytes", "in_bytes"))
-        yield "link traffic", f"{format_bytes(out_bytes)} out, {format_bytes(in_bytes)} in"
-    offloaded = (
-        ("weights", fit.offloaded_bytes),
-        ("gradients", fit.gradient_bytes),
-        ("AdamW's fp32 state", fit.state_bytes),
-    )
-    yield "offloaded", ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in offloaded)
-    yield "host", f"{format_bytes(fit.host_bytes)} of {format_bytes(fit.host_budget_bytes)}, with buffers for transfers"
-    yield "disk", f"{format_bytes(fit.disk_bytes)} of {format_bytes(fit.spill_budget_bytes)}"
-    fixed = f"fixed, low ones; after `tencache doctor --device {fit.device}`, those of this machine"
-    yield "rates", "those of this machine" if fit.measured else fixed
-
-
-def _region_cells(region: "RegionFit") -> tuple[str, ...]:
-    head = region.name, str(region.steps), format_bytes(region.floor_bytes)
-    if region.refusal:
-        return (*head, "no plan", *"----")
-    sizes = map(format_bytes, (region.buffer_bytes, region.out_bytes, region.in_bytes))
-    return (*head, format_bytes(region.peak_bytes), format_ns(region.step_ns), *sizes)
 
 
 def show_reasons(reasons: "Reasons") -> str:

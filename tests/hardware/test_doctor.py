@@ -11,7 +11,8 @@ from tencache_fx.doctor import DiskReport, Report, device_findings, disk_finding
 from tencache_fx.hardware import disk
 from tencache_fx.hardware.capacity import Space
 from tencache_fx.hardware.disk import Disk
-from tencache_fx.hardware.rates import Roofline
+from tencache_fx.hardware.profiles import find_profile
+from tencache_fx.hardware.rates import Roofline, known_rates
 from tencache_fx.planning.problem import Links
 
 pytestmark = pytest.mark.usefixtures("cache_folder")
@@ -109,7 +110,14 @@ def test_the_command_reports_on_this_machine(capsys, tmp_path, cache_folder):
     spill = tmp_path / "spill"
     spill.mkdir()
     precision = torch.backends.cuda.matmul.fp32_precision
-    assert main(["doctor", "--device", "cpu", "--spill-dir", str(spill)]) == 0
+    saved = tmp_path / "profile.json"
+    assert main(["doctor", "--device", "cpu", "--spill-dir", str(spill), "--save", str(saved)]) == 0
+    profile = find_profile(str(saved))
+    known = known_rates(torch.device("cpu"), [spill], calibrate=True, has_disk=True)
+    assert (profile.roofline, profile.links) == (known.roofline, known.links)
+    assert known.measured
+    assert profile.links.has_disk
+    assert not profile.roofline.of_gpu
     out = capsys.readouterr().out
     for expected in ("device ", "matmul float32", "link out", "host memory", "host budget", f"spill_dir {spill}"):
         assert expected in out

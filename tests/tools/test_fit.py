@@ -19,7 +19,7 @@ from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.planning.problem import STATE_BYTES
 from tencache_fx.reporting.dump import read_regions
 from tencache_fx.reporting.fit_report import Fit
-from tencache_fx.reporting.tables import show_fit
+from tencache_fx.reporting.fit_text import show_fit
 
 WIDTH, ROWS, LAYERS = 256, 128, 6
 GIVEN = {"compiler": "eager", "calibrate": False, "recompute": "none", "host_budget": "64MiB"}

@@ -1,0 +1,157 @@
+"""Which micro-batch, accumulated how often, takes a step's samples through the device fastest. No torch here.
+
+A problem is captured at two micro-batches; in between, and beyond, bytes and times grow evenly. Each setting gets a
+quick estimate of its step; those that promise most are planned, until none is left that promises to be faster.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tencache_fx.errors import BudgetError
+from tencache_fx.fitting.estimate import accumulated_host_ns, accumulated_ns
+from tencache_fx.planning.bounds import joint_lower_bound_ns
+from tencache_fx.planning.plan import Plan
+from tencache_fx.planning.problem import Kind, Op, Problem, Storage
+from tencache_fx.planning.search import plan_region, policy_floor_bytes
+from tencache_fx.reporting.fit_report import Setting
+
+_MOST_SETTINGS = 8
+_MOST_PLANS = 3
+_CLOSE = 1.2  # estimates count no stalls, of which smaller micro-batches have more
+
+
+class NotEvenError(ValueError):
+    """A problem has other ops or storages at another micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The fastest setting with its plan, or the one that misses the budget least; and all that were looked at."""
+
+    setting: Setting
+    captured: Problem
+    planned: tuple[Problem, Plan] | None
+    settings: tuple[Setting, ...]
+
+
+def divisors(samples: int) -> list[int]:
+    """Return micro-batches that make up `samples`, from the smallest, at most eight of them.
+
+    >>> divisors(32), divisors(7)
+    ([1, 2, 4, 8, 16, 32], [1, 7])
+    """
+    found = [each for each in range(1, samples + 1) if samples % each == 0]
+    if len(found) <= _MOST_SETTINGS:
+        return found
+    last = len(found) - 1
+    return [found[round(index * last / (_MOST_SETTINGS - 1))] for index in range(_MOST_SETTINGS)]
+
+
+def between(low: Problem, high: Problem, micro_batches: tuple[int, int], wanted: int) -> Problem:
+    """Return the problem at another micro-batch than the two that `low` and `high` are for.
+
+    Raises `NotEvenError` if they differ in more than bytes and times.
+    """
+    first, second = micro_batches
+    if wanted in micro_batches or first == second:
+        return low if wanted == first else high
+
+    def at(a: int, b: int) -> int:
+        return max(0, a + (b - a) * (wanted - first) // (second - first)) if a != b else a
+
+    def op(a: Op, b: Op) -> Op:
+        duration_ns, scratch_bytes = at(a.duration_ns, b.duration_ns), at(a.scratch_bytes, b.scratch_bytes)
+        return Op(name=a.name, duration_ns=duration_ns, scratch_bytes=scratch_bytes)
+
+    def storage(a: Storage, b: Storage) -> Storage:
+        return a if a.nbytes == b.nbytes else replace(a, nbytes=at(a.nbytes, b.nbytes))
+
+    if not _is_alike(low, high):
+        raise NotEvenError("the ops at one micro-batch are not those at another.")
+    return replace(
+        low,
+        ops=tuple(map(op, low.ops, high.ops)),
+        storages=tuple(map(storage, low.storages, high.storages)),
+        external_bytes=at(low.external_bytes, high.external_bytes),
+    )
+
+
+def _is_alike(low: Problem, high: Problem) -> bool:
+    if [op.name for op in low.ops] != [op.name for op in high.ops] or len(low.storages) != len(high.storages):
+        return False
+    pairs = zip(low.storages, high.storages, strict=True)
+    return low.recipes == high.recipes and all(replace(b, nbytes=a.nbytes) == a for a, b in pairs)
+
+
+def find_setting(problems: Callable[[int], Problem], samples: int, tried: Sequence[int], policy: str) -> Found:
+    """Return the fastest way to take `samples` through, of these micro-batches.
+
+    The largest one of those that promise about the fastest step is planned first, then, as long as there may be a
+    faster one, a neighbour of those that are. At most three are planned; the others' times are estimates.
+    """
+    settings = {each: _estimated(problems(each), each, samples // each, policy) for each in tried}
+    hopeful = [each for each in tried if not settings[each].refusal]
+    planned: dict[int, tuple[Problem, Plan]] = {}
+    for _ in range(_MOST_PLANS):
+        if (chosen := _next(hopeful, settings, planned)) is None:
+            break
+        setting = settings[chosen]
+        try:
+            problem, plan = plan_region(problems(chosen), policy)
+        except BudgetError as refusal:
+            settings[chosen] = replace(setting, refusal=str(refusal), step_ns=0)
+            hopeful.remove(chosen)
+            continue
+        planned[chosen] = problem, plan
+        step_ns, peak_bytes = accumulated_ns(problem, plan.forecast, setting.accumulation), plan.forecast.peak_bytes
+        settings[chosen] = replace(setting, planned=True, step_ns=step_ns, peak_bytes=peak_bytes)
+    if planned:
+        best = min(planned, key=lambda each: settings[each].step_ns)
+    else:
+        best = min(settings, key=lambda each: settings[each].floor_bytes)
+    return Found(
+        setting=settings[best],
+        captured=problems(best),
+        planned=planned.get(best),
+        settings=tuple(settings.values()),
+    )
+
+
+def _next(hopeful: Sequence[int], settings: Mapping[int, Setting], planned: Collection[int]) -> int | None:
+    """Return the micro-batch to plan next; None if none of the others may be faster than the fastest so far."""
+    rest = [each for each in hopeful if each not in planned]
+    if not rest:
+        return None
+    if not planned:
+        least_ns = min(settings[each].step_ns for each in rest)
+        return max(each for each in rest if settings[each].step_ns <= least_ns * _CLOSE)
+    best = min(planned, key=lambda each: settings[each].step_ns)
+    place = hopeful.index(best)
+    near = [each for each in hopeful[max(0, place - 1) : place + 2] if each in rest]
+    faster = [each for each in near if settings[each].step_ns < settings[best].step_ns]
+    return max(faster, default=None)
+
+
+def _estimated(captured: Problem, micro_batch: int, accumulation: int, policy: str) -> Setting:
+    """Return a setting with about what its step takes: no less than its busiest resource, and without stalls.
+
+    Parameters that there is room for beside the least that the rest takes are copied once, and not each time.
+    """
+    floor = policy_floor_bytes(captured, policy)
+    limit = captured.budgets.device_bytes
+    if limit is not None and floor > limit:
+        needed = f"device_budget is below the least that has a plan, {floor:,} bytes."
+        return Setting(micro_batch=micro_batch, accumulation=accumulation, floor_bytes=floor, refusal=needed)
+    loads = [s for s in captured.storages if s.kind is Kind.FETCHED]
+    weight_bytes = sum({s.parameter: s.nbytes for s in loads}.values())
+    room_bytes = weight_bytes if limit is None else limit - floor
+    streamed = 1 - min(1.0, room_bytes / max(1, weight_bytes))
+    in_bytes = int(streamed * sum(s.nbytes for s in loads))
+    out_bytes = sum(s.nbytes for s in captured.storages if s.kind is Kind.STORED)
+    busy_ns = (
+        accumulation * joint_lower_bound_ns(captured),
+        accumulation * in_bytes * 1_000_000_000 // captured.links.h2d_bytes_per_s,
+        accumulation * out_bytes * 1_000_000_000 // captured.links.d2h_bytes_per_s,
+        accumulated_host_ns(captured, in_bytes + out_bytes, accumulation),
+    )
+    return Setting(micro_batch=micro_batch, accumulation=accumulation, floor_bytes=floor, step_ns=max(busy_ns))

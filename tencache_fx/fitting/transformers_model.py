@@ -1,0 +1,197 @@
+"""Models of transformers by the name of their configuration: what they are called with, and with fewer layers.
+
+transformers is optional: `find_config` says so where it is missing.
+"""
+
+import copy
+import importlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tencache_fx import compat
+from tencache_fx.errors import OptionError
+from tencache_fx.fitting.fake_model import FactoryResult, MetaDeviceMode, reason_of
+from tencache_fx.option_values import listed, nearest
+
+PREFIX = "hf:"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DEPTHS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+_MAPPINGS = (  # in this order: a model that fills in masks may be in the list of those that go on, too
+    ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "AutoModelForSeq2SeqLM"),
+    ("MODEL_FOR_MASKED_LM_MAPPING", "AutoModelForMaskedLM"),
+    ("MODEL_FOR_CAUSAL_LM_MAPPING", "AutoModelForCausalLM"),
+    ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "AutoModelForImageClassification"),
+)
+_LONGEST = 2048  # a sequence, where nobody says
+_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfiguredModel:
+    """A model by its configuration, with what a sample is: `sequence` tokens, or an image, for which that is 0.
+
+    `depths` are the numbers of layers it has, by the configuration's names for them. Attention is traced without
+    dropout: a CPU has no kernel for both, and GPUs have.
+    """
+
+    name: str
+    config: Any
+    maker: str
+    dtype: torch.dtype
+    sequence: int
+    depths: Mapping[str, int]
+
+    @property
+    def is_image(self) -> bool:
+        """Whether a sample is an image."""
+        return not self.sequence
+
+    def make(self, micro_batch: int) -> FactoryResult:
+        """Return the model, and what it is called with, on "meta"; raises `OptionError` if it cannot be made."""
+        import transformers  # here: it is optional, and slow to import
+
+        config = copy.deepcopy(self.config)
+        config.use_cache = False
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = config.pad_token_id or 0
+        for name in _ATTENTION_DROPOUTS:
+            if getattr(config, name, None):
+                setattr(config, name, 0.0)
+        try:
+            with MetaDeviceMode(), torch.device("meta"):
+                model = getattr(transformers, self.maker).from_config(config, dtype=self.dtype)
+                if getattr(model, "loss_type", "") is None:
+                    model.loss_type = "ForCausalLM"  # what it takes then, with a warning that breaks the graph
+                inputs = self._inputs(micro_batch)
+        except compat.COMPILER_ERRORS as error:
+            raise OptionError(
+                f"{self.name} makes no model, {reason_of(error)}; set other values with --set."
+            ) from error
+        return FactoryResult(model=model.train(), inputs=(), named_inputs=inputs, loss_fn=_loss_of)
+
+    def shorter(self, units: int) -> "tuple[ConfiguredModel, int]":
+        """Return the same model with so many units of layers, and how many layers are in one; itself if it has fewer.
+
+        A unit is what repeats: layers of several kinds, where these take turns.
+        """
+        unit = max((_period(kinds) for kinds in self._kinds()), default=1)
+        config, depths = copy.deepcopy(self.config), dict(self.depths)
+        for name, depth in self.depths.items():
+            depths[name] = min(depth, units * unit + depth % unit)
+        if depths == self.depths:
+            return self, unit
+        for key, value in list(vars(config).items()):
+            if isinstance(value, list) and len(value) in self.depths.values():
+                setattr(config, key, value[: max(depths.values())])
+        for name, depth in depths.items():
+            setattr(config, name, depth)
+        return ConfiguredModel(**{**vars(self), "config": config, "depths": depths}), unit
+
+    def _kinds(self) -> Iterator[Sequence[object]]:
+        """Yield what a configuration says of each layer."""
+        for value in vars(self.config).values():
+            if isinstance(value, list) and len(value) in self.depths.values():
+                yield value
+
+    def _inputs(self, micro_batch: int) -> dict[str, torch.Tensor]:
+        config = self.config
+        if self.is_image:
+            height, width = _pair(config.image_size)
+            pixels = torch.empty(micro_batch, config.num_channels, height, width, dtype=self.dtype)
+            return {"pixel_values": pixels, "labels": torch.empty(micro_batch, dtype=torch.int64)}
+        tokens = torch.empty(micro_batch, self.sequence, dtype=torch.int64)
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def find_config(name: str, settings: Mapping[str, object], *, dtype: str, sequence: int | None) -> ConfiguredModel:
+    """Return the model that the configuration `name`, such as "LlamaConfig", stands for with these settings.
+
+    Raises `OptionError` if transformers is not installed, or for what it does not know.
+    """
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise OptionError(
+            f"{PREFIX}{name} needs transformers, which is not installed; pip install 'tencache_fx[models]'."
+        ) from error
+    known = [each for each in dir(transformers) if each.endswith("Config")]
+    if name not in known:
+        raise OptionError(f"transformers has no {name};{nearest(name, dict.fromkeys(known))} name a configuration.")
+    if dtype not in DTYPES:
+        raise OptionError(f"dtype is {dtype!r};{nearest(dtype, DTYPES)} there are {listed(DTYPES)}.")
+    kind: Any = getattr(transformers, name)
+    try:
+        plain = kind()
+        if unknown := [each for each in settings if not hasattr(plain, each)]:
+            fields = {**plain.to_dict(), **dict.fromkeys(plain.attribute_map)}
+            raise OptionError(f"{name} has no {unknown[0]};{nearest(unknown[0], fields)} see its documentation.")
+        config = kind(**settings)
+    except OptionError:
+        raise
+    except (*compat.COMPILER_ERRORS, _invalid()) as error:
+        raise OptionError(f"{name} cannot be made, {reason_of(error)}; set other values with --set.") from error
+    maker = _maker_of(name, config)
+    is_image = maker == "AutoModelForImageClassification"
+    if is_image and sequence is not None:
+        raise OptionError(f"{name} is for images, which have no sequence; leave that out.")
+    longest = getattr(config, "max_position_embeddings", None) or _LONGEST
+    return ConfiguredModel(
+        name=name,
+        config=config,
+        maker=maker,
+        dtype=DTYPES[dtype],
+        sequence=0 if is_image else sequence or min(longest, _LONGEST),
+        depths={each: depth for each in _DEPTHS if isinstance(depth := getattr(config, each, None), int)},
+    )
+
+
+def read_setting(text: str) -> tuple[str, object]:
+    """Return the name and the value of "name=value", which is JSON, or else text; raises `OptionError` without a "=".
+
+    >>> read_setting("hidden_size=4096"), read_setting("hidden_act=gelu")
+    (('hidden_size', 4096), ('hidden_act', 'gelu'))
+    """
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise OptionError(f"{text!r} sets nothing; give NAME=VALUE, such as hidden_size=4096.")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, {"True": True, "False": False, "None": None}.get(value, value)
+
+
+def _maker_of(name: str, config: object) -> str:
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    for mapping, maker in _MAPPINGS:
+        if type(config) in getattr(auto, mapping):
+            return maker
+    raise OptionError(
+        f"{name} is of no model that is trained on text or on images; write a factory, and name it MODULE:FUNCTION."
+    )
+
+
+def _invalid() -> type[Exception]:
+    """Return what a configuration raises for values that contradict each other."""
+    found: type[Exception] = importlib.import_module("huggingface_hub.errors").StrictDataclassError
+    return found
+
+
+def _period(kinds: Sequence[object]) -> int:
+    """Return after how many layers their kinds repeat.
+
+    >>> _period(["local", "local", "full", "local", "local", "full", "local"])
+    3
+    """
+    return next(n for n in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False)))
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    return output.loss  # type: ignore[no-any-return]

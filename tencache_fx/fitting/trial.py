@@ -1,0 +1,184 @@
+"""One model as `tencache fit` sees it: captured on fake tensors, each region planned as the backend would."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tencache_fx import compat
+from tencache_fx.errors import OptionError, TencacheError, UsageError
+from tencache_fx.fitting.dry_run import DryRegion, DryRun, WouldBeOffloaded
+from tencache_fx.fitting.estimate import RegionPlan, estimate_of, least_device_bytes
+from tencache_fx.fitting.fake_model import FactoryResult, fake_model
+from tencache_fx.fitting.model_figures import ModelFigures, nbytes_of, state_bytes_of
+from tencache_fx.fitting.target import Target
+from tencache_fx.hardware.device_memory import is_input
+from tencache_fx.model_state.modules import parameters_read_by, watch
+from tencache_fx.planning.plan import Plan, TransferKind
+from tencache_fx.planning.problem import Kind, Problem
+from tencache_fx.region.environment import Environment
+from tencache_fx.region.registry import REGIONS
+from tencache_fx.region.source import RegionSource
+from tencache_fx.reporting.dump import write_region
+from tencache_fx.reporting.fit_report import Fit
+from tencache_fx.runtime.engine_registry import Usage
+from tencache_fx.tensors import main_device
+
+
+class Trial:
+    """One model, captured on fakes: its parameters, and a dry run of each region in the order in which they run."""
+
+    def __init__(self, made: FactoryResult, target: Target, mode: FakeTensorMode) -> None:
+        self._made, self._target, self._mode = fake_model(made, target.device, mode), target, mode
+        self._settings = compat.inductor_settings(None, dict(target.options.inductor))
+        self.figures = ModelFigures.of(self._made)
+        self._names = {id(p): name for name, p in self.figures.parameters.items() if name in self.figures.offloaded}
+        for module in self._made.model.modules():
+            if any(id(p) in self._names for p in parameters_read_by(module)):
+                watch(module)  # its hooks decide the order of a region's inputs, by whose names the cache knows it
+        self._held_bytes = self.figures.held_bytes
+        self._regions: list[tuple[DryRegion, DryRun]] = []
+
+    def capture(self) -> None:
+        """Have torch hand over the regions; raises `UsageError` if it cannot, or finds none."""
+        model, loss_fn = self._made.model, self._made.loss_fn
+
+        def whole(*inputs: Any, **named: Any) -> Any:
+            return loss_fn(model(*inputs, **named)) if loss_fn else model(*inputs, **named)
+
+        target = whole if loss_fn else model
+        compiled: Any = torch.compile(target, backend=self._plan, dynamic=False)
+        try:
+            with self._mode, torch.enable_grad(), compat.any_number_of_compilations():
+                returned = compiled(*self._made.inputs, **self._made.named_inputs)
+        except TencacheError:
+            raise
+        except compat.COMPILER_ERRORS as error:
+            cause = getattr(error, "inner_exception", error)
+            if isinstance(cause, TencacheError):
+                raise cause from error
+            why = f"{type(cause).__name__}: {_first_sentence(str(cause))}"
+            raise UsageError(
+                f"the model cannot be captured, {why}; see that it runs under torch.compile, with such inputs."
+            ) from error
+        if not self._regions:
+            raise UsageError(
+                f"torch.compile found nothing to compile for {self._target.name}; see TORCH_LOGS=graph_breaks."
+            )
+        if loss_fn:
+            _check_loss(returned, trains=any(p.requires_grad for p in self.figures.parameters.values()))
+
+    def _plan(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Plan one region, and go on: the backend that `torch.compile` is given."""
+        target, figures = self._target, self.figures
+        if main_device(inputs) != target.device:
+            return gm.forward
+        names = {index: self._names[id(value)] for index, value in enumerate(inputs) if id(value) in self._names}
+        offloaded = {index: _would_be_offloaded(name, figures.parameters[name]) for index, name in names.items()}
+        elsewhere = (figures.parameters[name] for name in figures.offloaded - set(names.values()))
+        state_bytes = figures.offloaded_state_bytes
+        environment = Environment(
+            roofline=target.rates.roofline,
+            links=target.rates.links,
+            # As `memory.held_bytes`: on a CPU the budget is for what a region itself holds.
+            held_bytes=self._held_bytes if target.is_gpu else 0,
+            usage=Usage(
+                host_acquired_bytes=figures.offloaded_bytes
+                + state_bytes
+                + sum(nbytes_of(p) for p in elsewhere if p.requires_grad),
+                state_acquired_bytes=state_bytes,
+            ),
+            measures=False,
+        )
+        source = RegionSource(
+            index=REGIONS.next_index(),
+            graph=gm,
+            options=target.options,
+            device=target.device,
+            settings=self._settings,
+        )
+        region = DryRegion(source, offloaded, environment)
+        planned = region.plan(inputs)
+        self._regions.append((region, planned))
+        if (record := planned.record) is not None:
+            self._held_bytes += _left_bytes(record.problem, record.plan)
+            if target.options.dump_dir is not None:
+                write_region(target.options.dump_dir, record)
+        return planned.run
+
+    def plans(self) -> list[RegionPlan]:
+        """Return the problem and the plan of each region; raises `UsageError` where sizes are known only at a run."""
+        return [
+            RegionPlan(
+                captured=_captured(run),
+                planned=None if run.record is None else (run.record.problem, run.record.plan),
+                refusal=run.refusal,
+            )
+            for _, run in self._regions
+        ]
+
+    def result(self) -> Fit:
+        """Return the estimate; where there is no plan, with the least device budget that has one."""
+        plans = self.plans()
+        found = estimate_of(plans, self.figures, self._target)
+        refused = any(plan.refusal for plan in plans)
+        if not refused or found.resting_host_bytes > self._target.options.host_budget:
+            return found
+        least = least_device_bytes(
+            self._has_plan, [plan.captured for plan in plans], self._target.options, found.offloaded_bytes
+        )
+        return replace(found, least_device_bytes=least)
+
+    def _has_plan(self, device_bytes: int) -> bool:
+        options = replace(self._target.options, device_budget=device_bytes)
+        return all(region.plan_for(options).record is not None for region, _ in self._regions)
+
+
+def _check_loss(loss: object, *, trains: bool) -> None:
+    """Raise `OptionError` for what a loss function may not return: a training step begins its backward there."""
+    if not isinstance(loss, Tensor):
+        raise OptionError(
+            f"the loss function returned an object of type {type(loss).__name__}; return a tensor of one element."
+        )
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise OptionError(
+            f"the loss function returned a tensor of size {tuple(loss.shape)} and {loss.dtype}, and backward begins "
+            "with one real number; return a mean or a sum."
+        )
+    if trains and not loss.requires_grad:
+        raise OptionError(
+            "the loss function returned a tensor that depends on no parameter that is trained; return it without "
+            "detach() or no_grad(), or freeze the model with requires_grad_(False)."
+        )
+
+
+def _first_sentence(text: str) -> str:
+    """Return what an error says in its first line, or where Dynamo explains it."""
+    explained = re.search(r"^ *Explanation: (.+)$", text, re.MULTILINE)
+    return (explained[1] if explained else text.strip().partition("\n")[0]).rstrip(".")
+
+
+def _captured(planned: DryRun) -> Problem:
+    """Return a region's problem; raises `UsageError` where its sizes are known only when it runs."""
+    if (problem := planned.captured) is None:
+        raise UsageError("a region has sizes that are known only when it runs; give a device budget, to see why.")
+    return problem
+
+
+def _left_bytes(problem: Problem, plan: Plan) -> int:
+    """Return the bytes that a region holds on the device between forward and backward, without its inputs."""
+    boundary = problem.boundary
+    swaps = (spill for spill in plan.transfers if spill.kind is TransferKind.SWAP)
+    away = {spill.name for spill in swaps if spill.freed_at <= boundary <= spill.prefetch_at}
+    last = min(boundary + 1, len(problem.ops))
+    left = [s for s in problem.storages if s.birth < boundary and s.death >= last and not is_input(s)]
+    resident = [s for s in problem.storages if s.parameter in plan.resident and s.kind is Kind.PARAMETER]
+    return sum(s.nbytes for s in (*left, *resident) if s.name not in away)
+
+
+def _would_be_offloaded(name: str, parameter: Tensor) -> WouldBeOffloaded:
+    return WouldBeOffloaded(name=name, nbytes=nbytes_of(parameter), state_bytes=state_bytes_of(parameter))

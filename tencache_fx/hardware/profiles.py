@@ -1,0 +1,122 @@
+"""Profiles of devices: what `tencache fit` has to know of one that need not be in this machine."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from tencache_fx.errors import OptionError
+from tencache_fx.hardware.rates import Roofline
+from tencache_fx.planning.problem import Links
+from tencache_fx.serialization import Positive, from_json, to_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """A device's memory and rates, and those of the links to it; as `rates.roofline` and `rates.links` return them.
+
+    `source` says where the figures are from.
+    """
+
+    name: str
+    memory_bytes: Positive
+    roofline: Roofline
+    links: Links
+    source: str = "measured"
+
+
+def _gpu(
+    name: str, gib: int, tflops: tuple[float, float], memory_tb_per_s: float, link_gb_per_s: float, host_gb_per_s: float
+) -> DeviceProfile:
+    """Return the profile of a GPU of `gib`, with its rates in reduced precision and in fp32.
+
+    Its source is the published peak rates, times what an H100 was measured to reach of its own: 76 % of its compute,
+    78 % of its memory's, 75 % of its link's.
+    """
+    half, single = (int(rate * 0.76e12) for rate in tflops)
+    link = int(link_gb_per_s * 0.75e9)
+    return DeviceProfile(
+        name=name,
+        memory_bytes=gib << 30,
+        roofline=Roofline(
+            flops_per_s=(("bfloat16", half), ("float16", half), ("float32", single)),
+            memory_bytes_per_s=int(memory_tb_per_s * 0.78e12),
+            launch_ns=_LAUNCH_NS,
+            issue_ns=_ISSUE_NS,
+        ),
+        links=Links(
+            d2h_bytes_per_s=link,
+            h2d_bytes_per_s=link,
+            d2h_duplex_bytes_per_s=link * 14 // 15,
+            h2d_duplex_bytes_per_s=link * 14 // 15,
+            host_bytes_per_s=int(host_gb_per_s * 1e9),
+        ),
+        source="published peak rates, by what an H100 was measured to reach of its own",
+    )
+
+
+_LAUNCH_NS, _ISSUE_NS = 2_500, 5_000
+_H100 = DeviceProfile(
+    name="h100",
+    memory_bytes=85_000_000_000,
+    roofline=Roofline(
+        flops_per_s=(
+            ("bfloat16", 750_562_257_758_589),
+            ("float16", 522_082_233_145_669),
+            ("float32", 46_480_207_326_775),
+        ),
+        memory_bytes_per_s=2_615_530_792_662,
+        launch_ns=_LAUNCH_NS,
+        issue_ns=_ISSUE_NS,
+    ),
+    links=Links(
+        d2h_bytes_per_s=48_260_933_408,
+        h2d_bytes_per_s=48_261_241_413,
+        d2h_duplex_bytes_per_s=45_623_460_168,
+        h2d_duplex_bytes_per_s=44_615_378_369,
+        host_bytes_per_s=141_079_243_580,
+    ),
+    source="measured, torch 2.11.0, NVIDIA H100 80GB HBM3 (700 W)",
+)
+_ALL = (
+    _H100,
+    _gpu("h200", 140, (989, 67), 4.8, 64, 140),
+    _gpu("a100-80gb", 80, (312, 19.5), 2.04, 32, 100),
+    _gpu("a100-40gb", 40, (312, 19.5), 1.55, 32, 100),
+    _gpu("rtx4090", 24, (165, 82.6), 1.01, 32, 45),
+    _gpu("rtx3090", 24, (71, 35.6), 0.94, 32, 35),
+)
+PROFILES: Mapping[str, DeviceProfile] = MappingProxyType({profile.name: profile for profile in _ALL})
+"""Those that have a name."""
+
+
+def find_profile(given: str) -> DeviceProfile:
+    """Return the profile of a name, or of a file that `tencache doctor --save` has written.
+
+    Raises `OptionError` if there is none, or it cannot be read.
+    """
+    if (found := PROFILES.get(given.lower())) is not None:
+        return found
+    path = Path(given)
+    if not path.exists():
+        near = difflib.get_close_matches(given.lower(), PROFILES, n=1, cutoff=0.5)
+        hint = f" did you mean {near[0]}?" if near else ""
+        raise OptionError(
+            f"{given!r} is no device profile;{hint} there are {', '.join(PROFILES)}, and "
+            "files that `tencache doctor --save FILE` writes on a machine that has the device."
+        )
+    try:
+        return from_json(DeviceProfile, path.read_text())
+    except (OSError, ValueError) as error:
+        raise OptionError(
+            f"{given} is no device profile: {str(error).rstrip('.')}; write it with `tencache doctor --save`."
+        ) from error
+
+
+def write_profile(path: Path, profile: DeviceProfile) -> None:
+    """Write a profile for `find_profile`; raises `OptionError` if it cannot be written."""
+    try:
+        path.write_text(to_json(profile) + "\n")
+    except OSError as error:
+        raise OptionError(f"{path} cannot be written: {error.strerror}; name another file.") from error

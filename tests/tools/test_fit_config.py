@@ -1,0 +1,287 @@
+"""`tencache fit` for transformers' configurations and for devices that are not here: a few layers stand for all."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tencache_fx
+from tencache_fx.cli import main
+from tencache_fx.errors import BudgetError, OptionError
+from tencache_fx.fitting import fitness
+from tencache_fx.fitting.estimate import accumulated_ns
+from tencache_fx.fitting.fake_model import FactoryResult
+from tencache_fx.fitting.fitness import Workload, fit_config
+from tencache_fx.fitting.micro_batches import NotEvenError, between, find_setting
+from tencache_fx.fitting.repetition import NotRepeatedError, repeat_layers
+from tencache_fx.fitting.target import Target
+from tencache_fx.fitting.trial import Trial
+from tencache_fx.hardware.profiles import PROFILES, find_profile, write_profile
+from tencache_fx.planning.problem import Problem
+from tencache_fx.planning.search import plan_region
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+GIVEN = {"device_budget": "48MiB", "host_budget": "8GiB"}
+LLAMA = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 2048}
+CONFIGS: dict[str, dict[str, object]] = {
+    "LlamaConfig": {**LLAMA, "num_hidden_layers": 8},
+    "GPT2Config": {"n_embd": 256, "n_layer": 8, "n_head": 4, "vocab_size": 2048},
+    "OPTConfig": {
+        "hidden_size": 256,
+        "ffn_dim": 512,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 8,
+        "vocab_size": 2048,
+    },
+    "BertConfig": {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 2048},
+    "ViTConfig": {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 512},
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x))) * scale
+
+
+class Stacked(nn.Module):
+    """Layers that share what is computed before them; no two of them need be of the same width."""
+
+    def __init__(self, depth: int, growth: int = 0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(256, 512 + growth * index) for index in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.square().mean(-1, keepdim=True)
+        for layer in self.layers:
+            x = layer(x, scale)
+        return x.square().mean()
+
+
+def captured(depth: int, rows: int = 512, growth: int = 0) -> Problem:
+    target = Target.find(None, "h100", {**GIVEN, "policy": "none"})
+    with torch.device("meta"):
+        made = FactoryResult(model=Stacked(depth, growth), inputs=(torch.empty(rows, 256),))
+    torch.compiler.reset()
+    trial = Trial(made, target, FakeTensorMode())
+    trial.capture()
+    (plan,) = trial.plans()
+    return plan.captured
+
+
+def lives(problem: Problem) -> list[tuple[object, ...]]:
+    """Return all that a problem's storages are but for their names, in an order that does not depend on these."""
+    own = (dataclasses.astuple(dataclasses.replace(storage, name="")) for storage in problem.storages)
+    return sorted(own, key=repr)
+
+
+@pytest.mark.parametrize("depth", [7, 11])
+def test_repeated_layers_are_as_captured_ones(depth: int) -> None:
+    repeated, whole = repeat_layers(captured(6), "layers", 1, depth - 6), captured(depth)
+    assert sum(op.duration_ns for op in repeated.ops) == pytest.approx(
+        sum(op.duration_ns for op in whole.ops), rel=0.01
+    )
+    assert [op.scratch_bytes for op in repeated.ops] == [op.scratch_bytes for op in whole.ops]
+    assert (repeated.boundary, repeated.barriers) == (whole.boundary, whole.barriers)
+    assert lives(repeated) == lives(whole)
+    assert sorted(recipe.steps for recipe in repeated.recipes) == sorted(recipe.steps for recipe in whole.recipes)
+    assert len(whole.recipes) > depth
+
+
+def test_units_of_several_layers_are_repeated_together() -> None:
+    repeated, whole = repeat_layers(captured(9), "layers", 2, 2), captured(13)
+    assert lives(repeated) == lives(whole)
+
+
+@pytest.mark.parametrize(
+    ("stack", "growth", "said"),
+    [("layers", 256, "do not repeat"), ("blocks", 0, "no offloaded parameters of blocks")],
+)
+def test_what_does_not_repeat_is_refused(stack: str, growth: int, said: str) -> None:
+    with pytest.raises(NotRepeatedError, match=said):
+        repeat_layers(captured(6, growth=growth), stack, 1, 2)
+
+
+def test_micro_batches_in_between_are_as_captured_ones() -> None:
+    low, high = captured(4, rows=1 << 15), captured(4, rows=1 << 17)
+    found, whole = between(low, high, (2, 8), 6), captured(4, rows=3 << 15)
+    assert lives(found) == lives(whole)
+    assert sum(op.duration_ns for op in found.ops) == pytest.approx(sum(op.duration_ns for op in whole.ops), rel=0.01)
+    with pytest.raises(NotEvenError):
+        between(low, captured(5), (2, 8), 6)
+
+
+def test_the_setting_that_is_found_is_the_fastest_of_all() -> None:
+    tried = [1, 2, 4, 8, 16]
+    low, high = captured(4, rows=1024), captured(4, rows=8192)
+
+    def problems(micro_batch: int) -> Problem:
+        return between(low, high, (2, 16), micro_batch)
+
+    found = find_setting(problems, 16, tried, "joint")
+    assert found.planned is not None
+    assert sum(setting.planned for setting in found.settings) <= 3
+    steps_ns = []
+    for micro_batch in tried:
+        with contextlib.suppress(BudgetError):
+            forecast = plan_region(problems(micro_batch), "joint")[1].forecast
+            steps_ns.append(accumulated_ns(problems(micro_batch), forecast, 16 // micro_batch))
+    assert len(steps_ns) > 2
+    assert found.setting.step_ns <= min(steps_ns) * 1.005
+
+
+@needs_transformers
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_few_layers_tell_what_all_of_them_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sequence = None if name == "ViTConfig" else 256
+    load = Workload(config=name, settings=CONFIGS[name], micro_batch=16, sequence=sequence)
+    given = GIVEN | {"device_budget": "200MiB"}
+    few = fit_config(load, None, given, profile="h100")
+    monkeypatch.setattr(fitness.ConfiguredModel, "shorter", lambda model, units: (model, 1))
+    every = fit_config(load, None, given, profile="h100")
+    assert (few.traced, every.traced) == ("4 of 8 layers", "all layers")
+    assert few.fits
+    for figure in ("peak_bytes", "whole_step_ns", "host_bytes", "all_on_device_bytes", "device_parameter_bytes"):
+        assert getattr(few, figure) == pytest.approx(getattr(every, figure), rel=0.01), figure
+    assert few.offloaded_bytes == every.offloaded_bytes
+
+
+@needs_transformers
+def test_the_command_answers_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    sets = [f"{name}={value}" for name, value in CONFIGS["LlamaConfig"].items()]
+    given = ["--device-profile", "a100-40gb", "--device-budget", "48MiB", "--host-budget", "8GiB"]
+    asked = ["fit", "hf:LlamaConfig", "--set", *sets, *given, "--tokens", "4096", "--sequence", "256"]
+    assert main(asked) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) <= 30
+    assert max(map(len, out.splitlines()[2:])) <= 150
+    for expected in (
+        "traced with 4 of 8 layers",
+        "tokens/s",
+        "bound ",
+        "of the step's",
+        "fastest",
+        "a100-40gb: published",
+    ):
+        assert expected in out
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens"] == 4096
+    (best,) = (each for each in found["settings"] if each["micro_batch"] == found["micro_batch"])
+    assert best["planned"]
+    assert best["step_ns"] == found["whole_step_ns"] == min(s["step_ns"] for s in found["settings"] if s["planned"])
+    assert best["micro_batch"] * best["accumulation"] * 256 == 4096
+    assert {load["name"] for load in found["loads"]} >= {"compute", "host memory", "link out", "link in", "disk read"}
+    assert max(load["busy_ns"] for load in found["loads"]) <= found["whole_step_ns"]
+
+
+@needs_transformers
+def test_a_budget_that_is_too_small_is_told_with_the_least_that_suffices() -> None:
+    load = Workload(config="LlamaConfig", settings=CONFIGS["LlamaConfig"], micro_batch=4, sequence=256)
+    tight = fit_config(load, None, GIVEN | {"device_budget": "1MiB"}, profile="h100")
+    assert not tight.fits
+    least = tight.least_device_bytes
+    assert least is not None
+    assert fit_config(load, None, GIVEN | {"device_budget": least}, profile="h100").fits
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["hf:LamaConfig"], "transformers has no LamaConfig; did you mean LlamaConfig?"),
+        (["hf:LlamaConfig", "--set", "hidden_sizes=3"], "has no hidden_sizes; did you mean hidden_size?"),
+        (["hf:LlamaConfig", "--set", "hidden_size"], "'hidden_size' sets nothing; give NAME=VALUE"),
+        (["hf:LlamaConfig", "--set", "hidden_size=100"], "LlamaConfig cannot be made, "),
+        (["hf:LlamaConfig", "--tokens", "100", "--sequence", "64"], "100 tokens are no whole sequences of 64"),
+        (["hf:LlamaConfig", "--micro-batch", "3", "--samples", "4"], "4 samples a step are no multiple of micro_batch"),
+        (["hf:LlamaConfig", "--tokens", "64", "--samples", "4"], "tokens and samples are both given"),
+        (["hf:LlamaConfig", "--dtype", "bfloat"], "dtype is 'bfloat'; did you mean bfloat16?"),
+        (["hf:LlamaConfig", "--sequence", "0"], "sequence is 0; give 1 or more"),
+        (["hf:ViTConfig", "--sequence", "8"], "ViTConfig is for images, which have no sequence"),
+        (["hf:ViTConfig", "--tokens", "8"], "ViTConfig is for images, which are no tokens"),
+        (["hf:Wav2Vec2Config"], "Wav2Vec2Config is of no model that is trained on text or on images"),
+    ],
+)
+def test_what_transformers_does_not_know_is_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", *arguments, "--device", "cpu"]) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_transformers_a_sentence_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["fit", "hf:LlamaConfig", "--device", "cpu"]) == 2
+    said = "hf:LlamaConfig needs transformers, which is not installed; pip install 'tencache_fx[models]'."
+    assert capsys.readouterr().err == f"tencache: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device-profile", "h10"], "'h10' is no device profile; did you mean h100? there are h100, h200"),
+        (["--device-profile", "empty.json"], "empty.json is no device profile: "),
+        (["--device-profile", "h100", "--device", "cuda"], "device is cuda, and there is a device profile"),
+        (["--tokens", "8"], "--tokens is for hf:CONFIG"),
+        ([], "test_fit_config.py:Stacked is a module; say what it is called with"),
+        (["--input", "axb"], "--input axb is no tensor; give SHAPE:DTYPE"),
+        (["--input", "8x256:float31"], "--input 8x256:float31 is no tensor"),
+    ],
+)
+def test_bad_arguments_are_refused_in_a_sentence(
+    arguments: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.json").write_text("{}")
+    assert main(["fit", f"{__file__}:Stacked", "--set", "depth=4", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_class_is_fitted_with_its_arguments_and_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--device-profile", "rtx4090", "--host-budget", "1GiB", "--json"]
+    assert main(["fit", f"{__file__}:Stacked", "--set", "depth=2", "--input", "64x256", *given]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == 2 * (2 * 256 * 512 + 256 + 512)
+    assert found["device"] == "rtx4090"
+    assert found["device_budget_bytes"] == (24 << 30) * 9 // 10
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    mine = dataclasses.replace(PROFILES["h100"], name="mine")
+    write_profile(path, mine)
+    assert find_profile(str(path)) == mine
+    with pytest.raises(OptionError, match="cannot be written: Is a directory"):
+        write_profile(tmp_path, mine)
+
+
+def test_a_faster_device_takes_less_time() -> None:
+    with torch.device("meta"):
+        model, inputs = Stacked(4).bfloat16(), torch.empty(4096, 256, dtype=torch.bfloat16)
+    slow, fast = (
+        tencache_fx.fit(model, inputs, device_profile=name, host_budget="1GiB") for name in ("rtx3090", "h100")
+    )
+    assert fast.step_ns < slow.step_ns
+    assert fast.measured
+    assert fast.device == "h100"
