@@ -156,6 +156,8 @@ def compile_inductor(
         with functorch_config.patch(bundled_autograd_cache=False):  # else Inductor's own cache would not be used
             return lower(graph, example_inputs, compile_graph, phase=phase)
 
+    if functorch_config.bundled_autograd_cache or torch._dynamo.config.caching_precompile:
+        key = None  # whoever loads what is precompiled does not come by here: nothing would watch the region
     settings = {**patches, "custom_partitioner_fn": _Partitioner(partition, key)}
     caching: dict[str, Any] = {"enable_autograd_cache": False} if key is None else {"bundled_autograd_cache": True}
     with (

@@ -79,11 +79,13 @@ class Start:
             for _ in range(steps):
                 model.zero_grad()
                 loss = self.run(torch.linspace(-1, 1, rows * 64).view(rows, 64))
-                loss.backward()
+                if loss.requires_grad:
+                    loss.backward()
                 self.losses.append(loss.detach())
         self.gradients = [each.grad for each in model.parameters()]
         self.region = REGIONS.live()[-1]
         self.stats = tencache_fx.stats()
+        self.step = next(iter(tencache_fx.steps()), None)
         self.found = counters["aot_autograd"]["autograd_cache_hit"]
 
 
@@ -224,6 +226,42 @@ def test_a_lesson_that_pays_is_heeded_once(hollow_kernels: None, start: Any, mon
     assert second.split
     assert third.found
     assert third.region.record.problem == second.region.record.problem
+
+
+def test_a_region_of_a_step_is_found(hollow_kernels: None, start: Any) -> None:
+    first, second = start(scope="step", steps=3), start(scope="step", steps=3)
+    assert second.found
+    assert second.region.in_steps
+    was, now = first.region.current.swap_region, second.region.current.swap_region
+    assert (now.problem, now.transfers, now.points, now.margin_bytes) == (
+        was.problem,
+        was.transfers,
+        was.points,
+        was.margin_bytes,
+    )
+    assert second.step.plan.forecast == first.step.plan.forecast
+    assert second.stats["offloads"] == first.stats["offloads"] > 0
+
+
+def test_a_region_with_offloaded_parameters_is_found(hollow_kernels: None, start: Any) -> None:
+    first, second = (start(model=tencache_fx.offload(Tower(), "cpu"), device_budget="1MB") for _ in range(2))
+    assert second.found
+    assert second.region.current.placement == first.region.current.placement
+    assert second.stats["d2h_bytes"] == first.stats["d2h_bytes"] > 0
+    assert start().split, "nothing is offloaded"
+
+
+def test_a_region_without_a_backward_is_found(hollow_kernels: None, start: Any) -> None:
+    with torch.no_grad():
+        first, second = start(), start()
+    assert second.found
+    assert second.region.record.plan == first.region.record.plan
+
+
+def test_what_is_precompiled_for_others_has_nothing_of_ours(hollow_kernels: None, start: Any, cached: Path) -> None:
+    with functorch_config.patch(bundled_autograd_cache=True):
+        start()
+    assert not cached.exists()
 
 
 def test_sizes_are_read_from_the_inputs_again(
