@@ -127,6 +127,9 @@ def _describe_view(view: argparse.ArgumentParser) -> None:
     view.add_argument("--html", type=Path, metavar="FILE", help="where to write the page (default: DIR/view.html)")
     view.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto; a page only with --html")
     view.add_argument(
+        "--snapshot", type=Path, metavar="FILE", help="write a memory snapshot for pytorch.org/memory_viz"
+    )
+    view.add_argument(
         "--sweep",
         type=int,
         nargs="?",
@@ -249,19 +252,24 @@ def _plan_texts(arguments: argparse.Namespace, captured: Problem, problem: Probl
 
 def _view(arguments: argparse.Namespace) -> str:
     from tencache_fx.reporting.page import write_page  # here: only this command needs the simulator
+    from tencache_fx.reporting.snapshot import write_snapshot
     from tencache_fx.reporting.trace import write_trace
     from tencache_fx.reporting.view import views_of
 
     regions, steps = read_regions(arguments.dir), read_steps(arguments.dir)
     measured = {each.region: rows[-1] for each in regions if (rows := read_measured(arguments.dir, each.region))}
-    if arguments.sweep < 0 or (arguments.sweep and arguments.html is None and arguments.trace is not None):
+    others = arguments.trace is not None or arguments.snapshot is not None
+    if arguments.sweep < 0 or (arguments.sweep and arguments.html is None and others):
         raise OptionError("--sweep is for a page, and for a number of budgets; give 1 or more, and --html.")
     views, written = views_of(regions, steps, measured, arguments.sweep), []
     page = arguments.html
     if arguments.trace is not None:
         nbytes = write_trace(arguments.trace, views)
         written.append(f"{arguments.trace}: {format_bytes(nbytes)}; open it in ui.perfetto.dev or chrome://tracing.")
-    elif page is None:
+    if arguments.snapshot is not None:
+        nbytes = write_snapshot(arguments.snapshot, views)
+        written.append(f"{arguments.snapshot}: {format_bytes(nbytes)}; open it in pytorch.org/memory_viz.")
+    if page is None and not others:
         page = arguments.dir / "view.html"
     if page is not None:
         nbytes = write_page(page, views, f"tencache: {arguments.dir.resolve().name}")
