@@ -11,6 +11,7 @@ hf.TencacheCallback.add_to(trainer)
 from collections import Counter
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tencache_fx.api import stats
@@ -27,7 +28,8 @@ class TencacheCallback(TrainerCallback):
 
     Of each step, on average: `tencache/d2h_bytes`, `h2d_bytes`, `disk_write_bytes`, `disk_read_bytes`, `updates` of
     offloaded parameters, and `stall_ms`. The least of the steps: `hit_rate`. As they are now: `host_pool_bytes` and
-    `disk_bytes`, which the runtime has taken, and `host_high_water_bytes`, the most that was in use at once.
+    `disk_bytes`, which the runtime has taken, and `host_high_water_bytes`, the most that was in use at once. On a GPU
+    also `device_peak_bytes`, the most that torch's allocator has held of the device's memory since training began.
     See `tencache_fx.runtime.stats.Stats.take`, whose counters this takes: nobody else gets them meanwhile.
     """
 
@@ -84,6 +86,8 @@ class TencacheCallback(TrainerCallback):
             return
         metrics = {name: self._sums[name] / self._steps for name in _PER_STEP}
         metrics |= {"stall_ms": self._sums["stall_ns"] / self._steps / 1e6, "hit_rate": self._hit_rate, **self._gauges}
+        if torch.cuda.is_initialized():
+            metrics["device_peak_bytes"] = torch.cuda.max_memory_allocated()
         named = {f"tencache/{name}": value for name, value in metrics.items()}
         logs.update(named)
         state.log_history[-1].update(named)

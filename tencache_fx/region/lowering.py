@@ -43,6 +43,7 @@ from tencache_fx.region.kept_region import KeptRegion
 from tencache_fx.region.source import RegionSource
 from tencache_fx.region.step_recorder import StepRecorder, recorder_of
 from tencache_fx.region.timers import PhaseClock
+from tencache_fx.reporting.structured import log_artifacts
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import open_engine, swap_points
 
@@ -175,6 +176,7 @@ class PlannedLowering:
         if kept is None:
             return CompiledRegion(run=run, placement=placement)
         swap_region = kept.swap_region
+        log_artifacts(replace(kept.record, **about(self._source)))
         compiled = CompiledRegion(
             run=run,
             placement=replace(kept.placement, names=placement.names),

@@ -128,3 +128,17 @@ def test_what_the_runtime_did_reaches_those_who_report(tmp_path: Path, monkeypat
     moved = [line["tencache/h2d_bytes"] for line in lines]
     assert moved[0] == pytest.approx(moved[1], rel=0.5), "of a step, not of all so far"
     assert not [name for line in seen if "loss" not in line for name in line if name.startswith("tencache/")]
+
+
+def test_the_devices_peak_is_logged_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = dict.fromkeys((*hf._PER_STEP, *hf._GAUGES, "stall_ns"), 3) | {"hit_rate": 0.5}
+    monkeypatch.setattr(hf, "stats", lambda: taken)
+    for on_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda on_gpu=on_gpu: on_gpu)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
+        callback, state = hf.TencacheCallback(), SimpleNamespace(log_history=[{}])
+        callback.on_step_end(None, state, None)
+        line: dict[str, float] = {"loss": 1.0}
+        callback.on_log(None, state, None, logs=line)
+        assert line.get("tencache/device_peak_bytes") == (7 if on_gpu else None)
+        assert line["tencache/hit_rate"] == state.log_history[-1]["tencache/hit_rate"] == 0.5
