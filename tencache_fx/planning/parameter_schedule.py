@@ -189,7 +189,10 @@ def _arrival(problem: Problem, barriers: Barriers, storage: Storage) -> Transfer
 
 def _latest_prefetch(problem: Problem, barriers: Barriers, storage: Storage) -> Step:
     first = Step(0) if storage.birth < problem.boundary else problem.boundary
-    return max(first, barriers.fetch_by(storage.birth))
+    latest = barriers.fetch_by(storage.birth)
+    if problem.copies_parameters and storage.ready:  # the graph's own op fetches what no earlier point has
+        latest = min(latest, storage.ready)
+    return max(first, latest)
 
 
 def _earliest_freed(problem: Problem, barriers: Barriers, storage: Storage) -> tuple[Step, Step]:

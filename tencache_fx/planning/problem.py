@@ -59,8 +59,9 @@ class Storage:
     for what it does not: only the swap that crosses that step frees anything. `parameter` names the one that a FETCHED
     or STORED one belongs to; its life here is the shortest there can be, as if copies took no time: the plan's
     transfers add to it. A FETCHED one is `ready` from the op on that fetches it, where graphs read copies of parameters
-    that stay. `state_bytes` of a STORED one are those of the optimizer's state, which an update reads and
-    writes; its caller frees it at `caller_frees_at`, or behind the last step, if it stays on the device.
+    that stay: nothing fetches it later. `state_bytes` of a STORED one are those of the optimizer's state, which an
+    update reads and writes; its caller frees it at `caller_frees_at`, or behind the last step, if it stays on the
+    device.
     """
 
     name: str

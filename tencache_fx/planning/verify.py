@@ -70,6 +70,9 @@ def _check_one_way(problem: Problem, storage: Storage, transfer: Transfer) -> No
             transfer,
             f"fetch {transfer.prefetch_at}, back {transfer.needed_at}, but it is born at {storage.birth}",
         )
+    loads_late = transfer.kind is TransferKind.LOAD and transfer.prefetch_at > storage.ready > 0
+    if problem.copies_parameters and loads_late:
+        _fail("load-by-its-op", transfer, f"fetch {transfer.prefetch_at}, but its op fetches it at {storage.ready}")
     if (
         transfer.kind is TransferKind.STORE
         and not max(storage.uses) == transfer.copy_out_after < transfer.freed_at <= end

@@ -8,9 +8,11 @@ import pytest
 from problems import links, make_swap
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.planning.plan import Plan, PoolClass, Transfer
+from tencache_fx.planning.plan import CopyIn, Plan, PoolClass, Transfer
+from tencache_fx.planning.planner import build_plan
 from tencache_fx.planning.problem import Budgets, Kind, Op, Problem, Step, Storage, Tier
 from tencache_fx.planning.search import make_plan
+from tencache_fx.planning.swap_region import frugal_transfers
 from tencache_fx.planning.verify import verify_plan
 
 PAGE = 4096
@@ -155,3 +157,22 @@ def test_a_region_over_its_budget_is_named_with_the_step() -> None:
         InvariantError, match=r"device-budget: step \d \(op_\d\) holds 20488 bytes, the budget is 16384"
     ):
         verify_plan(tight, valid())
+
+
+def test_a_parameter_is_fetched_no_later_than_by_the_op_of_its_graph() -> None:
+    """Swap points before that may fetch it; at that op it is fetched at the latest, whatever a plan says."""
+    fetched = replace(storage("w", (3, 4)), kind=Kind.FETCHED, birth=Step(3), ready=Step(2), parameter="w")
+    problem = replace(region(), storages=(fetched,), copies_parameters=True)
+    for prefetch_at in (1, 2, 3):
+        load = Transfer(
+            name="w", nbytes=PAGE, tier=Tier.HOST, back=CopyIn(prefetch_at=Step(prefetch_at), needed_at=Step(3))
+        )
+        plan = build_plan(problem, "none", (load,), floor=0)
+        verify_plan(replace(problem, copies_parameters=False), plan)
+        if prefetch_at <= 2:
+            verify_plan(problem, plan)
+        else:
+            with pytest.raises(InvariantError, match="breaks the rule load-by-its-op "):
+                verify_plan(problem, plan)
+    (load,) = frugal_transfers(problem)
+    assert load.prefetch_at == 2, "as late as can be"
