@@ -196,6 +196,26 @@ def least_peak_bytes(region: SwapRegion, *, backward: bool) -> int:
     return min(region.peak_bytes(backward=backward), everything.peak_bytes(backward=backward))
 
 
+def unforeseen_bytes(visits: Sequence[Visit], choice: Choice, index: int, compiled: SwapRegion, limit: int) -> int:
+    """Return how much more than their model the runs of a region hold that do not fit, as it was `compiled`.
+
+    0 or less if they fit, if the model of the choice did not fit either, or if none of the runs has its sizes.
+    """
+    models: dict[tuple[int, frozenset[str]], SwapRegion] = {}
+    modelled: dict[tuple[int, int], SwapRegion] = {}
+    known: dict[tuple[int, int], SwapRegion] = {}
+    for visit in visits:
+        place, names, own = (visit.index, visit.call), choice[visit.index].names_of(visit), visit.region
+        if (id(own), names) not in models:
+            models[id(own), names] = _model(own, names)
+        known[place] = modelled[place] = models[id(own), names]
+        if visit.index == index and (names, own.nbytes) == (compiled.recomputed, compiled.nbytes):
+            known[place] = compiled
+    runs = zip(with_regions(visits, known), with_regions(visits, modelled), strict=True)
+    over = [(run, model) for run, model in runs if run.region is compiled and run.peak_bytes > limit]
+    return max((run.peak_bytes - model.peak_bytes for run, model in over), default=0)
+
+
 def _price_list(regions: Mapping[int, SwapRegion]) -> list[tuple[int, str]]:
     """Return region and name of every storage that can be recomputed, by time per byte, cheapest first."""
     priced = []

@@ -12,6 +12,7 @@ from tencache_fx.hardware.device_memory import peak_held_bytes
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import evict_residents, follow
 from tencache_fx.model_state.step_hooks import check_updates_in_backward
+from tencache_fx.planning.tuning import SPLITS
 from tencache_fx.records import RegionRecord
 from tencache_fx.region.ambient_state import unchanged
 from tencache_fx.region.boundary_memory import BoundaryMemory
@@ -148,6 +149,8 @@ class Region:
                     self.current = verdict
                     continue
                 self._plan_again(formulas, sizes, verdict)
+                if monitor is self.step:
+                    self._follow_step(formulas, sizes)
             except (TencacheError, *compat.COMPILER_ERRORS) as error:  # no reason to stop what runs
                 expected = monitor.optional and isinstance(error, (BudgetError, StoreError))
                 # By its words alone: who keeps what was logged would keep the error's frames, and the model with them.
@@ -166,6 +169,15 @@ class Region:
             self._plan_again(formulas, sizes, "it does not fit while storages are away only between its graphs")
         elif not self.in_steps and not self._check.passes(self.current.footprint, sizes):
             self._plan_again(formulas, sizes, "its plan, or what is held beside it, is over the budget")
+
+    def _follow_step(self, formulas: SizeFormulas, sizes: Sizes) -> None:
+        """Plan the region again if what its step recomputes was chosen again, for what came of compiling it."""
+        for _ in range(SPLITS):
+            verdict = self.step.review(self.current, sizes)
+            if isinstance(verdict, CompiledRegion):
+                self.current = verdict
+                break
+            self._plan_again(formulas, sizes, verdict)
 
     def _plan_again(self, formulas: SizeFormulas, sizes: Sizes, reason: str) -> None:
         """Compile again for these sizes, and for the largest planned so far if there is a plan for both."""

@@ -99,6 +99,8 @@ class StepMonitor:
         self._current, self._kept, self._resized = compiled, before, {}
         if compiled.swap_region is not None:
             self._kept[compiled.swap_region.recomputed] = compiled
+            if self._recorder is not None:
+                self._recorder.check_choice(self._source.index, compiled.swap_region)
 
     def on_refusal(self, current: CompiledRegion) -> CompiledRegion:
         """Go on as it was compiled first."""

@@ -12,14 +12,15 @@ from tencache_fx.hardware.device_memory import held_bytes
 from tencache_fx.options import Options
 from tencache_fx.planning.parameter_schedule import keep_resident
 from tencache_fx.planning.plan import Plan, PoolClass
-from tencache_fx.planning.problem import Budgets, Links
+from tencache_fx.planning.problem import Budgets
 from tencache_fx.planning.step import FRUGAL, StepProblem, StepSchedule, Visit, align, join, to_schedule
-from tencache_fx.planning.step_recompute import Recomputed, least_peak_bytes
+from tencache_fx.planning.step_recompute import least_peak_bytes
 from tencache_fx.planning.tuning import TUNING
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.records import StepRecord
-from tencache_fx.region.kept_plans import kept_plan, kept_step_choice
+from tencache_fx.region.kept_plans import kept_plan
 from tencache_fx.region.optimizer_forecast import expected_state_bytes
+from tencache_fx.region.step_choices import StepChoices
 from tencache_fx.region.step_records import record_step
 from tencache_fx.region.step_residency import Order, Place, ReadParameters, StepResidency
 from tencache_fx.reporting.dump import write_step
@@ -93,10 +94,10 @@ class Program:
 
 
 class StepPlanner:
-    """Plans programs; `recomputed` has what the calls of each region are to recompute, by region."""
+    """Plans programs; `choices` has what the calls of each region are to recompute."""
 
     def __init__(self, points: SwapPoints) -> None:
-        self.recomputed: dict[int, Recomputed] = {}
+        self.choices = StepChoices()
         self._points = points
         self._residency = StepResidency(points)
         self._warned = False
@@ -112,7 +113,8 @@ class StepPlanner:
         read = self._residency.read_by(program.visits)
         beside_bytes = self._residency.bytes_beside(read)
         budgets = self._budgets(program, options, beside_bytes)
-        self._choose_recomputed(program, options, links, budgets)
+        if options.may_recompute:
+            self.choices.choose(program.visits, links, budgets, frozenset(self._points.shared))
         joined = join(program.visits, links, budgets, frozenset(self._points.shared), read.names)
         plan, schedule = None, FRUGAL
         try:
@@ -139,8 +141,7 @@ class StepPlanner:
 
     def forget(self, regions: Collection[int]) -> None:
         """Forget these regions, and have the parameters leave that stay by the plans of their steps."""
-        for index in regions:
-            self.recomputed.pop(index, None)
+        self.choices.forget(regions)
         self._residency.forget(regions)
 
     def bytes_beside(self, program: Program) -> int:
@@ -201,7 +202,7 @@ class StepPlanner:
 
     def may_fit(self, visit: Visit, options: Options) -> bool:
         """Return whether a run may yet fit, for its region may recompute other storages than it does."""
-        if visit.index in self.recomputed or not options.may_recompute or options.device_budget is None:
+        if visit.index in self.choices.decided or not options.may_recompute or options.device_budget is None:
             return False
         least_bytes = least_peak_bytes(visit.region, backward=visit.backward)
         return visit.held_bytes + least_bytes <= options.device_budget
@@ -212,20 +213,6 @@ class StepPlanner:
         if self._points.engine.store is not None:
             staging = (*staging, PoolClass(nbytes=round_up(_largest(program), PAGE_BYTES), count=1))
         self._points.engine.reserve(pool=plan.pool, staging=staging, disk_bytes=plan.forecast.disk_bytes)
-
-    def _choose_recomputed(self, program: Program, options: Options, links: Links, budgets: Budgets) -> None:
-        """Choose what the regions of a program recompute, if there is one among them for which that is not decided.
-
-        The others recompute no less than they did: other programs count on it.
-        """
-        if not options.may_recompute or all(visit.index in self.recomputed for visit in program.visits):
-            return
-        choice = kept_step_choice(program.visits, links, budgets, frozenset(self._points.shared)) or {}
-        for visit in program.visits:
-            now = Recomputed(always=tuple(sorted(visit.region.recomputed)))
-            decided = self.recomputed.setdefault(visit.index, choice.get(visit.index, now))
-            if visit.index in choice:
-                self.recomputed[visit.index] = max(choice[visit.index], decided, key=lambda each: each.extent)
 
     def _budgets(self, program: Program, options: Options, beside_bytes: int) -> Budgets:
         device, limit = self._points.engine.device, options.device_budget
@@ -244,8 +231,9 @@ class StepPlanner:
 
     def _tell(self, program: Program, error: Exception) -> None:
         """Say that there is no plan: loudly, once, if regions will not recompute more either."""
+        decided = self.choices.decided
         hopeful = any(
-            visit.index in self.recomputed and self.recomputed[visit.index].names_of(visit) != visit.region.recomputed
+            visit.index in decided and decided[visit.index].names_of(visit) != visit.region.recomputed
             for visit in program.visits
         )
         level = logging.INFO if hopeful or self._warned else logging.WARNING

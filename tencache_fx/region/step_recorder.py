@@ -153,12 +153,17 @@ class StepRecorder:
     def recomputed_next(self, index: int, *, checkpointed: bool) -> frozenset[str] | None:
         """Return what the next call of a region is to recompute; None if that is not decided yet."""
         with self._lock:
-            decided = self.planner.recomputed.get(index)
+            decided = self.planner.choices.decided.get(index)
             return None if decided is None else decided.names(self._counts[index], checkpointed=checkpointed)
+
+    def check_choice(self, index: int, compiled: SwapRegion) -> None:
+        """Have it chosen again what regions recompute, if one needs more than expected now that it is compiled."""
+        with self._lock:
+            self.planner.choices.check(index, compiled)
 
     def recomputed_ever(self, index: int) -> tuple[frozenset[str], ...]:
         """Return what calls of a region are to recompute: one set of storages for all of them, or two."""
-        decided = self.planner.recomputed.get(index)
+        decided = self.planner.choices.decided.get(index)
         if decided is None:
             return ()
         return tuple(decided.names(call, checkpointed=False) for call in (0, decided.first_calls))

@@ -62,7 +62,7 @@ def test_steps_after_a_reset_are_planned_as_the_first_ones(engine: Engine, monke
         reset()
         assert tencache_fx.steps() == ()
         assert recorder(engine).programs == {}
-        assert recorder(engine).planner.recomputed == {}
+        assert recorder(engine).planner.choices.decided == {}
 
 
 @pytest.mark.parametrize("ends", ["after a step", "after a forward", "before a backward"])

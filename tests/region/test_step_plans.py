@@ -11,18 +11,13 @@ import pytest
 import torch
 from harness import Block, faulty_engine
 from meter import Meter
-from problems import links as slow_links
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import tencache_fx
 from tencache_fx.errors import BudgetError, OptionError, UsageError
-from tencache_fx.hardware import rates
 from tencache_fx.kept_code import Phase
 from tencache_fx.planning.problem import Tier
 from tencache_fx.planning.step import FRUGAL
-from tencache_fx.planning.step_recompute import Recomputed
-from tencache_fx.region import step_planner
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, WrittenPlan, keep_boxed
 from tencache_fx.region.region import Region
 from tencache_fx.region.registry import REGIONS
@@ -344,36 +339,6 @@ def test_what_host_memory_cannot_hold_goes_to_disk(tmp_path: Path) -> None:
     assert any(each.tier is Tier.NVME for each in tencache_fx.steps()[-1].plan.transfers)
 
 
-@pytest.mark.parametrize("rows", [(512, 96), (96, 512)], ids=["longest first", "longest last"])
-def test_calls_of_other_lengths_are_modelled_at_their_own(
-    engine: Engine, meter: Meter, monkeypatch: pytest.MonkeyPatch, rows: tuple[int, int]
-) -> None:
-    """Two lengths in one step, which recomputes: what it was chosen to hold is what it holds then."""
-    monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
-    plain, model = one_by_one(blocks(), "aot_eager_decomp_partition"), one_by_one(blocks(), device_budget=6_600_000)
-
-    def run(layers: nn.Sequential, step: int) -> list[Tensor]:
-        layers.zero_grad(set_to_none=True)
-        longer, shorter = (layers(inputs(step, each)).square().mean() for each in rows)
-        (longer + shorter).backward()
-        return [parameter.grad for parameter in layers.parameters() if parameter.grad is not None]
-
-    for step in range(5):
-        expected = run(plain, step)
-        meter.peak = meter.held
-        assert equal(run(model, step), expected), f"step {step}"
-        assert meter.peak <= 6_600_000
-    program = list(recorder(engine).programs.values())[-1]
-    lengths: dict[int, set[int]] = {}
-    for region, index in ((visit.region, visit.index) for visit in program.visits if visit.region.recomputed):
-        sizes = {storage.name: storage.nbytes for storage in region.original.storages}
-        assert all(sizes[each.name] == each.nbytes for each in region.problem.storages if each.name in sizes)
-        lengths.setdefault(index, set()).add(max(sizes.values()))
-    assert any(len(each) == 2 for each in lengths.values())
-    assert program.planned is not None
-    assert program.planned.plan is not None
-
-
 def test_a_region_that_saves_nothing_may_need_more_at_other_lengths(engine: Engine, meter: Meter) -> None:
     """Its backward needs nothing of it, and so it moves nothing; its plan is of its lengths all the same."""
     budget, model = 8_000_000, one_by_one(blocks(), device_budget=8_000_000)
@@ -388,135 +353,7 @@ def test_a_region_that_saves_nothing_may_need_more_at_other_lengths(engine: Engi
     assert len(recorder(engine).programs) == 3
 
 
-def test_slow_links_make_regions_recompute(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The regions are compiled once more for it, and never again."""
-    monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
-    expected, model, compiled = wanted(6), one_by_one(blocks(), device_budget=BUDGETS["some"]), []
-    for step, each in enumerate(expected):
-        assert equal(gradients(model, model, inputs(step)), each), f"step {step}"
-        compiled.append(REGIONS.compilations)
-    chosen = [region.swap_region.recomputed for region in map(_current, REGIONS.live()) if region.swap_region]
-    assert any(chosen)
-    assert compiled[0] < compiled[1] == compiled[-1]
-
-
-def test_some_calls_recompute_more_than_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The region is compiled for two sets of storages, and its calls take turns with them."""
-    monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
-    expected, model, compiled = wanted(6), one_by_one(blocks(), device_budget=6_200_000), []
-    for step, each in enumerate(expected):
-        assert equal(gradients(model, model, inputs(step)), each), f"step {step}"
-        compiled.append(REGIONS.compilations)
-    decided = recorder(engine).planner.recomputed
-    assert any(each.first and 0 < each.first_calls < DEPTH for each in decided.values())
-    visits = list(recorder(engine).programs.values())[-1].visits
-    assert len({visit.region.recomputed for visit in visits}) == 2
-    assert compiled[1] == compiled[-1]
-
-
-def test_what_is_recomputed_is_decided_again_when_a_region_joins(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Alone, the blocks of the first kind fit; beside those of the second they have to recompute, too."""
-    monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
-    torch.manual_seed(0)
-    narrow, wide = blocks(4), nn.Sequential(*(Block(WIDTH, 8) for _ in range(4)))
-    for part in (narrow, wide):
-        one_by_one(part, device_budget=9_000_000)
-    decided = recorder(engine).planner.recomputed
-    for model in (narrow, nn.Sequential(*narrow, *wide)):
-        for step in range(3):
-            gradients(model, model, inputs(step))
-        recomputes = any(each.always or each.first for each in decided.values())
-        assert recomputes == (model is not narrow)
-    last = list(recorder(engine).programs.values())[-1]
-    assert last.planned is not None
-    assert last.planned.plan is not None
-
-
-def test_a_region_that_joins_takes_nothing_from_other_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short step with a head of its own would fit with less recomputed, but the long one would not."""
-    monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
-    body, head = blocks(), nn.Sequential(Block(WIDTH, 2))
-    for part in (body, head):
-        one_by_one(part, device_budget=5_800_000)
-    for step in range(3):
-        gradients(body, body, inputs(step))
-    decided = dict(recorder(engine).planner.recomputed)
-    assert any(each.always for each in decided.values())
-    short = nn.Sequential(*body[:2], *head)
-    for step in range(2):
-        gradients(short, short, inputs(step))
-    after = recorder(engine).planner.recomputed
-    assert len(after) > len(decided)
-    assert all(after[index].extent >= each.extent for index, each in decided.items())
-
-
-def test_a_region_that_joins_changes_nothing_if_all_is_best_as_it_is(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
-    body, head = blocks(), nn.Sequential(Block(WIDTH, 2))
-    for part in (body, head):
-        one_by_one(part, device_budget=6_800_000)
-    for step in range(3):
-        gradients(body, body, inputs(step))
-    decided = dict(recorder(engine).planner.recomputed)
-    assert any(each.first_calls for each in decided.values())
-    monkeypatch.setattr(step_planner, "kept_step_choice", lambda *_: None)
-    longer = nn.Sequential(*body, *head)
-    for step in range(2):
-        gradients(longer, longer, inputs(step))
-    after = recorder(engine).planner.recomputed
-    assert len(after) > len(decided)
-    assert {index: after[index] for index in decided} == decided
-
-
-def test_checkpointed_calls_recompute_the_same(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two blocks in one checkpoint run again in their order, and have to save what they saved."""
-    monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
-    model, plain = one_by_one(blocks(), device_budget=6_800_000), blocks()
-
-    def run(layers: nn.Sequential, x: Tensor) -> Tensor:
-        x = layers[:4](x)
-        for first in (4, 6):
-            x = checkpoint(layers[first : first + 2], x, use_reentrant=False)
-        return x
-
-    for step in range(4):
-        found = gradients(model, lambda x: run(model, x), inputs(step).requires_grad_())
-        for mine, other in zip(found, gradients(plain, lambda x: run(plain, x), inputs(step)), strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
-        decided = recorder(engine).planner.recomputed
-        for index in decided:  # in the middle of a checkpoint
-            decided[index] = Recomputed(first=("addmm",), first_calls=5)
-    assert decided
-
-
-def test_checkpointed_calls_are_planned_as_they_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only the first calls recompute something, all that are checkpointed do, and that was planned."""
-    monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
-    model, plain = one_by_one(blocks(), device_budget=5_800_000), one_by_one(blocks(), "aot_eager_decomp_partition")
-
-    def run(layers: nn.Sequential, x: Tensor) -> Tensor:
-        x = layers[:6](x)
-        for layer in layers[6:]:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
-
-    for step in range(5):
-        x = inputs(step)
-        assert equal(gradients(model, lambda x: run(model, x), x), gradients(plain, lambda x: run(plain, x), x))
-    decided = recorder(engine).planner.recomputed
-    assert any(0 < each.first_calls < 6 for each in decided.values())
-    program = list(recorder(engine).programs.values())[-1]
-    assert sum(visit.checkpointed for visit in program.visits) == 3 * 2  # forward, forward again, backward
-    assert all(visit.region.recomputed == decided[visit.index].names_of(visit) for visit in program.visits)
-    assert program.planned is not None
-    assert program.planned.plan is not None
-
-
-def _current(region: object) -> CompiledRegion:
+def current(region: object) -> CompiledRegion:
     assert isinstance(region, Region)
     return region.current
 
@@ -568,7 +405,7 @@ def test_what_the_last_op_and_the_first_one_behind_it_read_leaves_in_between(eng
     earlier = set(REGIONS.live())  # of models that are not garbage yet
     model = one_by_one(nn.Sequential(*(Gated() for _ in range(4))), device_budget=4_000_000, compiler="inductor")
     model(inputs().view(4, -1, WIDTH)).square().mean().backward()
-    found = [_current(region).swap_region for region in REGIONS.live() if region not in earlier]
+    found = [current(region).swap_region for region in REGIONS.live() if region not in earlier]
     pending = [region.pending_bytes for region in found if region is not None]
     assert len(pending) == 2
     assert max(pending) < ROWS * WIDTH * 4, "less than any activation of a block"

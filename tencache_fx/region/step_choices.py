@@ -1,0 +1,94 @@
+"""What the calls of regions recompute in their steps, as it was decided for the device's programs one after another.
+
+A choice is made from models. Torch may save other values than the model took it to, and may place what runs again
+elsewhere: so each region is looked at once it is compiled for its choice. If it does not fit, what the model of it
+lacked is taken off the budget of the next search, as it is where a region is planned by itself.
+"""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tencache_fx.planning.problem import Budgets, Links
+from tencache_fx.planning.step import Visit
+from tencache_fx.planning.step_recompute import Recomputed, unforeseen_bytes
+from tencache_fx.planning.swap_region import SwapRegion
+from tencache_fx.planning.tuning import SPLITS
+from tencache_fx.region.kept_plans import kept_step_choice
+
+log = logging.getLogger("tencache_fx")
+
+
+@dataclass(slots=True, eq=False)
+class _Search:
+    """The last search: what it was given, what had been decided `before`, and how often it was made.
+
+    Its `budgets` have less of the device each time; `limit` is what there is.
+    """
+
+    visits: Sequence[Visit]
+    links: Links
+    budgets: Budgets
+    shared: Collection[tuple[int, str]]
+    before: Mapping[int, Recomputed]
+    limit: int | None
+    times: int = 0
+
+
+class StepChoices:
+    """The choices of one device: `decided` has what the calls of each region are to recompute, by region."""
+
+    def __init__(self) -> None:
+        self.decided: dict[int, Recomputed] = {}
+        self._search: _Search | None = None
+
+    def choose(
+        self, visits: Sequence[Visit], links: Links, budgets: Budgets, shared: Collection[tuple[int, str]]
+    ) -> None:
+        """Choose what the regions of these runs recompute, if there is one among them for which that is not decided.
+
+        The others recompute no less than they did: other programs count on it.
+        """
+        if all(visit.index in self.decided for visit in visits):
+            return
+        self._search = _Search(visits, links, budgets, shared, dict(self.decided), budgets.device_bytes)
+        self._decide()
+
+    def check(self, index: int, compiled: SwapRegion) -> None:
+        """Choose again if a region that was compiled for its choice needs more than there is room for.
+
+        In the end all regions do as they did when their runs were measured.
+        """
+        search = self._search
+        if search is None or search.limit is None or search.budgets.device_bytes is None:
+            return
+        more_bytes = unforeseen_bytes(search.visits, self.decided, index, compiled, search.limit)
+        if more_bytes <= 0:
+            return
+        log.info("region %d does not fit: it takes %d bytes more to recompute what its steps do", index, more_bytes)
+        least_bytes = min(search.budgets.device_bytes, search.limit - more_bytes)
+        search.budgets = replace(search.budgets, device_bytes=least_bytes)
+        self._decide()
+
+    def forget(self, regions: Collection[int]) -> None:
+        """Forget these regions."""
+        for index in regions:
+            self.decided.pop(index, None)
+        if self._search is not None and any(visit.index in regions for visit in self._search.visits):
+            self._search = None
+
+    def _decide(self) -> None:
+        search = self._search
+        assert search is not None
+        search.times += 1
+        choice = None
+        if search.times <= SPLITS:
+            choice = kept_step_choice(search.visits, search.links, search.budgets, search.shared)
+        ran = {visit.index: visit.region.recomputed for visit in reversed(search.visits)}
+        for index, names in ran.items():
+            before = search.before.get(index)
+            if choice is None:
+                self.decided[index] = before or Recomputed(always=tuple(sorted(names)))
+            else:
+                both = (choice[index],) if before is None else (choice[index], before)
+                self.decided[index] = max(both, key=lambda each: each.extent)
