@@ -10,6 +10,7 @@ module's own parameters are loaded before its forward, by hooks; `summon` loads 
 """
 
 import contextlib
+import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -71,7 +72,7 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
             for full_name, parameter in own:
                 bar.update(departure.move(parameter, full_name))
             departure.move_buffers(module)
-        for module in model.modules():
+        for module in (*model.modules(), *_modules_beside(model)):
             if _offloaded_read_by(module):
                 watch(module)
         guard(model)
@@ -238,6 +239,13 @@ def parameters_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
     for child in module.children():
         if getattr(child.forward, "__func__", None) is nn.Module.forward:
             yield from parameters_read_by(child)
+
+
+def _modules_beside(model: nn.Module) -> list[nn.Module]:
+    """Return all modules that are no part of `model`: they may share parameters with it, as a tied head does."""
+    inside = {id(module) for module in model.modules()}
+    found = (each for each in gc.get_objects() if issubclass(type(each), nn.Module) and id(each) not in inside)
+    return [each for each in found if "_parameters" in vars(each)]  # of others `__init__` has not run
 
 
 def _offloaded_read_by(module: nn.Module) -> list[OffloadedParameter]:
