@@ -111,7 +111,7 @@ def dropped(x: Tensor, y: Tensor) -> Tensor:
 
 def same_storage(x: Tensor, y: Tensor) -> Tensor:
     """Return a view of all of `x`: what is written to either is in both."""
-    return x.view(-1)[: ROWS * COLS].view(ROWS, COLS)
+    return x.reshape(-1)[: ROWS * COLS].view(ROWS, COLS)
 
 
 def written(x: Tensor, y: Tensor) -> Tensor:
