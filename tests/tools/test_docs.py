@@ -28,6 +28,7 @@ BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n)?^```python\n(?P<program>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 TRANSFERS = {"README.md:1", "README.md:2", "getting-started.md:1", "offloading.md:1", "diagnostics.md:1", "steps.md:1"}
+TRANSFERS |= {f"recipes.md:{index}" for index in range(1, 5)}
 """Programs whose budgets are small enough for transfers to be needed."""
 
 
