@@ -2,6 +2,7 @@
 
     python examples/bench/blocks.py --layers 8 --hidden 4096 --batch 4 --seq 4096 --ways plain step@16.8GiB
 
+With `--model mixture` it is a mixture of experts that is compiled as a whole, and whose graph breaks in each layer.
 A way is `plain` (torch.compile's own backend), `checkpoint` (that, each block checkpointed), `step@BUDGET` or
 `region@BUDGET` (backend="tencache" with that scope). A budget such as peak/1.5 is a part of the first way's peak. A
 step is a forward and a backward, without an optimizer. Prints a JSON line a way: the median time, its ratio to the
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from cases import tokens
-from models import Decoder
+from models import Decoder, Mixture
 
 import tencache_fx
 
@@ -28,12 +29,13 @@ def measure(way: str, arguments: argparse.Namespace, plain_bytes: int) -> dict[s
     device = torch.device(arguments.device)
     torch.manual_seed(0)
     with torch.device(device):
-        model = Decoder(layers=arguments.layers, hidden=arguments.hidden, vocabulary=32000).to(arguments.dtype)
+        kind_of_model = Mixture if arguments.model == "mixture" else Decoder
+        model = kind_of_model(layers=arguments.layers, hidden=arguments.hidden, vocabulary=32000).to(arguments.dtype)
         batch = tokens(arguments.batch, arguments.seq, 32000)
     kind, _, asked = way.partition("@")
     budget = int(plain_bytes / float(asked.removeprefix("peak/"))) if asked.startswith("peak/") else asked
     model.checkpointed = kind == "checkpoint"
-    for block in model.blocks:
+    for block in (model,) if arguments.model == "mixture" else model.blocks:
         if kind in ("plain", "checkpoint"):
             block.compile()
         else:
@@ -80,6 +82,7 @@ def _reset_peak(device: torch.device) -> None:
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", choices=("decoder", "mixture"), default="decoder")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -52,6 +53,49 @@ class Decoder(Stack):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, hidden)
         self.blocks = nn.ModuleList(DecoderBlock(hidden) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(hidden), nn.Linear(hidden, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross entropy of `targets` [B, T] given `tokens` [B, T]."""
+        x = self.run_blocks(self.blocks, self.embed(tokens))
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+class MixtureBlock(nn.Module):
+    """A decoder layer whose MLP is one of several experts, by token: the sizes are data, so that the graph breaks."""
+
+    def __init__(self, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.heads = hidden // 128
+        self.norm_1, self.norm_2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.up = nn.ModuleList(nn.Linear(hidden, 2 * hidden, bias=False) for _ in range(experts))
+        self.down = nn.ModuleList(nn.Linear(2 * hidden, hidden, bias=False) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output, [B, T, H] as its input."""
+        batch, seq, hidden = x.shape
+        q, k, v = self.qkv(self.norm_1(x)).view(batch, seq, 3, self.heads, 128).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, seq, hidden))
+        y = self.norm_2(x).flatten(0, 1)
+        weight, expert = self.router(y).softmax(-1).max(-1)
+        order = expert.argsort()
+        counts = torch.bincount(expert, minlength=len(self.up)).tolist()  # the graph breaks here
+        parts = y[order].split(counts)
+        found = [down(F.gelu(up(part))) for part, up, down in zip(parts, self.up, self.down, strict=True)]
+        weighed = torch.cat(found) * weight[order].unsqueeze(-1)
+        return x + torch.zeros_like(y).index_copy(0, order, weighed.to(y.dtype)).view(batch, seq, hidden)
+
+
+class Mixture(Stack):
+    """A decoder-only language model of mixtures of experts; `hidden` is a multiple of 128, at least 128."""
+
+    def __init__(self, *, layers: int, hidden: int, vocabulary: int, experts: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, hidden)
+        self.blocks = nn.ModuleList(MixtureBlock(hidden, experts) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(hidden), nn.Linear(hidden, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
