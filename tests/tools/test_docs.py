@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -68,8 +69,9 @@ def test_programs_run(program, tmp_path, monkeypatch):
     monkeypatch.setenv("TENCACHE_CALIBRATE", "0")
     gc.collect()  # regions of other tests
     before = {record.region for record in tencache_fx.regions()}
-    names: dict[str, object] = {"__name__": "__main__"}  # kept here: regions live as long as their code
-    exec(compile(program.text, program.name, "exec"), names)
+    own = ModuleType(re.sub(r"\W", "_", program.name))  # kept here: regions live as long as their code
+    monkeypatch.setitem(sys.modules, own.__name__, own)  # torch looks there for what its functions name
+    exec(compile(program.text, program.name, "exec"), vars(own))
     plans = [record.plan for record in tencache_fx.regions() if record.region not in before]
     assert any(plan.transfers for plan in plans) == (program.name in TRANSFERS)
 
