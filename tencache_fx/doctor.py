@@ -28,7 +28,10 @@ from tencache_fx.units import format_bytes, format_rate
 _GiB = 1 << 30
 _PIN_BYTES = 256 << 20
 _SLOW_LINK = 12_000_000_000  # what PCIe 3 x16 reaches
+_USUAL_LINK = 24_000_000_000  # PCIe 4 x16
 _SLOW_DISK = 500_000_000
+_USUAL_DISK = 3_000_000_000  # an NVMe disk
+_USUAL_PIN_NS = 400_000_000
 _SLOW_PIN_NS = 2_000_000_000  # for a GiB
 _NETWORKED = ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "fuse", "ceph", "lustre")
 
@@ -139,7 +142,8 @@ def device_findings(report: Report) -> Iterator[str]:
         if rate < _SLOW_LINK:
             yield (
                 f"The link {name} moves {format_rate(rate)}, so a GiB takes {_GiB / rate:.2g} s, and fewer transfers "
-                "are hidden; look at the slot's PCIe generation and width (nvidia-smi -q -d PCIE, lspci -vv)."
+                "are hidden; look at the slot's PCIe generation and width (nvidia-smi -q -d PCIE, lspci -vv): with PCIe "
+                f"4 x16 it would take {_GiB / _USUAL_LINK:.2g} s."
             )
         if rate < pageable * 3 // 2:
             yield (
@@ -152,18 +156,33 @@ def device_findings(report: Report) -> Iterator[str]:
     ):
         yield (
             "Copies out and in share one direction's rate, so where both overlap each takes twice as long; look for a "
-            "PCIe switch or a NUMA hop between the GPU and host memory (nvidia-smi topo -m), and bind to its node."
+            "PCIe switch or a NUMA hop between the GPU and host memory (nvidia-smi topo -m), and bind to its node: "
+            f"copies that overlap would take up to {_duplex_gain(links):.0%} less time."
         )
     if report.pin_ns is None:
         yield (
             "The driver refuses to pin host memory, so copies run at pageable speed and hold up kernels; raise the "
-            "limit on locked memory (ulimit -l unlimited; in a container --ulimit memlock=-1)."
+            f"limit on locked memory (ulimit -l unlimited; in a container --ulimit memlock=-1){_pinned_gain(report)}."
         )
     elif report.pin_ns > _SLOW_PIN_NS:
         yield (
             f"Pinning takes {report.pin_ns / 1e9:.2g} s/GiB, which the first step waits for; turn on transparent huge "
-            "pages (/sys/kernel/mm/transparent_hugepage/enabled), or set a smaller host_budget."
+            "pages (/sys/kernel/mm/transparent_hugepage/enabled), or set a smaller host_budget: to pin all of that "
+            f"would take {(report.pin_ns - _USUAL_PIN_NS) / 1e9 * report.host_budget_bytes / _GiB:.0f} s less."
         )
+
+
+def _duplex_gain(links: Links) -> float:
+    """Return by what share copies both ways would take less time if each had its own rate."""
+    alone = links.d2h_bytes_per_s + links.h2d_bytes_per_s
+    return 1 - (links.d2h_duplex_bytes_per_s + links.h2d_duplex_bytes_per_s) / alone
+
+
+def _pinned_gain(report: Report) -> str:
+    """Return what pinned copies would gain over the pageable ones that were measured, to be read on; "" if nothing."""
+    slowest = min(report.pageable or (0,))
+    gain = min(report.links.d2h_bytes_per_s, report.links.h2d_bytes_per_s) / slowest if slowest else 0
+    return f": pinned copies are {gain:.1f} times as fast as pageable ones here" if gain > 1 else ""
 
 
 def host_findings(report: Report) -> Iterator[str]:
@@ -180,7 +199,8 @@ def host_findings(report: Report) -> Iterator[str]:
         yield (
             f"A cgroup allows {format_bytes(report.host_space.total_bytes)} of the machine's "
             f"{format_bytes(report.machine_bytes)}, so more is spilled to disk or refused; give the container or job "
-            "more memory."
+            f"more memory: up to {format_bytes(report.machine_bytes - report.host_space.total_bytes)} more could be "
+            "offloaded."
         )
     if report.host_budget_bytes < report.device_space.total_bytes // 2:
         yield (
@@ -212,7 +232,8 @@ def disk_findings(report: Report) -> Iterator[str]:
         if slowest < _SLOW_DISK:
             yield (
                 f"{disk.directory} moves {format_rate(slowest)}, so a GiB there takes {_GiB / slowest:.2g} s; name a "
-                "directory on an NVMe disk, or several on different disks."
+                f"directory on an NVMe disk, or several on different disks: at {format_rate(_USUAL_DISK)} it would "
+                f"take {_GiB / _USUAL_DISK:.2g} s."
             )
         if disk.free_bytes < _GiB:
             yield (

@@ -105,6 +105,25 @@ def test_each_fault_is_one_finding_with_a_remedy(changes, expected):
     assert show_report(report).endswith(f"\n\n* {found}")
 
 
+@pytest.mark.parametrize(
+    ("changes", "gain"),
+    [
+        (with_links(d2h_bytes_per_s=6 * GB) | {"pageable": (2 * GB, 2 * GB)}, "with PCIe 4 x16 it would take 0.045 s."),
+        (with_links(d2h_duplex_bytes_per_s=27 * GB, h2d_duplex_bytes_per_s=26 * GB), "up to 50% less time."),
+        ({"pin_ns": None}, "pinned copies are 7.3 times as fast as pageable ones here."),
+        ({"pin_ns": 3_000_000_000}, "to pin all of that would take 252 s less."),
+        ({"machine_bytes": 500 * GB}, "up to 363 GB more could be offloaded."),
+        (
+            with_disk(rates=Disk(write_bytes_per_s=GB, read_bytes_per_s=GB // 10, direct=True)),
+            "at 3 GB/s it would take 0.36 s.",
+        ),
+    ],
+)
+def test_a_finding_says_what_its_remedy_gains(changes, gain):
+    (found,) = findings(dataclasses.replace(SOUND, **changes))
+    assert found.endswith(gain)
+
+
 @pytest.mark.timeout(120)
 def test_the_command_reports_on_this_machine(capsys, tmp_path, cache_folder):
     spill = tmp_path / "spill"
