@@ -142,8 +142,8 @@ def device_findings(report: Report) -> Iterator[str]:
         if rate < _SLOW_LINK:
             yield (
                 f"The link {name} moves {format_rate(rate)}, so a GiB takes {_GiB / rate:.2g} s, and fewer transfers "
-                "are hidden; look at the slot's PCIe generation and width (nvidia-smi -q -d PCIE, lspci -vv): with PCIe "
-                f"4 x16 it would take {_GiB / _USUAL_LINK:.2g} s."
+                "are hidden; look at the slot's PCIe generation and width (nvidia-smi -q -d PCIE, lspci -vv): with "
+                f"PCIe 4 x16 it would take {_GiB / _USUAL_LINK:.2g} s."
             )
         if rate < pageable * 3 // 2:
             yield (
