@@ -7,6 +7,8 @@ region/source.py               `RegionSource`: the Dynamo graph, options and dev
 region/region.py               `Region`: holds the current `CompiledRegion` and its monitors, asks for compilations
 region/compilation.py          `compile_region()`: up to three attempts, each a `Compilation` that torch calls back
   region/environment.py           `Environment`: rates of the machine, bytes held on the device, reservations
+  region/earlier_runs.py          `EarlierRuns`: what earlier processes have learned of the region
+  region/kept_region.py           the key in AOTAutograd's cache; a hit goes on at `PlannedLowering.take_up`
   compat.py                       AOTAutograd traces the joint graph, and calls `Compilation.partition`
     passes/convolution_layouts.py    copies of inputs that convolutions read in another memory format
   region/joint_split.py           the joint graph -> forward and backward graphs
@@ -27,6 +29,7 @@ region/compilation.py          `compile_region()`: up to three attempts, each a 
     passes/barriers.py               `PinOrder`: Inductor keeps the order of the runtime's ops
     passes/verify_code.py            checks the order in the generated code
     passes/code_memory.py            bytes that the code holds; if these are too many, there is another attempt
+    kept_code.py                     `KeptCode`: the code, and a `KeptRegion` beside it, for AOTAutograd's cache
 region/compiled_region.py      `CompiledRegion`: the function that runs, record, footprint, correction, placement
 region/scope.py               a monitor: is the region planned by itself, or with the others of its step?
 region/checkpointed_calls.py   how a region ran where checkpointed code called it: there it runs so again
