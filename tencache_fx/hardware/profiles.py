@@ -71,13 +71,13 @@ _H100 = DeviceProfile(
         issue_ns=_ISSUE_NS,
     ),
     links=Links(
-        d2h_bytes_per_s=48_260_933_408,
-        h2d_bytes_per_s=48_261_241_413,
-        d2h_duplex_bytes_per_s=45_623_460_168,
-        h2d_duplex_bytes_per_s=44_615_378_369,
+        d2h_bytes_per_s=51_385_364_920,
+        h2d_bytes_per_s=49_957_073_913,
+        d2h_duplex_bytes_per_s=49_938_863_432,
+        h2d_duplex_bytes_per_s=43_114_049_381,
         host_bytes_per_s=141_079_243_580,
     ),
-    source="measured, torch 2.11.0, NVIDIA H100 80GB HBM3 (700 W)",
+    source="compute, links and host memory measured, torch 2.11.0, NVIDIA H100 80GB HBM3 (700 W)",
 )
 _ALL = (
     _H100,
