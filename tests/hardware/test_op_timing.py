@@ -309,5 +309,5 @@ def test_what_attention_allocates_for_itself_is_measured():
     call = describe_call(node, fuses=True)
     (cost,) = time_calls({call: 10**9}, torch.device("cuda"), budget_bytes=None).values()
     assert 4 * q.numel() <= cost.scratch_bytes
-    guess = costs._scratch_bytes(node, torch.device("cuda"), fuses=True)
+    guess = costs._scratch_bytes(node, is_cpu=False, fuses=True)
     assert cost.scratch_bytes <= guess <= 1.5 * cost.scratch_bytes

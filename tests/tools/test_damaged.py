@@ -29,7 +29,7 @@ from tencache_fx.planning.recalibration import Scales, StoredCorrection
 from tencache_fx.planning.search import plan_region
 from tencache_fx.planning.step_recompute import Recomputed
 from tencache_fx.records import RegionRecord
-from tencache_fx.region.candidate import Margin
+from tencache_fx.region.earlier_runs import Margin
 from tencache_fx.region.kept_plans import Choice, StepChoice
 from tencache_fx.reporting.dump import read_problem, write_region
 from tencache_fx.serialization import from_json, to_json
