@@ -94,6 +94,8 @@ def modules_are_not_garbage() -> None:
 
     Tests collect often, to see what is left; with all of torch to look through that takes longer than the tests.
     """
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        vars(sys).pop(name, None)  # the frames of a test that has failed hold its tensors, on a GPU as well
     gc.collect()
     gc.freeze()
 

@@ -12,7 +12,7 @@ module's own parameters are loaded before its forward, by hooks; `summon` loads 
 import contextlib
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -242,10 +242,21 @@ def parameters_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _modules_beside(model: nn.Module) -> list[nn.Module]:
-    """Return all modules that are no part of `model`: they may share parameters with it, as a tied head does."""
-    inside = {id(module) for module in model.modules()}
-    found = (each for each in gc.get_objects() if issubclass(type(each), nn.Module) and id(each) not in inside)
-    return [each for each in found if "_parameters" in vars(each)]  # of others `__init__` has not run
+    """Return the modules that are no part of `model` and share a parameter with it, as a tied head does.
+
+    Nothing is called of those that do not, whatever they are. Of some `__init__` has not run.
+    """
+    inside, shared = {id(module) for module in model.modules()}, {id(each) for each in model.parameters()}
+    found = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and id(each) not in inside]
+
+    def own(module: nn.Module | None) -> Iterable[object]:
+        return () if module is None else vars(module).get("_parameters", {}).values()
+
+    def shares(module: nn.Module) -> bool:
+        parts = (module, *vars(module).get("_modules", {}).values())  # some read their children's by themselves
+        return any(id(each) in shared for part in parts for each in own(part))
+
+    return [each for each in found if shares(each)]
 
 
 def _offloaded_read_by(module: nn.Module) -> list[OffloadedParameter]:

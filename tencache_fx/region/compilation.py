@@ -144,6 +144,7 @@ class Compilation:
     ) -> None:
         self._source, self._planner, self._names = source, planner, names
         self._donated, self._lowering = donated, lowering
+        self._lowers = False  # whether torch has asked for code
 
     def run(
         self, inputs: Sequence[Any], key: str | None = None, take_up: Callable[[list[KeptCode]], bool] | None = None
@@ -164,7 +165,8 @@ class Compilation:
             lazy_backward=source.options.device_budget is None,
             key=key,
         )
-        if take_up is not None and codes and not take_up(codes):
+        found = bool(codes) and not self._lowers  # else an entry was damaged, and its first part was read
+        if take_up is not None and found and not take_up(codes):
             return self.run(inputs)
         return run
 
@@ -194,6 +196,7 @@ class Compilation:
 
     def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
         """Lower one graph with `compile_graph`; a region that has no backward is planned here."""
+        self._lowers = True
         if phase == "inference":
             if self._source.options.compiler == "inductor":
                 copy_for_convolutions(gm.graph)

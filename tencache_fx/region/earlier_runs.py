@@ -39,7 +39,7 @@ class EarlierRuns:
             "asked": repr((*asked, sorted(source.settings.items()), sorted(offloaded))),
             "region": source.fingerprint,
         }
-        margin_key = {**key, "what": "margin", "sizes": str(planned or None)}
+        margin_key = {**key, "what": "margin", "sizes": str(planned)}
         correction = kept(key, StoredCorrection) if options.calibrate else None
         margin = kept(margin_key, Margin) if options.device_budget is not None else None
         return EarlierRuns(

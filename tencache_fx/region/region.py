@@ -143,6 +143,7 @@ class Region:
         """
         sizes = formulas.read(args)
         for monitor in () if compat.in_backward() else self.monitors:
+            before = self.current
             try:
                 verdict = monitor.review(self.current, sizes)
                 if isinstance(verdict, CompiledRegion):
@@ -161,7 +162,7 @@ class Region:
                     type(error).__name__,
                     str(error),
                 )
-                self.current = monitor.on_refusal(self.current)
+                self.current = monitor.on_refusal(before)
             break
         assert self.current.footprint is not None
         self.step.enter(self.current)

@@ -65,10 +65,15 @@ class Swap:
             self.extra.changes.append(nbytes - self.counted_bytes)
             self.counted_bytes = nbytes
 
-    def __del__(self) -> None:
-        """Take back what it counted."""
+    def forget(self) -> None:
+        """Take back what it counted, and count no more."""
         if self.extra is not None and self.counted_bytes:
             self.extra.changes.append(-self.counted_bytes)
+        self.extra, self.counted_bytes = None, 0
+
+    def __del__(self) -> None:
+        """Take back what it counted."""
+        self.forget()
 
 
 class _Key(np.ndarray[Any, np.dtype[np.int64]]):

@@ -194,6 +194,10 @@ class SwapPoints:
             swap = Swap(next(self._keys), name, nbytes, alias, alias._version, extra=self._extra)
             if name not in self.schedule.kept and (name.region, label) not in self.shared:
                 self._leave(swap)
+            if (
+                before := self._live.get(name)
+            ) is not None:  # of a round that was abandoned: nothing of it leaves any more
+                before.forget()
             self._live[name] = self._by_key[swap.key] = swap
             return owner_of(swap)
 
@@ -303,7 +307,8 @@ class SwapPoints:
             run.acts = run.schedule.acts.get((run.region, run.call, run.backward), {})
         if position in run.acts:
             with self._lock:
-                self._act(*run.acts[position])
+                if run.schedule is self.schedule:  # another thread may have left it
+                    self._act(*run.acts[position])
         return run
 
     def _act(self, frees: tuple[SwapKey, ...], prefetches: tuple[SwapKey, ...]) -> None:

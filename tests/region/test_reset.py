@@ -3,6 +3,7 @@
 import gc
 import threading
 from collections.abc import Iterator
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ from tencache_fx.runtime.engine import Engine
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """Regions that other tests have left are not those of this engine: as long as they live, buffers stay."""
+    monkeypatch.setattr(REGIONS, "_live", WeakSet())
     with faulty_engine(host_budget_bytes=1 << 28) as found:
         yield found
 

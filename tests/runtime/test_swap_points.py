@@ -1,0 +1,75 @@
+"""Swap points by themselves: what they count as on the device though it could be away."""
+
+import gc
+
+import torch
+from harness import faulty_engine
+from torch import Tensor
+
+from tencache_fx.planning.problem import Tier
+from tencache_fx.planning.step import FRUGAL, StepSchedule, SwapKey
+from tencache_fx.runtime.engine_registry import swap_points
+from tencache_fx.runtime.swap_points import SwapPoints
+
+BYTES = 1 << 16
+
+
+def save(points: SwapPoints, call: int = 0) -> Tensor:
+    """Run a forward that saves one storage; return its handle."""
+    points.begin(0, call, backward=False)
+    source = torch.ones(BYTES // 4)
+    handle = points.offload(source, Tier.HOST, "saved")
+    points.release(handle, source)
+    points.end()
+    return handle
+
+
+def bring_back(points: SwapPoints, handle: Tensor, call: int = 0) -> Tensor:
+    points.begin(0, call, backward=True)
+    found = points.wait(points.prefetch(handle))
+    points.end()
+    return found
+
+
+def keeping(*calls: int) -> StepSchedule:
+    return StepSchedule(kept=frozenset(SwapKey(0, call, "saved") for call in calls))
+
+
+def test_what_stays_counts_until_its_backward_asks_for_it_or_it_is_dropped() -> None:
+    with faulty_engine() as engine:
+        points = swap_points(engine)
+        points.follow(keeping(0, 1))
+        handles = [save(points, call) for call in (0, 1, 2)]
+        assert points.extra_bytes == 2 * BYTES, "the third is away"
+        assert bring_back(points, handles[1], 1).eq(1).all()
+        assert points.extra_bytes == BYTES
+        del handles
+        gc.collect()
+        assert points.extra_bytes == 0
+
+
+def test_what_stays_leaves_when_a_schedule_says_so_and_counts_no_more() -> None:
+    with faulty_engine() as engine:
+        points = swap_points(engine)
+        points.follow(keeping(0))
+        handle = save(points)
+        assert points.extra_bytes == BYTES
+        points.follow(FRUGAL)
+        assert points.extra_bytes == 0
+        assert bring_back(points, handle).eq(1).all()
+
+
+def test_a_storage_of_an_abandoned_round_counts_no_more_once_another_has_its_place() -> None:
+    """Somebody may hold its graph; no point frees it, so that it is there like all that others hold."""
+    with faulty_engine() as engine:
+        points = swap_points(engine)
+        points.follow(keeping(0))
+        first = save(points)
+        second = save(points)
+        assert points.extra_bytes == BYTES
+        del first
+        gc.collect()
+        assert points.extra_bytes == BYTES
+        del second
+        gc.collect()
+        assert points.extra_bytes == 0
