@@ -35,19 +35,27 @@ from tencache_fx.runtime.engine_registry import engines, install_engine
 def test_updates_that_stream_through_the_device_are_those_of_the_host(
     new_engine: Callable[..., object], dtype: torch.dtype
 ) -> None:
+    """The device takes what the host has not begun: on a busy machine the host may be done with all of it before."""
     losses, after = trained(home=False, dtype=dtype, steps=6)
-    install_engine(new_engine(streams=FaultyCpuStreams(delay_s=0.002)))
-    (engine,) = engines()
-    parameters_of(engine).updates.open_room(8 << 20)
-    model = tencache_fx.offload(network(dtype))
-    optimizer = AdamW(model.parameters(), weight_decay=0.1)
     budget = TIGHT if dtype == torch.float32 else TIGHT_BF16
-    assert train(model, compiled(model, budget), optimizer, range(6)) == losses
-    assert all(torch.equal(value, after[name]) for name, value in weights(model).items())
-    counts = engine.stats.take()
-    updated = sum(home.parameter.requires_grad for home in parameters_of(engine))
-    small = sum(parameter.requires_grad and find_offloaded(parameter) is None for parameter in model.parameters())
-    assert 6 * small < counts["device_updates"] < counts["updates"] == 6 * (updated + small)
+
+    def streams_some() -> bool:
+        tencache_fx.close()
+        install_engine(new_engine(streams=FaultyCpuStreams(delay_s=0.002)))
+        (engine,) = engines()
+        parameters_of(engine).updates.open_room(8 << 20)
+        model = tencache_fx.offload(network(dtype))
+        optimizer = AdamW(model.parameters(), weight_decay=0.1)
+        assert train(model, compiled(model, budget), optimizer, range(6)) == losses
+        assert all(torch.equal(value, after[name]) for name, value in weights(model).items())
+        counts = engine.stats.take()
+        updated = sum(home.parameter.requires_grad for home in parameters_of(engine))
+        small = sum(parameter.requires_grad and find_offloaded(parameter) is None for parameter in model.parameters())
+        assert counts["updates"] == 6 * (updated + small)
+        assert 6 * small <= counts["device_updates"] < counts["updates"]
+        return bool(counts["device_updates"] > 6 * small)
+
+    assert any(streams_some() for _ in range(5))
 
 
 @pytest.mark.parametrize("now", [pytest.param(False, marks=pytest.mark.slow), True])
