@@ -56,7 +56,7 @@ def _gpu(
     )
 
 
-_LAUNCH_NS, _ISSUE_NS = 2_500, 5_000
+_LAUNCH_NS, _ISSUE_NS = 2_500, 5_000  # assumed, not measured
 _H100 = DeviceProfile(
     name="h100",
     memory_bytes=85_000_000_000,
@@ -77,7 +77,8 @@ _H100 = DeviceProfile(
         h2d_duplex_bytes_per_s=43_114_049_381,
         host_bytes_per_s=141_079_243_580,
     ),
-    source="compute, links and host memory measured, torch 2.11.0, NVIDIA H100 80GB HBM3 (700 W)",
+    source="NVIDIA H100 80GB HBM3 (700 W), torch 2.11.0: compute and host memory of one machine, links of another; "
+    "launch times are assumed",
 )
 _ALL = (
     _H100,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch._functorch import config as functorch_config
 from torch.compiler._cache import CacheArtifactManager
 
 import tencache_fx
+from tencache_fx import compat
 from tencache_fx.errors import InvariantError
 from tencache_fx.planning.recalibration import Correction, Scales
 from tencache_fx.region import kept_region, lowering
@@ -299,3 +301,30 @@ def test_a_region_without_a_budget_is_compiled_as_ever(hollow_kernels: None, sta
     start(device_budget=None)
     assert start(device_budget=None).split
     assert not cached.exists()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_an_entry_of_which_only_a_part_could_be_read_is_no_hit(monkeypatch: pytest.MonkeyPatch, damaged: bool) -> None:  # noqa: FBT001
+    """Torch has read the forward's code, not the backward's, and compiles: what was read is of another compilation."""
+    graph = torch.fx.symbolic_trace(nn.Identity())
+    options = SimpleNamespace(compiler="inductor", device_budget=1)
+    source: Any = SimpleNamespace(graph=graph, options=options, settings={})
+    lowers: Any = SimpleNamespace(lower=lambda *_, **__: "new code")
+    code: Any = object()
+
+    def compile_inductor(gm: torch.fx.GraphModule, inputs: Any, *, lower: Callable[..., object], **_: Any) -> Any:
+        if damaged:
+            lower(gm, inputs, None, phase="backward")
+        return "function", [code]
+
+    monkeypatch.setattr(compat, "compile_inductor", compile_inductor)
+    taken: list[object] = []
+
+    def take_up(codes: list[Any]) -> bool:
+        taken.extend(codes)
+        return True
+
+    planner: Any = None
+    compilation = Compilation(source, planner, {}, frozenset(), lowers)
+    assert compilation.run([], "key", take_up) == "function"
+    assert taken == ([] if damaged else [code])

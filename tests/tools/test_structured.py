@@ -61,3 +61,4 @@ def test_nothing_is_made_where_the_log_is_off(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(structured, "show_graph", lambda *_: pytest.fail("a text was made"))
     monkeypatch.setattr(structured, "_plan_text", lambda *_: pytest.fail("a text was made"))
     run()
+    assert tencache_fx.regions()[-1].plan.transfers, "there was a plan to log"
