@@ -2,14 +2,13 @@
 
 import contextlib
 import copy
-import gc
 import warnings
 import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import eventually
+from conftest import collect, eventually
 from harness import Block
 from torch import Tensor, nn
 
@@ -140,7 +139,7 @@ def test_an_optimizer_is_not_kept_alive_by_its_parameters() -> None:
     model.state_dict()  # waits for the updates, which count
 
     def is_gone() -> bool:
-        gc.collect()
+        collect()
         return gone() is None
 
     assert eventually(is_gone)

@@ -1,11 +1,11 @@
 """Where updates run and state is: on the host, through the device, on the device; the same training each way."""
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from conftest import collect
 from faulty_streams import FaultyCpuStreams
 from harness import Block
 from problems import trained_offloaded
@@ -102,7 +102,7 @@ def test_nothing_of_it_is_on_the_device_between_steps() -> None:
     assert engine.pool.acquired_for(Use.STATE) == sum(3 * home.nbytes for home in updated)
     assert engine.stats.take()["host_acquired_bytes"] == home_bytes + engine.pool.acquired_for(Use.STATE)
     del optimizer
-    gc.collect()
+    collect()
     assert engine.stats.take()["host_acquired_bytes"] == home_bytes
 
 

@@ -1,11 +1,10 @@
 """Gradients that leave a step another way than by one `backward()`: they have the same bits, and nothing is held."""
 
-import gc
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from conftest import eventually
+from conftest import collect, eventually
 from harness import faulty_engine
 from test_step_plans import blocks, equal, gradients, inputs, one_by_one, recorder
 from torch import Tensor, nn
@@ -165,7 +164,7 @@ def test_gradients_are_the_same_and_nothing_is_held(engine: Engine, way: Way, sc
     model = one_by_one(blocks(), device_budget=budget, scope=scope)
     for step, (mine, theirs) in enumerate(zip(run(way, model), wanted, strict=True)):
         assert equal(mine, theirs), f"step {step}"
-    gc.collect()
+    collect()
     points = recorder(engine).points
     assert eventually(lambda: points.in_use == 0)
     model.zero_grad(set_to_none=True)

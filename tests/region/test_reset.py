@@ -7,6 +7,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from conftest import collect
 from harness import faulty_engine
 from problems import links as slow_links
 from test_step_parameters import LARGE, offloaded, once
@@ -32,12 +33,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
 
 def reset() -> None:
     torch.compiler.reset()
-    gc.collect()
+    collect()
 
 
 def swap_regions() -> int:
     """Return how many regions the process remembers."""
-    gc.collect()
+    collect()
     return sum(isinstance(each, SwapRegion) for each in gc.get_objects())
 
 
@@ -83,7 +84,7 @@ def test_nothing_of_what_was_compiled_is_held(engine: Engine, ends: str) -> None
         if loss is not None:
             loss.backward()
             del loss
-            gc.collect()
+            collect()
         assert tencache_fx.steps() == ()
         assert swap_regions() == 0
         assert recorder(engine).points.in_use == 0

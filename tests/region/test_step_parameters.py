@@ -1,13 +1,13 @@
 """Offloaded parameters of steps of several regions: copied in ahead of their graphs, gradients out behind them."""
 
 import contextlib
-import gc
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import collect
 from harness import Block, faulty_engine
 from test_step_plans import inputs
 from torch import Tensor, nn
@@ -185,7 +185,7 @@ def test_nothing_is_copied_ahead_for_a_model_that_is_gone(engine: Engine) -> Non
     assert taken > 0
     model, optimizer = nn.Sequential(), torch.optim.SGD([torch.zeros(1)])
     torch.compiler.reset()
-    gc.collect()
+    collect()
     engine.enter()
     assert engine.pool.acquired_bytes == 0
 
@@ -199,7 +199,7 @@ def test_a_step_that_ends_early_leaves_nothing_on_its_way(engine: Engine) -> Non
     on_the_way = recorder(engine).points._parameters.extra_bytes
     assert on_the_way > 0
     del result
-    gc.collect()
+    collect()
     recorder(engine).settle()
     assert recorder(engine).points._parameters.extra_bytes == 0
 
@@ -217,7 +217,7 @@ def test_a_step_that_fails_leaves_nothing_on_its_way(engine: Engine) -> None:
     with pytest.raises(RuntimeError, match="asked for"):
         once(model, optimizer, 3)
     handle.remove()
-    gc.collect()
+    collect()
     once(model, optimizer, 4)
     once(model, optimizer, 5)
     assert recorder(engine).points.extra_bytes == 0

@@ -1,10 +1,10 @@
 """Offloaded parameters that stay on the device in planned steps, with their optimizer's state: who, and how long."""
 
-import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
+from conftest import collect
 from harness import faulty_engine
 from test_step_parameters import LARGE, OPTIONS, TIGHT, blocks, offloaded, once, plain, trained, updated
 from test_step_plans import inputs
@@ -135,7 +135,7 @@ def test_nobody_stays_for_a_model_that_is_gone(engine: Engine) -> None:
     assert points.resident_bytes > 0
     del model, optimizer
     torch.compiler.reset()
-    gc.collect()
+    collect()
     assert points.resident_bytes == 0
 
 
@@ -212,7 +212,7 @@ def test_nothing_is_remembered_of_models_that_are_gone(engine: Engine) -> None:
         assert len(residency._decisions) == len(stay(model))
         del model, optimizer
         torch.compiler.reset()
-        gc.collect()
+        collect()
         engine.enter()  # releases the buffers of dead parameters
     assert not residency._decisions
 

@@ -1,8 +1,7 @@
 """Swap points by themselves: what they count as on the device though it could be away."""
 
-import gc
-
 import torch
+from conftest import collect
 from harness import faulty_engine
 from torch import Tensor
 
@@ -44,7 +43,7 @@ def test_what_stays_counts_until_its_backward_asks_for_it_or_it_is_dropped() -> 
         assert bring_back(points, handles[1], 1).eq(1).all()
         assert points.extra_bytes == BYTES
         del handles
-        gc.collect()
+        collect()
         assert points.extra_bytes == 0
 
 
@@ -68,8 +67,8 @@ def test_a_storage_of_an_abandoned_round_counts_no_more_once_another_has_its_pla
         second = save(points)
         assert points.extra_bytes == BYTES
         del first
-        gc.collect()
+        collect()
         assert points.extra_bytes == BYTES
         del second
-        gc.collect()
+        collect()
         assert points.extra_bytes == 0
