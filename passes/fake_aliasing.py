@@ -2,9 +2,11 @@
 
 AOTAutograd merges equal nodes (torch: `_functorch/compile_utils.py: fx_graph_cse`): the readers of the one that goes
 are given the other, but views among them keep a fake that aliases the lost one's storage. Lives that are measured by
-fake storage would then end too early. Here such views get fakes anew, in order, in both graphs. What draws random
-numbers again in the backward has no fakes at all, nor has what draws them in the forward, and saves a state for that
-(torch: `_functorch/partitioners.py: functionalize_rng_ops`): they get some.
+fake storage would then end too early. Here such views get fakes anew, in order, in both graphs. The backward computes
+values again under the forward's fakes, which saved views may share, though it is other memory: such a value gets a
+storage of its own. Nodes that draw random numbers again in the backward have no fakes at all, nor have those that draw
+them in the forward, and save a state for that (torch: `_functorch/partitioners.py: functionalize_rng_ops`): they get
+some.
 """
 
 import operator
@@ -12,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map
 
 from tencache_fx.passes.collectives import is_collective_wait
 from tencache_fx.passes.graphs import RegionGraphs, call_on_fakes, placeholders
 from tencache_fx.passes.op_kinds import storages_of
-from tencache_fx.tensors import tensors_of
+from tencache_fx.tensors import storage_of, tensors_of
 
 
 def repair_view_fakes(capture: RegionGraphs) -> None:
@@ -29,11 +32,14 @@ def repair_view_fakes(capture: RegionGraphs) -> None:
         for node in placeholders(graph):
             if graph is not capture.forward and node.name in mended:
                 node.meta["val"] = mended[node.name]
+        saved = set().union(*map(storages_of, placeholders(graph)))
         for node in graph.nodes:
             if node.target is torch.ops.higher_order.run_with_rng_state and "val" not in node.meta:
                 _add(node)
             if node.target is torch.ops.higher_order.run_and_save_rng_state and "val" not in node.meta:
                 node.meta["val"] = _parts(node)
+            if graph is not capture.forward and node.op == "call_function" and _computes_again(node, saved):
+                node.meta["val"] = tree_map(_apart, node.meta["val"])
             if makes_views(node) and not _aliases(node):
                 _refresh(node)
                 mended[node.name] = node.meta["val"]
@@ -54,6 +60,24 @@ def makes_views(node: fx.Node) -> bool:
 
 def _aliases(node: fx.Node) -> bool:
     return storages_of(node) <= set().union(*map(storages_of, node.all_input_nodes))
+
+
+def _computes_again(node: fx.Node, saved: set[int]) -> bool:
+    """Return whether a node's fake is of a storage that the graph is given, though it is no view and reads none of it.
+
+    A storage that it writes to is among those it reads.
+    """
+    made = storages_of(node) & saved
+    return bool(made) and not makes_views(node) and made.isdisjoint(*map(storages_of, node.all_input_nodes))
+
+
+def _apart(value: Any) -> Any:
+    """Return a fake as this one, with a storage of its own."""
+    if not isinstance(value, torch.Tensor) or storage_of(value) is None:
+        return value
+    fake: Any = value
+    with fake.fake_mode:
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _add(drawing: fx.Node) -> None:
