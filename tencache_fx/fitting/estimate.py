@@ -7,8 +7,8 @@ from tencache_fx.fitting.model_figures import ModelFigures, nbytes_of, state_byt
 from tencache_fx.fitting.target import Target
 from tencache_fx.options import Options
 from tencache_fx.planning.liveness import live_bytes
-from tencache_fx.planning.parameter_schedule import host_memory_ns, keep_resident, step_ns, updating_bytes
-from tencache_fx.planning.plan import Forecast, Plan
+from tencache_fx.planning.parameter_schedule import adding_bytes, host_memory_ns, keep_resident, step_ns, updating_bytes
+from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Kind, Problem, Step
 from tencache_fx.planning.search import policy_floor_bytes
 from tencache_fx.reporting.fit_report import Fit, Load, RegionFit
@@ -26,14 +26,14 @@ class RegionPlan:
     refusal: str = ""
 
 
-def estimate_of(plans: Sequence[RegionPlan], figures: ModelFigures, target: Target, accumulation: int = 1) -> Fit:
-    """Return what the plans come to, for a step of so many forwards and backwards."""
+def estimate_of(plans: Sequence[RegionPlan], figures: ModelFigures, target: Target) -> Fit:
+    """Return what the plans come to, for a step of as many forwards and backwards as their problems say."""
     options, made = target.options, [each.planned for each in plans if each.planned]
     resident = {name for _, plan in made for name in plan.resident}
     here = {name for _, plan in made for name in plan.updated_here}
     here_bytes = sum(state_bytes_of(figures.parameters[name]) for name in here)
     staying_bytes = sum(nbytes_of(figures.parameters[name]) for name in resident)
-    loads = [_loads_of(*each, accumulation) for each in made]
+    loads = [_loads_of(*each) for each in made]
     return Fit(
         device=target.name,
         device_budget_bytes=options.device_budget,
@@ -60,8 +60,8 @@ def estimate_of(plans: Sequence[RegionPlan], figures: ModelFigures, target: Targ
             Load(name=name, busy_ns=sum(each[name][0] for each in loads), nbytes=sum(each[name][1] for each in loads))
             for name in (loads[0] if loads else ())
         ),
-        accumulation=accumulation,
-        whole_step_ns=sum(accumulated_ns(problem, plan.forecast, accumulation) for problem, plan in made),
+        accumulation=plans[0].captured.accumulation,
+        whole_step_ns=sum(step_ns(problem, plan.forecast) for problem, plan in made),
     )
 
 
@@ -86,26 +86,9 @@ def least_device_bytes(
     return high
 
 
-def accumulated_ns(problem: Problem, forecast: Forecast, accumulation: int) -> int:
-    """Return how long a step of so many forwards and backwards takes, as `step_ns` does for one."""
-    if accumulation == 1:
-        return step_ns(problem, forecast)
-    host_ns = accumulated_host_ns(problem, forecast.d2h_bytes + forecast.h2d_bytes, accumulation)
-    return max(accumulation * forecast.makespan_ns, host_ns)
-
-
-def accumulated_host_ns(problem: Problem, copied_bytes: int, accumulation: int) -> int:
-    """Return how long the host's memory is busy then: copies each time, updates once, and sums of gradients.
-
-    To add a gradient to the sum is to read both and to write one.
-    """
-    stored_bytes = sum(s.nbytes for s in problem.storages if s.kind is Kind.STORED)
-    return host_memory_ns(problem, accumulation * copied_bytes + 3 * (accumulation - 1) * stored_bytes)
-
-
-def _loads_of(problem: Problem, plan: Plan, accumulation: int) -> dict[str, tuple[int, int]]:
+def _loads_of(problem: Problem, plan: Plan) -> dict[str, tuple[int, int]]:
     """Return for each resource how long a step keeps it busy, in ns, and the bytes that it moves."""
-    links, forecast = problem.links, plan.forecast
+    links, forecast, count = problem.links, plan.forecast, problem.accumulation
     moved = {
         "link out": (forecast.d2h_bytes, links.d2h_bytes_per_s),
         "link in": (forecast.h2d_bytes, links.h2d_bytes_per_s),
@@ -113,13 +96,13 @@ def _loads_of(problem: Problem, plan: Plan, accumulation: int) -> dict[str, tupl
         "disk read": (forecast.disk_read_bytes, links.disk_read_bytes_per_s),
     }
     copied_bytes = forecast.d2h_bytes + forecast.h2d_bytes
-    updating = updating_bytes(problem)
-    host_ns = accumulated_host_ns(problem, copied_bytes, accumulation)
+    host_ns = host_memory_ns(problem, copied_bytes)
+    host_bytes = updating_bytes(problem) + count * copied_bytes + adding_bytes(problem)
     return {
-        "compute": (accumulation * forecast.ideal_ns, 0),
-        "host memory": (host_ns, updating + accumulation * copied_bytes if host_ns else 0),
+        "compute": (count * forecast.ideal_ns, 0),
+        "host memory": (host_ns, host_bytes if host_ns else 0),
         **{
-            name: (accumulation * nbytes * 1_000_000_000 // rate if nbytes else 0, accumulation * nbytes)
+            name: (count * nbytes * 1_000_000_000 // rate if nbytes else 0, count * nbytes)
             for name, (nbytes, rate) in moved.items()
         },
     }
@@ -140,7 +123,7 @@ def _region_fit(index: int, region: RegionPlan, policy: str) -> RegionFit:
         bare,
         steps=len(problem.ops),
         peak_bytes=forecast.peak_bytes,
-        step_ns=step_ns(problem, forecast),
+        step_ns=step_ns(problem, forecast) // problem.accumulation,
         ideal_ns=forecast.ideal_ns,
         buffer_bytes=forecast.host_bytes,
         disk_bytes=forecast.disk_bytes,

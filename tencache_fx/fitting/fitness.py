@@ -127,7 +127,7 @@ def fit_config(load: Workload, device: str | None, options: Mapping[str, object]
     depth = _Depth(model, target)
     found = find_setting(_Captures(depth, tried), samples, tried, target.options.policy)
     region = RegionPlan(captured=found.captured, planned=found.planned, refusal=found.setting.refusal)
-    fitted = estimate_of([region], depth.figures(found.setting.micro_batch), target, found.setting.accumulation)
+    fitted = estimate_of([region], depth.figures(found.setting.micro_batch), target)
     fitted = replace(
         fitted,
         settings=found.settings,

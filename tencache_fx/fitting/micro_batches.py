@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tencache_fx.errors import BudgetError
-from tencache_fx.fitting.estimate import accumulated_host_ns, accumulated_ns
 from tencache_fx.planning.bounds import joint_lower_bound_ns
+from tencache_fx.planning.parameter_schedule import host_memory_ns, step_ns
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Kind, Op, Problem, Storage
 from tencache_fx.planning.search import plan_region, policy_floor_bytes
@@ -17,7 +17,7 @@ from tencache_fx.reporting.fit_report import Setting
 
 _MOST_SETTINGS = 8
 _MOST_PLANS = 3
-_CLOSE = 1.2  # estimates count no stalls, of which smaller micro-batches have more
+_CLOSE = 1.1  # estimates count no stalls, of which smaller micro-batches have more
 
 
 class NotEvenError(ValueError):
@@ -89,7 +89,8 @@ def find_setting(problems: Callable[[int], Problem], samples: int, tried: Sequen
     The largest one of those that promise about the fastest step is planned first, then, as long as there may be a
     faster one, a neighbour of those that are. At most three are planned; the others' times are estimates.
     """
-    settings = {each: _estimated(problems(each), each, samples // each, policy) for each in tried}
+    captured = {each: replace(problems(each), accumulation=samples // each) for each in tried}
+    settings = {each: _estimated(problem, each, policy) for each, problem in captured.items()}
     hopeful = [each for each in tried if not settings[each].refusal]
     planned: dict[int, tuple[Problem, Plan]] = {}
     for _ in range(_MOST_PLANS):
@@ -97,21 +98,21 @@ def find_setting(problems: Callable[[int], Problem], samples: int, tried: Sequen
             break
         setting = settings[chosen]
         try:
-            problem, plan = plan_region(problems(chosen), policy)
+            problem, plan = plan_region(captured[chosen], policy)
         except BudgetError as refusal:
             settings[chosen] = replace(setting, refusal=str(refusal), step_ns=0)
             hopeful.remove(chosen)
             continue
         planned[chosen] = problem, plan
-        step_ns, peak_bytes = accumulated_ns(problem, plan.forecast, setting.accumulation), plan.forecast.peak_bytes
-        settings[chosen] = replace(setting, planned=True, step_ns=step_ns, peak_bytes=peak_bytes)
+        took_ns, peak_bytes = step_ns(problem, plan.forecast), plan.forecast.peak_bytes
+        settings[chosen] = replace(setting, planned=True, step_ns=took_ns, peak_bytes=peak_bytes)
     if planned:
         best = min(planned, key=lambda each: settings[each].step_ns)
     else:
         best = min(settings, key=lambda each: settings[each].floor_bytes)
     return Found(
         setting=settings[best],
-        captured=problems(best),
+        captured=captured[best],
         planned=planned.get(best),
         settings=tuple(settings.values()),
     )
@@ -129,15 +130,16 @@ def _next(hopeful: Sequence[int], settings: Mapping[int, Setting], planned: Coll
     place = hopeful.index(best)
     near = [each for each in hopeful[max(0, place - 1) : place + 2] if each in rest]
     faster = [each for each in near if settings[each].step_ns < settings[best].step_ns]
-    return max(faster, default=None)
+    return min(faster, key=lambda each: settings[each].step_ns, default=None)
 
 
-def _estimated(captured: Problem, micro_batch: int, accumulation: int, policy: str) -> Setting:
+def _estimated(captured: Problem, micro_batch: int, policy: str) -> Setting:
     """Return a setting with about what its step takes: no less than its busiest resource, and without stalls.
 
-    Parameters that there is room for beside the least that the rest takes are copied once, and not each time.
+    Of the room beside the least that the rest takes the most is expected: it saves copies in of as many bytes, and,
+    where it has gradients and state as well, copies out and updates in host memory.
     """
-    floor = policy_floor_bytes(captured, policy)
+    floor, accumulation = policy_floor_bytes(captured, policy), captured.accumulation
     limit = captured.budgets.device_bytes
     if limit is not None and floor > limit:
         needed = f"device_budget is below the least that has a plan, {floor:,} bytes."
@@ -147,11 +149,15 @@ def _estimated(captured: Problem, micro_batch: int, accumulation: int, policy: s
     room_bytes = weight_bytes if limit is None else limit - floor
     streamed = 1 - min(1.0, room_bytes / max(1, weight_bytes))
     in_bytes = int(streamed * sum(s.nbytes for s in loads))
-    out_bytes = sum(s.nbytes for s in captured.storages if s.kind is Kind.STORED)
+    stored = [s for s in captured.storages if s.kind is Kind.STORED]
+    stored_bytes = sum(s.nbytes for s in stored)
+    state_bytes = sum({s.parameter: s.state_bytes for s in stored}.values())
+    updated = 1 - min(1.0, room_bytes / max(1, weight_bytes + stored_bytes + state_bytes))
+    out_bytes = int(updated * stored_bytes)
     busy_ns = (
         accumulation * joint_lower_bound_ns(captured),
         accumulation * in_bytes * 1_000_000_000 // captured.links.h2d_bytes_per_s,
         accumulation * out_bytes * 1_000_000_000 // captured.links.d2h_bytes_per_s,
-        accumulated_host_ns(captured, in_bytes + out_bytes, accumulation),
+        int(updated * host_memory_ns(captured, in_bytes + out_bytes)),
     )
     return Setting(micro_batch=micro_batch, accumulation=accumulation, floor_bytes=floor, step_ns=max(busy_ns))

@@ -71,19 +71,35 @@ def with_parameters_scheduled(problem: Problem, parameter_transfers: Collection[
 
 
 def step_ns(problem: Problem, forecast: Forecast) -> int:
-    """Return how long a whole training step takes: as long as the device does, or as the host's memory."""
-    return max(forecast.makespan_ns, host_memory_ns(problem, forecast.d2h_bytes + forecast.h2d_bytes))
+    """Return how long a whole training step takes: as long as the device does, or as the host's memory.
+
+    That is all its forwards and backwards, of which the forecast is for one, and the update.
+    """
+    host_ns = host_memory_ns(problem, forecast.d2h_bytes + forecast.h2d_bytes)
+    return max(problem.accumulation * forecast.makespan_ns, host_ns)
 
 
 def host_memory_ns(problem: Problem, copied_bytes: int) -> int:
-    """Return how long the host's memory is busy in a step that copies so many bytes over the links.
+    """Return how long the host's memory is busy in a step, whose forwards and backwards copy so many bytes each.
 
-    With gradients in host memory, their optimizer's state is there, too, and to update it takes the host's memory most
-    of the step; copies over the links are then not free, however well they hide behind kernels. 0 if there are none, or
-    the memory's rate is not known.
+    The bytes are those over the links. With gradients in host memory, their optimizer's state is there, too, and to
+    update it takes the host's memory most of the step; copies over the links are then not free, however well they hide
+    behind kernels. 0 if there are none, or the memory's rate is not known.
     """
     rate, own_bytes = problem.links.host_bytes_per_s, updating_bytes(problem)
-    return (own_bytes + copied_bytes) * 1_000_000_000 // rate if rate and own_bytes else 0
+    if not rate or not own_bytes:
+        return 0
+    busy_bytes = own_bytes + problem.accumulation * copied_bytes + adding_bytes(problem)
+    return busy_bytes * 1_000_000_000 // rate
+
+
+def adding_bytes(problem: Problem) -> int:
+    """Return what is read and written in host memory to add up a step's gradients there.
+
+    To add one to the sum is to read both and to write one.
+    """
+    stored_bytes = sum(storage.nbytes for storage in problem.storages if storage.kind is Kind.STORED)
+    return 3 * (problem.accumulation - 1) * stored_bytes
 
 
 def updating_bytes(problem: Problem) -> int:

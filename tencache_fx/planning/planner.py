@@ -234,7 +234,8 @@ def least_step_ns(problem: Problem) -> int:
     limit = problem.budgets.device_bytes
     peak_bytes = int(live_bytes(problem).max(initial=0))
     away_bytes = 0 if limit is None else max(0, peak_bytes - limit)
-    return max(lower_bound_ns(problem), host_memory_ns(problem, given_bytes(problem) + 2 * away_bytes))
+    host_ns = host_memory_ns(problem, given_bytes(problem) + 2 * away_bytes)
+    return max(problem.accumulation * lower_bound_ns(problem), host_ns)
 
 
 def _refuse_device(problem: Problem, transfers: Sequence[Transfer], note: str) -> None:

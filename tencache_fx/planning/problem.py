@@ -164,7 +164,8 @@ class Problem:
     `recompute_ns` is the time of the steps that do so already. `barriers`, scheduling barriers, are the steps whose
     place among the runtime ops is sure in the code that will run: a compiler that fuses may move the other steps
     between two barriers. Without any, every step is one. `copies_parameters` says that graphs read copies of all
-    offloaded parameters: of one that stays on the device, too.
+    offloaded parameters: of one that stays on the device, too. A whole step runs the ops `accumulation` times before an
+    update: gradients in host memory are added up there.
     """
 
     ops: tuple[Op, ...]
@@ -179,6 +180,7 @@ class Problem:
     recipes: tuple[Recipe, ...] = ()
     recompute_ns: int = 0
     copies_parameters: bool = False
+    accumulation: Positive = 1
 
     def check(self) -> None:
         """Raise `ValueError` for a step that there is not, for two things of one name, and for sums out of range."""

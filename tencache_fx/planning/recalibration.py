@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tencache_fx.errors import BudgetError
+from tencache_fx.planning.parameter_schedule import host_memory_ns, step_ns
 from tencache_fx.planning.plan import Plan, PoolClass, Transfer
 from tencache_fx.planning.planner import build_plan
 from tencache_fx.planning.problem import Op, Problem, Step
@@ -113,6 +115,21 @@ def reconsider(captured: Problem, problem: Problem, plan: Plan, measured: PhaseT
     staying_ns = simulate(scales.apply(problem), plan.transfers, plan.staging).makespan_ns
     _, better = plan_region(scales.apply(captured), plan.policy)
     return Correction(scales=scales, pays=better.forecast.makespan_ns * 30 < staying_ns * 29)
+
+
+def pays_accumulated(captured: Problem, problem: Problem, plan: Plan, accumulation: int) -> bool:
+    """Return whether a plan made for so many backwards before an update is faster by more than a thirtieth.
+
+    `captured` and `problem` are as for `reconsider`; they may have been stated for another number.
+    """
+    if not host_memory_ns(captured, 0):  # nothing is updated in host memory, or how fast that is is not known
+        return False
+    staying_ns = step_ns(dataclasses.replace(problem, accumulation=accumulation), plan.forecast)
+    try:
+        better = plan_region(dataclasses.replace(captured, accumulation=accumulation), plan.policy)
+    except BudgetError:
+        return False
+    return step_ns(better[0], better[1].forecast) * 30 < staying_ns * 29
 
 
 def correct(captured: Problem, problem: Problem, plan: Plan, scales: Scales) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tencache_fx.planning.liveness import inactive_intervals, is_candidate, live_bytes
-from tencache_fx.planning.parameter_schedule import given_bytes, updating_bytes
+from tencache_fx.planning.parameter_schedule import adding_bytes, given_bytes, updating_bytes
 from tencache_fx.planning.problem import Kind, Problem, Storage
 
 _NS_PER_S = 1_000_000_000
@@ -32,6 +32,7 @@ class RecomputeBound:
         self._after: _Floats = self._busy_ns - self._before - self._durations
         self._over = live_bytes(problem) - (problem.budgets.device_bytes or 0)
         self._is_early = np.arange(self._durations.size) < problem.boundary
+        self._accumulation, self._adding_bytes = problem.accumulation, adding_bytes(problem)
         self._host_bytes, self._given_bytes = updating_bytes(problem), given_bytes(problem)
         storages = {storage.name: storage for storage in problem.storages}
         gaps = [(*_gap(problem, storages[r.name]), storages[r.name].nbytes) for r in problem.recipes]
@@ -64,9 +65,10 @@ class RecomputeBound:
         host_ns = 0
         if self._host_bytes and links.host_bytes_per_s:
             fetched_bytes = int(self._fetched_bytes[self._fetched_for.union(chosen)].sum())
-            host_bytes = self._host_bytes + self._given_bytes + fetched_bytes + 2 * int(over.max())
+            copied_bytes = self._given_bytes + fetched_bytes + 2 * int(over.max())
+            host_bytes = self._host_bytes + self._accumulation * copied_bytes + self._adding_bytes
             host_ns = host_bytes * _NS_PER_S // links.host_bytes_per_s
-        return max(int(least), host_ns)
+        return max(self._accumulation * int(least), host_ns)
 
 
 class _Lists:

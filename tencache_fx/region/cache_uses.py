@@ -19,6 +19,7 @@ Counts = Mapping[str, tuple[int, int]]
 """How many entries of each sort were read, and how many had to be made."""
 
 _NAMES = {
+    "accumulation": "numbers of backwards before an update",
     "choice": "choices of what to recompute",
     "disk": "disks' rates",
     "links": "links' rates",

@@ -155,6 +155,7 @@ class RegionPlanner:
     `sizes` are those at hand and those to plan for, if these differ. `unforeseen_bytes` are kept free: code generated
     earlier held so much more than the graphs show. The bytes that an earlier compilation of the same region had to keep
     free in the end are kept free from the start. `offloaded` are the offloaded parameters, by their names in the plan.
+    An update follows `accumulation` backwards; None means as many as in earlier runs.
     What is to be `recomputed` is given where regions are planned together.
     """
 
@@ -166,6 +167,7 @@ class RegionPlanner:
         offloaded: Mapping[str, ParameterFacts],
         environment: Environment,
         *,
+        accumulation: int | None = None,
         by_step: bool = False,
         recomputed: frozenset[str] | None = None,
     ) -> None:
@@ -174,6 +176,7 @@ class RegionPlanner:
         self.earlier = EarlierRuns.read(source, offloaded, sizes and sizes[1])
         self.unforeseen_bytes = unforeseen_bytes + self.earlier.margin_bytes
         self._offloaded, self._environment = offloaded, environment
+        self.accumulation = self.earlier.accumulation if accumulation is None else accumulation
         self._by_step, self._recomputed = by_step, recomputed
 
     def plan(self, capture: RegionGraphs, first: Candidate | None = None, recomputed: Names = ()) -> Candidate | None:
@@ -294,6 +297,7 @@ class RegionPlanner:
             ],
             self.unforeseen_bytes,
             self.earlier.correction.planning,
+            self.accumulation,
         )
 
     def budgets(self, storages: Iterable[Storage]) -> Budgets:
@@ -331,6 +335,7 @@ class RegionPlanner:
             budgets=self.budgets(item.storage for item in known.storages),
             barriers=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and is_barrier(node)),
             min_spill_bytes=max(PAGE_BYTES, (options.device_budget or 0) // _BUDGET_PARTS),
+            accumulation=self.accumulation,
         )
         formulas, entering_bytes = None, 0
         if options.device_budget is not None:  # measured at the sizes that torch traced with

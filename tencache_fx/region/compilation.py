@@ -95,6 +95,7 @@ def compile_region(
                 unforeseen_bytes,
                 {names[index]: each for index, each in request.offloaded.items()},
                 Environment.find(source.device, source.options, request.boundary_bytes),
+                accumulation=request.accumulation,
                 by_step=request.by_step,
                 recomputed=request.recomputed,
             )
@@ -105,6 +106,7 @@ def compile_region(
             over_bytes = 0 if request.by_step else _over_bytes(source, compiled.record)
             if over_bytes <= 0:
                 planner.earlier.keep_margin(planner.unforeseen_bytes)
+                planner.earlier.keep_accumulation(planner.accumulation)
                 break
             assert compiled.record is not None
             assert compiled.record.code_peak_bytes is not None

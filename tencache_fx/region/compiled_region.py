@@ -24,7 +24,8 @@ class Request:
     `sizes` are those at hand, and those to plan for, if these differ. `offloaded` are the offloaded parameters by their
     positions among the inputs, `donated` the positions of inputs that the caller is expected to free after the forward,
     `boundary_bytes` what is to be free between the graphs. The plan is timed if another plan is to be compared with it
-    (`compares`), or if its forecast was never corrected and may be (`may_learn`). A region planned `by_step`, together
+    (`compares`), or if its forecast was never corrected and may be (`may_learn`). `accumulation` is how many backwards
+    come before an update, once that was seen. A region planned `by_step`, together
     with the others of its step, is given what is to be `recomputed`, once that is decided.
     """
 
@@ -34,6 +35,7 @@ class Request:
     boundary_bytes: int = 0
     compares: bool = False
     may_learn: bool = False
+    accumulation: int | None = None
     by_step: bool = False
     recomputed: frozenset[str] | None = None
 

@@ -14,6 +14,7 @@ from tencache_fx.model_state.parameter_store import evict_residents, follow
 from tencache_fx.model_state.step_hooks import check_updates_in_backward
 from tencache_fx.planning.tuning import SPLITS
 from tencache_fx.records import RegionRecord
+from tencache_fx.region.accumulation import AccumulationMonitor
 from tencache_fx.region.ambient_state import unchanged
 from tencache_fx.region.boundary_memory import BoundaryMemory
 from tencache_fx.region.budget_check import BudgetCheck
@@ -51,6 +52,7 @@ class Region:
         self.donated_inputs = DonatedInputs(inputs)
         self.step = StepMonitor(source)
         self.scope = Scope(source, inputs, self.step)
+        self.accumulation = AccumulationMonitor()
         self.recalibrator = Recalibrator(source.index, enabled=source.options.calibrate)
         self._source, self._offloaded = source, offloaded
         self._check = BudgetCheck(source)
@@ -79,7 +81,7 @@ class Region:
         """
         if self.scope.by_step:
             return self.scope, self.step
-        return self.scope, self.donated_inputs, self.boundary_memory, self.recalibrator
+        return self.scope, self.donated_inputs, self.boundary_memory, self.accumulation, self.recalibrator
 
     def run(self, args: Sequence[Any], offloaded: Mapping[int, OffloadedParameter]) -> Any:
         """Run the region; first plan it again if its inputs, or external memory, are larger than its plan allows.
@@ -226,6 +228,7 @@ class Region:
             boundary_bytes=self.boundary_memory.wanted_bytes,
             compares=self.recalibrator.compares and not by_step,
             may_learn=self.recalibrator.may_learn and not by_step,
+            accumulation=self.accumulation.expected,
             by_step=by_step,
             recomputed=self.step.recomputed if by_step else None,
         )

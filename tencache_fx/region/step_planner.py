@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tencache_fx.errors import BudgetError, OptionError, StoreError
 from tencache_fx.hardware import rates
@@ -18,6 +18,7 @@ from tencache_fx.planning.step_recompute import least_peak_bytes
 from tencache_fx.planning.tuning import TUNING
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.records import StepRecord
+from tencache_fx.region.backward_counter import BackwardCounter
 from tencache_fx.region.kept_plans import kept_plan
 from tencache_fx.region.optimizer_forecast import expected_state_bytes
 from tencache_fx.region.step_choices import StepChoices
@@ -53,10 +54,17 @@ class StepPlan:
     plan: Plan | None
     schedule: StepSchedule
 
+    @property
+    def made_for(self) -> tuple[int | None, int]:
+        """The device budget, and how many rounds come before an update."""
+        return self.limit, self.joined.problem.accumulation
+
 
 @dataclass(slots=True, eq=False)
 class Program:
     """An order of runs, as it was last measured, and its plan; `successor` is the program that followed it last.
+
+    `rounds` counts how often it has run from one update of its parameters to the next.
 
     `first` are the options of its first forward, `options` those with the least budget. It is dumped under its
     `number`.
@@ -70,6 +78,12 @@ class Program:
     first: Options | None = None
     options: Options | None = None
     number: int | None = None
+    rounds: BackwardCounter = field(default_factory=BackwardCounter)
+
+    @property
+    def accumulation(self) -> int:
+        """How many rounds come before an update, as far as was seen."""
+        return self.rounds.per_update or 1
 
     @property
     def schedule(self) -> StepSchedule:
@@ -106,7 +120,8 @@ class StepPlanner:
     def consider(self, program: Program, options: Options) -> None:
         """Plan a program that has been measured, if it is new, or if that was for other memory than is there now."""
         device, limit = self._points.engine.device, options.device_budget
-        other = program.planned is not None and program.planned.limit != limit
+        program.rounds.look()
+        other = program.planned is not None and program.planned.made_for != (limit, program.accumulation)
         if not other and (program.plans >= _PLANS or not self._is_outdated(program, limit)):
             return
         links = rates.links(device, options.spill_dir, calibrate=options.calibrate)
@@ -115,7 +130,9 @@ class StepPlanner:
         budgets = self._budgets(program, options, beside_bytes)
         if options.may_recompute:
             self.choices.choose(program.visits, links, budgets, frozenset(self._points.shared))
+        program.rounds.watch(read.first_trained)
         joined = join(program.visits, links, budgets, frozenset(self._points.shared), read.names)
+        joined = replace(joined, problem=replace(joined.problem, accumulation=program.accumulation))
         plan, schedule = None, FRUGAL
         try:
             joined, plan = self._plan(program, joined, read, options)

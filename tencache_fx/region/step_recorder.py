@@ -309,6 +309,7 @@ class StepRecorder:
         order = tuple(map(place_of, visits))
         program = self.programs.pop(order, None) or Program(order=order, visits=visits)
         program.visits, program.first, program.options = visits, self._first, self._options
+        program.rounds.note()
         self.programs[order] = program  # the last one used is the last to be forgotten
         while len(self.programs) > _PROGRAMS:
             del self.programs[next(iter(self.programs))]

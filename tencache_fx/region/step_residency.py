@@ -44,6 +44,11 @@ class ReadParameters:
     owners: WeakValueDictionary[str, OffloadedParameter]
     trained: frozenset[str]
 
+    @property
+    def first_trained(self) -> OffloadedParameter | None:
+        """One of the parameters that are trained; None if there is none any more."""
+        return next((owner for name, owner in sorted(self.owners.items()) if name in self.trained), None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Decision:

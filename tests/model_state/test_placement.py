@@ -157,6 +157,9 @@ def test_a_step_takes_as_long_as_the_host_memory_does() -> None:
     assert least.forecast.d2h_bytes + least.forecast.h2d_bytes <= moved_bytes
     fast = replace(problem, links=replace(problem.links, host_bytes_per_s=10**15))
     assert step_ns(fast, plan.forecast) == plan.forecast.makespan_ns
+    assert step_ns(replace(fast, accumulation=5), plan.forecast) == 5 * plan.forecast.makespan_ns
+    more_ns = step_ns(replace(slow, accumulation=5), plan.forecast) - step_ns(slow, plan.forecast)
+    assert more_ns == 4 * (moved_bytes + 3 * sunk_bytes) * 1000  # updates are as before
 
 
 def test_a_plan_with_less_room_takes_the_state_off_the_device_before_it_runs() -> None:

@@ -60,6 +60,7 @@ def trainings(draw: st.DrawFn) -> Problem:
         problem,
         storages=(*problem.storages, *gradients),
         links=replace(problem.links, host_bytes_per_s=rate),
+        accumulation=draw(st.sampled_from((1, 1, 2, 7))),
     )
     floor, peak = floor_bytes(problem), int(live_bytes(problem).max())
     return problem.within(device_bytes=draw(st.integers(floor, max(floor, peak - 1))))

@@ -29,7 +29,7 @@ from tencache_fx.planning.recalibration import Scales, StoredCorrection
 from tencache_fx.planning.search import plan_region
 from tencache_fx.planning.step_recompute import Recomputed
 from tencache_fx.records import RegionRecord
-from tencache_fx.region.earlier_runs import Margin
+from tencache_fx.region.earlier_runs import Accumulation, Margin
 from tencache_fx.region.kept_plans import Choice, StepChoice
 from tencache_fx.reporting.dump import read_problem, write_region
 from tencache_fx.serialization import from_json, to_json
@@ -258,6 +258,7 @@ KEPT: list[tuple[Any, Any]] = [
     (OpCost(5, 6), OpCost(7, None)),
     (StoredCorrection(planning=Scales(forward=0.5)), StoredCorrection()),
     (Margin(nbytes=4096), Margin(nbytes=0)),
+    (Accumulation(count=4), Accumulation(count=1)),
     (Choice(names=("mm", "relu")), Choice(names=())),
     (StepChoice(regions=((0, Recomputed(always=("mm",), first=("relu",), first_calls=2)),)), StepChoice(regions=None)),
 ]

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import tencache_fx
 from tencache_fx.cli import main
 from tencache_fx.errors import BudgetError, OptionError
 from tencache_fx.fitting import fitness
-from tencache_fx.fitting.estimate import accumulated_ns
 from tencache_fx.fitting.fake_model import FactoryResult
 from tencache_fx.fitting.fitness import Workload, fit_config
 from tencache_fx.fitting.micro_batches import NotEvenError, between, find_setting
@@ -25,6 +25,7 @@ from tencache_fx.fitting.repetition import NotRepeatedError, repeat_layers
 from tencache_fx.fitting.target import Target
 from tencache_fx.fitting.trial import Trial
 from tencache_fx.hardware.profiles import PROFILES, find_profile, write_profile
+from tencache_fx.planning.parameter_schedule import step_ns
 from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.search import plan_region
 
@@ -137,8 +138,8 @@ def test_the_setting_that_is_found_is_the_fastest_of_all() -> None:
     steps_ns = []
     for micro_batch in tried:
         with contextlib.suppress(BudgetError):
-            forecast = plan_region(problems(micro_batch), "joint")[1].forecast
-            steps_ns.append(accumulated_ns(problems(micro_batch), forecast, 16 // micro_batch))
+            problem, plan = plan_region(replace(problems(micro_batch), accumulation=16 // micro_batch), "joint")
+            steps_ns.append(step_ns(problem, plan.forecast))
     assert len(steps_ns) > 2
     assert found.setting.step_ns <= min(steps_ns) * 1.005
 

@@ -1,0 +1,58 @@
+"""How many backwards come before an update: a region is planned again where another plan is faster for that many.
+
+An update in host memory takes long, and of one backward it may be most of the step: such a plan had rather keep
+optimizer state on the device than parameters. Of many backwards that are added up the copies count most.
+"""
+
+from typing import Any
+
+from tencache_fx.kept_code import Phase
+from tencache_fx.planning.recalibration import pays_accumulated
+from tencache_fx.region.backward_counter import BackwardCounter
+from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Request, WrittenPlan, keep_boxed
+from tencache_fx.region.dynamic_shapes import Sizes
+
+
+class AccumulationMonitor:
+    """The monitor of how often one region's backward runs before an update of the parameters it offloads."""
+
+    optional = True
+
+    def __init__(self) -> None:
+        self.expected: int | None = None  # what the region is to be planned for; None before anything was seen
+        self._counter = BackwardCounter()
+        self._considered: set[int] = set()
+
+    def instrument(self, phase: Phase, run: Compiled, written: WrittenPlan) -> Compiled:
+        """Return `run`, counted if it is the backward; boxed if `run` is."""
+        if phase != "backward":
+            return run
+
+        def counted_run(*args: Any) -> Any:
+            self._counter.note()
+            return run(*args)
+
+        return keep_boxed(run, counted_run)
+
+    def review(self, current: CompiledRegion, sizes: Sizes) -> CompiledRegion | str:
+        """Return how many backwards come before an update, if the plan is for another number and another one pays."""
+        self._counter.look()
+        seen, record = self._counter.per_update, current.record
+        if seen is None or record is None or record.problem.accumulation == seen or seen in self._considered:
+            return current
+        self._considered.add(seen)
+        if not pays_accumulated(record.captured, record.problem, record.plan, seen):
+            return current
+        self.expected = seen
+        return f"{seen} backwards come before an update, and it was planned for {record.problem.accumulation}"
+
+    def on_compiled(self, request: Request, compiled: CompiledRegion) -> None:
+        """Watch the first parameter that is trained."""
+        trained = (each for each in request.offloaded.values() if not each.is_dead and each.parameter.requires_grad)
+        self._counter.watch(next(trained, None))
+
+    def on_refusal(self, current: CompiledRegion) -> CompiledRegion:
+        """Go on with the plan that there is."""
+        assert current.record is not None
+        self.expected = current.record.problem.accumulation
+        return current

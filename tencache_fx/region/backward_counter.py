@@ -1,0 +1,42 @@
+"""Counts backwards from one update of a parameter in host memory to the next."""
+
+import weakref
+
+from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+
+_CHANGES = 2  # of the count, for each of which something is planned anew
+
+
+class BackwardCounter:
+    """Counts what is noted between two updates of one parameter.
+
+    `per_update` is the last such count; None before there were two updates. If it changes again and again, it stays as
+    it was after the second change.
+    """
+
+    def __init__(self) -> None:
+        self.per_update: int | None = None
+        self._parameter: weakref.ref[OffloadedParameter] | None = None
+        self._updates = self._count = 0
+        self._begun = False  # the count began with an update
+        self._changes = -1
+
+    def watch(self, parameter: OffloadedParameter | None) -> None:
+        """Watch a parameter from now on, if that is another one."""
+        if parameter is None or (self._parameter is not None and self._parameter() is parameter):
+            return
+        self._parameter, self._updates, self._begun = weakref.ref(parameter), parameter.updates, False
+
+    def note(self) -> None:
+        """Count one more backward, or one more round of several."""
+        self._count += 1
+
+    def look(self) -> None:
+        """See whether there was an update since the last look."""
+        parameter = None if self._parameter is None else self._parameter()
+        if parameter is None or parameter.updates == self._updates:
+            return
+        if self._begun and self._count not in (0, self.per_update) and self._changes < _CHANGES:
+            self.per_update = self._count
+            self._changes += 1
+        self._updates, self._count, self._begun = parameter.updates, 0, True

@@ -1,0 +1,136 @@
+"""Plans for as many backwards as come before an update: seen in the first steps, and known to the next process."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import Block, faulty_engine
+from rates import pretend_slow_links
+from torch import Tensor, nn
+
+import tencache_fx
+from tencache_fx.optim import AdamW
+from tencache_fx.planning.parameter_schedule import step_ns
+from tencache_fx.planning.search import make_plan
+from tencache_fx.region.backward_counter import BackwardCounter
+from tencache_fx.runtime.engine import Engine
+
+WIDTH, DEPTH, ROWS, PARTS = 128, 6, 32, 4
+BUDGET = 4_500_000  # for all weights, or for the state of some
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    pretend_slow_links(bytes_per_s=2 * 10**9, host_bytes_per_s=2 * 10**8)
+    with faulty_engine(host_budget_bytes=1 << 28) as found:
+        yield found
+
+
+def inputs(part: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(part))
+
+
+class Loop:
+    """A loop that adds up gradients over some parts of a step, with its model compiled whole, or block by block."""
+
+    def __init__(self, *, whole: bool) -> None:
+        torch.manual_seed(0)
+        self.model = tencache_fx.offload(nn.Sequential(*(Block(WIDTH, 4) for _ in range(DEPTH))), "cpu")
+        options = {"compiler": "eager", "device_budget": BUDGET, "host_budget": 1 << 28, "recompute": "none"}
+        scope = {"scope": "region" if whole else "step"}
+        for module in [self.model] if whole else self.model:
+            module.compile(backend="tencache", options={**options, **scope})
+        self.optimizer = AdamW(self.model.parameters(), lr=1e-3)
+
+    def step(self, parts: int) -> float:
+        total = 0.0
+        for part in range(parts):
+            loss = self.model(inputs(part)).square().mean() / parts
+            loss.backward()
+            total += loss.item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+
+def expected(parts: list[int]) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(WIDTH, 4) for _ in range(DEPTH)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for count in parts:
+        losses.append(0.0)
+        for part in range(count):
+            loss = model(inputs(part)).square().mean() / count
+            loss.backward()
+            losses[-1] += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_a_region_is_planned_for_as_many_backwards_as_come_before_an_update(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(whole=True)
+    with caplog.at_level("INFO", "tencache_fx"):
+        losses = [loop.step(PARTS) for _ in range(4)]
+    assert losses == pytest.approx(expected([PARTS] * 4), rel=1e-4)
+    (record,) = tencache_fx.regions()
+    assert record.problem.accumulation == PARTS
+    assert caplog.text.count(f"{PARTS} backwards come before an update, and it was planned for 1") == 1
+    torch.compiler.reset()
+    Loop(whole=True).step(1)
+    assert tencache_fx.regions()[-1].problem.accumulation == PARTS, "as an earlier run was"
+
+
+def test_a_region_is_planned_for_few_other_numbers(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    loop, parts = Loop(whole=True), [1, 1, 1, 6, 6, 1, 3, 3, 1, 2, 2, 5, 5, 1]
+    with caplog.at_level("INFO", "tencache_fx"):
+        losses = [loop.step(count) for count in parts]
+    assert losses == pytest.approx(expected(parts), rel=1e-4)
+    assert 1 <= caplog.text.count("backwards come before an update") <= 3
+
+
+def test_a_step_is_planned_for_as_many_rounds_as_come_before_an_update(engine: Engine) -> None:
+    loop = Loop(whole=False)
+    plans = []
+    losses = []
+    for _ in range(6):
+        losses.append(loop.step(PARTS))
+        plans.append(tencache_fx.steps()[-1])
+    assert losses == pytest.approx(expected([PARTS] * 6), rel=1e-4)
+    assert plans[0].problem.accumulation == 1
+    assert plans[-1].problem.accumulation == PARTS
+    assert plans[-1].plan == plans[-2].plan
+
+
+def test_a_plan_for_many_backwards_is_no_slower_then_than_one_for_one(engine: Engine) -> None:
+    loop = Loop(whole=True)
+    for _ in range(4):
+        loop.step(PARTS)
+    (record,) = tencache_fx.regions()
+    one = make_plan(replace(record.captured, accumulation=1), "joint")
+    assert step_ns(record.problem, record.plan.forecast) < step_ns(record.problem, one.forecast)
+
+
+class Updated:
+    """Stands for a parameter that has been updated so often."""
+
+    updates = 0
+
+
+def test_only_what_lies_between_two_updates_is_counted() -> None:
+    counter, parameter = BackwardCounter(), Updated()
+    counter.watch(parameter)  # type: ignore[arg-type]
+    for count, found in ((3, None), (5, 5), (5, 5), (1, 1), (1, 1), (4, 4), (7, 4), (1, 4)):
+        for _ in range(count):
+            counter.note()
+            counter.look()
+        parameter.updates += 1
+        counter.look()
+        assert counter.per_update == found
+    counter.watch(Updated())  # type: ignore[arg-type]
+    counter.look()
+    assert counter.per_update == 4
