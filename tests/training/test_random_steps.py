@@ -154,6 +154,7 @@ def check(loop: Loop, scope: str, engine: Engine, meter: Meter, seen: Outcomes) 
             assert budget < 4 * peak
     records = [record for record in tencache_fx.steps() if record.device_budget == budget]
     assert all(record.plan.forecast.peak_bytes <= budget for record in records)
+    empty_queue()
     assert recorder_of(swap_points(engine)).points.extra_bytes == 0
     plans = [record.plan for record in (*records, *(() if scope == "step" else tencache_fx.regions()))]
     moved = any(plan.transfers for plan in plans)
@@ -182,14 +183,18 @@ def need_refusal(error: RuntimeError) -> None:
         raise error
 
 
+def empty_queue() -> None:
+    """Have torch forget what a broken off backward has left to do: until the next one (torch: `engine.cpp`)."""
+    torch.ones((), requires_grad=True).backward()
+
+
 def check_seed(seed: int, seen: Outcomes) -> None:
     """Check the loop of this seed; when it is over, nothing may wait for a backward."""
     with serving() as (engine, meter):
         check(draw_loop(seed), SCOPES[seed % len(SCOPES)], engine, meter, seen)
         points = swap_points(engine)
         torch.compiler.reset()
-        # What a broken off backward has left to do is in its thread's queue up to the next one (torch: `engine.cpp`).
-        torch.ones((), requires_grad=True).backward()
+        empty_queue()
         assert eventually(lambda: nothing_waits(points)), "a storage waits for a backward"
 
 
