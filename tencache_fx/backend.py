@@ -2,6 +2,7 @@
 
 tencache()         torch.compile hands over one captured region
 RegionSource       the region as it was handed over, with its options
+Pieces             if it is to be split at equal layers: calls a region for each form of them
 Variants           the function that torch calls: a region for each set of inputs that `offload` was given
 Region             compiles it, and again if more device memory is held beside it than the plan was made for
 compile_region()   joint graph -> forward and backward -> plan -> rewritten graphs -> code: a `CompiledRegion`
@@ -16,9 +17,9 @@ from tencache_fx import compat
 from tencache_fx.model_state import parameter_ops as _parameter_kernels  # noqa: F401  (registers the ops' kernels)
 from tencache_fx.options import Options
 from tencache_fx.region.compiled_region import Compiled
+from tencache_fx.region.pieces import compile_region_or_pieces
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
-from tencache_fx.region.variants import Variants
 from tencache_fx.runtime import op_kernels as _kernels  # noqa: F401  (registers the ops' kernels)
 from tencache_fx.runtime.engine_registry import usage
 from tencache_fx.tensors import main_device
@@ -47,4 +48,4 @@ def tencache(
         settings=settings,
         own_budget="device_budget" in (options or {}),
     )
-    return Variants(source, example_inputs)
+    return compile_region_or_pieces(source, example_inputs)

@@ -1,24 +1,26 @@
 """The options, read once: what "12GiB" means is decided here and nowhere else.
 
-| option        | default  | what it is                                                                            |
-|---------------|----------|---------------------------------------------------------------------------------------|
-| device_budget | auto     | most bytes of device tensors this process may hold; auto: 90 % of what it can have    |
-|               |          | when it compiles (no limit on a CPU); None: no limit                                  |
-| host_budget   | auto     | most pinned host bytes; auto: 80 % of the memory available to this process, divided   |
-|               |          | by the ranks on this host: LOCAL_WORLD_SIZE, as torchrun sets it, or the size of the  |
-|               |          | process group                                                                         |
-| spill_dir     | ()       | directory, or several, on fast disks; none: nothing is spilled to disk                |
-| spill_budget  | auto     | most bytes on disk; auto: 90 % of what is free in spill_dir, divided by these ranks   |
-| policy        | joint    | the algorithm that plans transfers and recomputing: none, 10cache, teraio, joint      |
-| scope         | auto     | what is planned as one: region, each captured graph by itself; step, all the graphs   |
-|               |          | that a training step runs; auto: the step where it has several, else the region       |
-| recompute     | auto     | auto: the partitioner recomputes what is cheap; none: save all that autograd saves    |
-| compiler      | inductor | what runs the rewritten graphs: inductor, or eager (for debugging)                    |
-| calibrate     | True     | measure this machine's links, compute and memory rates (kept in a cache); False: use  |
-|               |          | fixed, low rates                                                                      |
-| dump_dir      | None     | directory for problems, plans and graphs of regions and steps, for `tencache dump`    |
-| checksum      | False    | verify every byte that comes back from disk                                           |
-| inductor      | {}       | options passed on to Inductor, such as {"max_autotune": True}                         |
+| option          | default  | what it is                                                                            |
+|-----------------|----------|---------------------------------------------------------------------------------------|
+| device_budget   | auto     | most bytes of device tensors this process may hold; auto: 90 % of what it can have    |
+|                 |          | when it compiles (no limit on a CPU); None: no limit                                  |
+| host_budget     | auto     | most pinned host bytes; auto: 80 % of the memory available to this process, divided   |
+|                 |          | by the ranks on this host: LOCAL_WORLD_SIZE, as torchrun sets it, or the size of the  |
+|                 |          | process group                                                                         |
+| spill_dir       | ()       | directory, or several, on fast disks; none: nothing is spilled to disk                |
+| spill_budget    | auto     | most bytes on disk; auto: 90 % of what is free in spill_dir, divided by these ranks   |
+| policy          | joint    | the algorithm that plans transfers and recomputing: none, 10cache, teraio, joint      |
+| scope           | auto     | what is planned as one: region, each captured graph by itself; step, all the graphs   |
+|                 |          | that a training step runs; auto: the step where it has several, else the region       |
+| repeated_layers | inline   | inline: a captured graph is compiled whole; once: it is split at equal layers, whose  |
+|                 |          | code is compiled once and called for each of them                                     |
+| recompute       | auto     | auto: the partitioner recomputes what is cheap; none: save all that autograd saves    |
+| compiler        | inductor | what runs the rewritten graphs: inductor, or eager (for debugging)                    |
+| calibrate       | True     | measure this machine's links, compute and memory rates (kept in a cache); False: use  |
+|                 |          | fixed, low rates                                                                      |
+| dump_dir        | None     | directory for problems, plans and graphs of regions and steps, for `tencache dump`    |
+| checksum        | False    | verify every byte that comes back from disk                                           |
+| inductor        | {}       | options passed on to Inductor, such as {"max_autotune": True}                         |
 
 A size is a number of bytes (`536870912`), a number with a unit ("12GiB", "12GB", "512 MiB"), a share of the tier
 ("80%": of the device's memory, of the host's memory, of the disk's free space) or "auto".
@@ -68,6 +70,7 @@ POLICIES = ("none", "10cache", "teraio", "joint")
 RECOMPUTE = ("auto", "none")
 COMPILERS = ("inductor", "eager")
 SCOPES = ("auto", "region", "step")
+REPEATED_LAYERS = ("inline", "once")
 
 _ENVIRONMENT_PREFIX = "TENCACHE_"
 
@@ -82,6 +85,7 @@ class Options:
     spill_budget: int
     policy: str
     scope: str
+    repeated_layers: str
     recompute: str
     compiler: str
     calibrate: bool
@@ -180,6 +184,7 @@ _READERS: Mapping[str, Callable[[str, object], object]] = MappingProxyType(
         "spill_budget": read_size,
         "policy": read_choice(POLICIES),
         "scope": read_choice(SCOPES),
+        "repeated_layers": read_choice(REPEATED_LAYERS),
         "recompute": read_choice(RECOMPUTE),
         "compiler": read_choice(COMPILERS),
         "calibrate": read_flag,
@@ -196,6 +201,7 @@ _DEFAULTS: Mapping[str, object] = MappingProxyType(
         "spill_budget": AUTO,
         "policy": "joint",
         "scope": "auto",
+        "repeated_layers": "inline",
         "recompute": "auto",
         "compiler": "inductor",
         "calibrate": True,

@@ -22,7 +22,8 @@ from tencache_fx.tensors import byte_hint
 class RegionSource:
     """One captured region: its Dynamo graph, options and device. `settings` are Inductor's.
 
-    `own_budget` says that the device budget was given with the compilation, and not for the process.
+    `own_budget` says that the device budget was given with the compilation, and not for the process. A piece of a
+    captured graph has so many `calls` in each run of that.
     """
 
     index: int
@@ -31,13 +32,15 @@ class RegionSource:
     device: torch.device
     settings: Mapping[str, Any]
     own_budget: bool = True
+    calls: int | None = None
     compile_id: str = field(default_factory=lambda: str(torch._guards.CompileContext.current_compile_id() or ""))
     context: torch._guards.TracingContext | None = field(default_factory=torch._guards.TracingContext.try_get)
 
     @cached_property
     def name(self) -> str:
         """What people know it by: where its code is, or its module's class, and torch's number for it."""
-        return ", ".join(part for part in (_code_of(self.graph.graph), self.compile_id) if part)
+        calls = f"{self.calls} calls" if self.calls is not None and self.calls > 1 else ""
+        return ", ".join(part for part in (_code_of(self.graph.graph), self.compile_id, calls) if part)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -55,8 +58,8 @@ class RegionSource:
 
     @property
     def breaks_off(self) -> bool:
-        """Whether more of the same function runs after the region: it ends at a graph break."""
-        return compat.ends_at_graph_break(self.graph)
+        """Whether more of the same function runs beside the region: it is a piece, or ends at a graph break."""
+        return self.calls is not None or compat.ends_at_graph_break(self.graph)
 
     @property
     def takes_fakes(self) -> bool:
