@@ -86,6 +86,8 @@ def _why_whole(gm: fx.GraphModule, ops: Sequence[fx.Node]) -> str | None:
         value = node.meta.get("example_value")
         if isinstance(value, (torch.Tensor, torch.SymInt)) and free_unbacked_symbols(value):
             return f"sizes in it, such as that of {node.name}, are known only when it runs"
+        if isinstance(value, torch.SymFloat):
+            return f"the number {node.name} is read from a tensor when it runs"
         if hidden := _symbols_of(node) - symbols.keys():
             return f"the size {min(map(str, hidden))} is no input of it"
     for node in ops:
@@ -103,7 +105,10 @@ def _may_change_state(node: fx.Node) -> bool:
         isinstance(each, fx.Node) and not _may_cross(each) for each in node.all_input_nodes if each.op != "get_attr"
     ):
         return False  # it leaves what an op before it has entered: no cut comes between the two
-    return not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and not any(tensors_in(value))
+    return (
+        not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        and next(iter(tensors_in(value)), None) is None
+    )
 
 
 def _may_cross(node: fx.Node) -> bool:
