@@ -33,11 +33,12 @@ _LEAST_SHARE, _LEAST_NODES = 0.25, 50
 
 
 def write_markers(
-    capture: RegionGraphs, offloaded: Mapping[int, str], state_bytes: Mapping[str, int]
+    capture: RegionGraphs, offloaded: Mapping[int, str], state_bytes: Mapping[str, int], shards: Mapping[str, str]
 ) -> frozenset[str]:
     """Write `load_param` and `store_grad` for the parameters in `offloaded`: their names by position among the inputs.
 
-    `state_bytes` are what an optimizer keeps, or may keep, of each.
+    `state_bytes` are what an optimizer keeps, or may keep, of each, and `shards` the process groups over which they are
+    spread.
 
     Returns the names of those that have to be on the device as they are: that this region writes to, hands out, or
     saves a part of for its backward. O(nodes).
@@ -54,7 +55,7 @@ def write_markers(
             if twin is not None:
                 _write_loads(twin, name)
     if capture.backward is not None:
-        _write_stores(capture.backward, inputs, offloaded, state_bytes, shards=capture.scatters)
+        _write_stores(capture.backward, inputs, offloaded, state_bytes, shards)
     return staying
 
 
@@ -171,13 +172,9 @@ def _write_stores(
     inputs: tuple[fx.Node, ...],
     offloaded: Mapping[int, str],
     state_bytes: Mapping[str, int],
-    *,
-    shards: bool,
+    shards: Mapping[str, str],
 ) -> None:
-    """Let the gradients of `offloaded` leave, but for those that are not the graph's own, or lie there twice.
-
-    `shards` says that each is a rank's part of one.
-    """
+    """Let the gradients of `offloaded` leave, but for those that are not the graph's own, or lie there twice."""
     values = list(output_args(backward))
     order = {node: index for index, node in enumerate(backward.nodes)}
     storages = [_storage(value) for value in values]
@@ -200,7 +197,7 @@ def _write_stores(
         with backward.inserting_after(last):
             store = backward.call_function(STORE_GRAD, (gradient,), name=f"store_grad_{inputs[index].name}")
         store.meta["tencache_parameter"], store.meta["tencache_state_bytes"] = name, state_bytes[name]
-        store.meta["tencache_shard"] = shards
+        store.meta["tencache_shard"] = shards[name]
         values[index] = key_node(store, value)
     set_outputs(backward, values, ())
 

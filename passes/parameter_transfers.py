@@ -59,7 +59,7 @@ def write_store(gaps: Gaps, transfer: Transfer, node: fx.Node, engine: int) -> N
     (gradient,) = node.all_input_nodes
     value = gradient.meta["val"]
     updated = "" if _read_behind(node) else node.meta["tencache_parameter"]
-    shard = (True,) if node.meta["tencache_shard"] else ()
+    shard = (node.meta["tencache_shard"],) if node.meta["tencache_shard"] else ()
     node.target, node.args = OFFLOAD_GRAD, (gradient, engine, transfer.name, updated, *shard)
     release = node_name("release", transfer)
     key_node(gaps.write(graph, transfer.freed_at, RELEASE, node, gradient, engine, name=release), value)

@@ -49,9 +49,7 @@ LIBRARY.define(
 LIBRARY.define("fetch_param(Tensor param, int engine, str label) -> Tensor")
 LIBRARY.define("sync_param(Tensor(a!) param, int engine, str label) -> Tensor")
 LIBRARY.define("refresh_param(Tensor(a!) param, int engine, str label) -> Tensor")
-LIBRARY.define(
-    "offload_grad(Tensor src, int engine, str label, str param, bool shard=False) -> Tensor", tags=_AS_PLANNED
-)
+LIBRARY.define('offload_grad(Tensor src, int engine, str label, str param, str shard="") -> Tensor', tags=_AS_PLANNED)
 LIBRARY.define(
     "take_grad(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int engine) -> Tensor"
 )

@@ -12,6 +12,7 @@ from torch import fx
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.kept_code import Phase
+from tencache_fx.model_state.shard import Shard
 from tencache_fx.options import Options
 from tencache_fx.passes.graphs import output_args
 from tencache_fx.planning.problem import Problem
@@ -33,6 +34,7 @@ class WouldBeOffloaded:
     name: str
     nbytes: int
     state_bytes: int
+    shard: Shard | None = None
     on_device: bool = False
     updated_on_device: bool = False
     device_state_bytes: int = 0

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from tencache_fx.errors import InvariantError, UsageError
 from tencache_fx.model_state.grad_accumulation import GradientAccumulator, kernel_of
+from tencache_fx.model_state.shard import UNKNOWN, whole_norms
 from tencache_fx.runtime.buffers import Buffer
 from tencache_fx.runtime.streams import Event
 from tencache_fx.runtime.transfers import Layout
@@ -28,7 +29,8 @@ _aten = torch.ops.aten
 class HostGradientBuffer:
     """The buffer that a gradient is in, for as long as anybody has the gradient.
 
-    The gradient has yet to be multiplied by `factor`. It is a `shard` where other ranks have the other parts of it.
+    The gradient has yet to be multiplied by `factor`. `shard` names the process group
+    of which other ranks have the other parts of it: none for one that is whole, `UNKNOWN` where nobody knows.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class HostGradientBuffer:
         layout: Layout,
         landed: Event,
         norm: Tensor | None,
-        shard: bool,  # noqa: FBT001
+        shard: str,
     ) -> None:
         self.layout, self.shard = layout, shard
         self.factor: Tensor | None = None
@@ -240,7 +242,7 @@ def _add(gradient: Any, other: Any, *, alpha: float = 1) -> Any:
     if alpha != 1 or not isinstance(other, HostGradient) or not gradient.buffer.add(other.buffer):
         more = other.buffer.host() if isinstance(other, HostGradient) else other.cpu()
         gradient.buffer.write().add_(more, alpha=alpha)
-        gradient.buffer.shard |= isinstance(other, HostGradient) and other.buffer.shard
+        gradient.buffer.shard = gradient.buffer.shard or (other.buffer.shard if isinstance(other, HostGradient) else "")
     return gradient
 
 
@@ -248,35 +250,55 @@ def _is_euclidean(order: Any) -> bool:
     return isinstance(order, (int, float)) and order == 2
 
 
-def _refuse_shards(gradients: Iterable[Any]) -> None:
-    """Raise `UsageError` if a number is to be taken of all of a gradient of which other ranks have parts."""
+def _refuse_shards(gradients: Iterable[Any], *, euclidean: bool) -> None:
+    """Raise `UsageError` if a norm is to be taken of a gradient of which other ranks have parts.
+
+    The Euclidean norm is had where it is known which ranks these are.
+    """
     for each in gradients:
-        if isinstance(each, HostGradient) and each.buffer.shard:
+        if isinstance(each, HostGradient) and each.buffer.shard and not (euclidean and each.buffer.shard != UNKNOWN):
             raise UsageError(
                 f"a gradient of size {tuple(each.shape)} is this rank's part of one that is spread over ranks, so its "
-                "norm is not that of the whole, and clipping by it would differ from rank to rank; add up "
+                "norm is not that of the whole, and clipping by it would differ from rank to rank; have "
+                "tencache_fx.offload(model, shard=True) spread the model and clip by the Euclidean norm, or add up "
                 "gradient.square().sum() of all gradients, all-reduce that, and multiply the gradients by the factor."
             )
 
 
+def _gather_norms(gradients: Sequence[Any], norms: list[Tensor]) -> list[Tensor]:
+    """Return the norms of the whole gradients, for those of what this rank has of them; a collective for each group."""
+    shards = [each.buffer.shard if isinstance(each, HostGradient) else "" for each in gradients]
+    for group in dict.fromkeys(filter(None, shards)):
+        places = [place for place, shard in enumerate(shards) if shard == group]
+        for place, norm in zip(places, whole_norms([norms[place] for place in places], group), strict=True):
+            norms[place] = norm.to(norms[place].dtype)
+    return norms
+
+
 def _norm(gradient: Any, order: Any = 2, dim: Any = None, keepdim: Any = None, *, dtype: Any = None) -> Any:
-    if not dim or len(dim) == gradient.dim():
-        _refuse_shards((gradient,))
-    if not _is_euclidean(order) or dim is not None or keepdim:
+    takes_all = not dim or len(dim) == gradient.dim()
+    has_way = _is_euclidean(order) and dim is None and not keepdim
+    if takes_all:
+        _refuse_shards((gradient,), euclidean=has_way)
+    if not has_way:
         return NotImplemented
-    return gradient.buffer.norm().to(torch.float32 if dtype is None else dtype, copy=True)
+    norm = gradient.buffer.norm().to(torch.float32 if dtype is None else dtype, copy=True)
+    return _gather_norms((gradient,), [norm])[0]
 
 
 def _norms(gradients: Sequence[Any], order: Any = 2, dtype: Any = None) -> Any:
     """Return the norms of gradients, some of them ordinary ones; in fp32, whatever the gradients are in."""
-    _refuse_shards(gradients)
+    _refuse_shards(gradients, euclidean=_is_euclidean(order))
     if not _is_euclidean(order):
         return NotImplemented
     plain = torch.float32 if dtype is None else dtype
-    return [
-        _norm(each, dtype=plain) if isinstance(each, HostGradient) else torch.linalg.vector_norm(each, dtype=plain)
+    norms = [
+        each.buffer.norm().to(plain, copy=True)
+        if isinstance(each, HostGradient)
+        else torch.linalg.vector_norm(each, dtype=plain)
         for each in gradients
     ]
+    return _gather_norms(gradients, norms)
 
 
 def _scale(gradient: Any, factor: Any) -> Any:
@@ -310,10 +332,12 @@ def _scales(gradients: Sequence[Any], factor: Any) -> Any:
 
 def _unscale(gradients: Sequence[Any], found_inf: Tensor, inverse: Tensor) -> None:
     """As `GradScaler` has it; a gradient whose norm is no finite number has an element that is none."""
-    _refuse_shards(gradients)
+    _refuse_shards(gradients, euclidean=True)
+    on_host = [each for each in gradients if isinstance(each, HostGradient)]
+    for norm in _gather_norms(on_host, [each.buffer.norm() for each in on_host]):
+        found_inf.copy_(torch.maximum(found_inf, (~norm.isfinite()).to(found_inf)))
     for each in gradients:
         if isinstance(each, HostGradient):
-            found_inf.copy_(torch.maximum(found_inf, (~each.buffer.norm().isfinite()).to(found_inf)))
             if _scale(each, inverse) is NotImplemented:
                 each.buffer.device().mul_(inverse)
         else:

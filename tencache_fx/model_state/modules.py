@@ -13,7 +13,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,16 @@ from tencache_fx.model_state.module_guards import alias_of, guard, keep_loadable
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.offloading import Offloading, should_offload
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
+from tencache_fx.model_state.shard import find_group
+from tencache_fx.model_state.sharded_modules import ShardedClasses, whole
 from tencache_fx.model_state.sharding import guard_from_sharding, refuse_shards
 from tencache_fx.model_state.step_hooks import check_updates_in_backward
 from tencache_fx.options import Options
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import find_engine, open_engine, usage
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _READ_THEIR_CHILDRENS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # parameters, without calling these
 
@@ -42,7 +47,13 @@ _HOOK_ID = -1  # of our hooks, in each module
 _BAR_DELAY_S = 1.0  # what is done sooner needs no progress bar
 
 
-def offload(model: nn.Module, device: torch.device | str | None = None, *, progress: bool | None = None) -> nn.Module:
+def offload(
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    *,
+    shard: "bool | DeviceMesh" = False,
+    progress: bool | None = None,
+) -> nn.Module:
     """Offload every large parameter of `model` to host memory, and move all else to `device`; return the model.
 
     Of a model that is all but frozen, trained parameters, a 32nd of its bytes at most, stay on the device with their
@@ -51,12 +62,19 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
     `device` is that of the first parameter by default. Parameters are moved one at a time, from wherever they are:
     from a device, from the CPU, or from "meta", where each module's `reset_parameters` makes them first, and its
     buffers.
+
+    With `shard`, True for all ranks or a DeviceMesh of one dimension, each rank keeps its rows of each parameter, of
+    its gradient and of its optimizer's state. Whoever reads a parameter gathers it; gradients are the means over ranks.
+    Values, and buffers, are those of rank 0. Parameters whose part would be smaller than 64 KiB, or that have fewer
+    rows than there are ranks, are whole on every device, with gradients averaged. All ranks call this, with the same
+    model.
+
     `model.state_dict()` then has the parameters as tensors of the CPU that share memory with the host copies, and
     `load_state_dict` works as ever. Idempotent. What takes longer than a second shows a progress bar on stderr, unless
     `progress` is False; by default if that is a terminal. Raises `OptionError` for a device that is not there, a module
     on "meta" that cannot make its parameters, or a parameter that is sharded or whose elements share memory;
     `BudgetError` when host_budget is too low: raise it by `tencache_fx.configure`, and call this again. Whatever it
-    raises, the model is as it was.
+    raises, the model is as it was; but a rank that is lost while parameters are sent leaves them in parts.
     """
     first = next((p for p in need_model(model).parameters() if p.device.type != "meta"), None)
     if device is None and first is None:
@@ -64,7 +82,9 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
     assert device is not None or first is not None
     target = resolve_device(find_device(device) if device is not None else first.device)  # type: ignore[union-attr]
     refuse_shards(model)
-    departure = Offloading(roomy_engine(target), model, target)
+    group = find_group(shard, target)
+    departure = Offloading(roomy_engine(target), model, target, group)
+    classes = None if group is None else ShardedClasses(group)
     with _open_bar(departure.nbytes, progress=progress) as bar, departure:
         for name, module in model.named_modules():
             departure.make(module)
@@ -75,6 +95,8 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
         for module in (*model.modules(), *_modules_beside(model)):
             if _offloaded_read_by(module):
                 watch(module)
+            if classes is not None:
+                classes.change(module, departure.shards)
         guard(model)
         guard_from_sharding(model, parameters_of(engine_of(target)))
     return model
@@ -84,6 +106,7 @@ def offload(model: nn.Module, device: torch.device | str | None = None, *, progr
 def summon(model: nn.Module, *, write: bool = True) -> Iterator[nn.Module]:
     """Load all parameters of `model` for the time of the context, to read and to change; all at once, so budget or not.
 
+    What is spread over ranks is whole in the context, which all ranks enter; each takes its own part of changes over.
     With `write=False` changes are dropped. A tensor assigned to a parameter's `data` is copied, as any other change.
     Of parameters that are summoned already, whoever did so first decides what becomes of changes. Raises
     `UsageError` when none is offloaded.
@@ -109,7 +132,8 @@ def _summoned(offloaded: OffloadedParameter, *, write: bool) -> Iterator[None]:
     if torch.is_grad_enabled():
         offloaded.gradient.expect(_ALONE)
     try:
-        yield
+        with whole(offloaded, write=write):
+            yield
     finally:
         offloaded.summoned = False
         given = restore(offloaded, own)

@@ -28,6 +28,7 @@ from tencache_fx.model_state.copy_state import NEXT_STATES, CopyState, HostUpdat
 from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.expected_gradient import ExpectedGradient
 from tencache_fx.model_state.host_state import State
+from tencache_fx.model_state.shard import Shard
 from tencache_fx.planning.problem import STATE_BYTES, Tier
 from tencache_fx.runtime.buffers import Buffer
 from tencache_fx.runtime.streams import Event, Lane, Streams
@@ -46,6 +47,7 @@ class OffloadedParameter:
             empty = torch.empty(0, dtype=parameter.dtype, device="cpu")
             self._host = empty.clone().set_(storage, 0, parameter.size(), parameter.stride())
             self._elements = empty.set_(storage, 0, (parameter.numel(),), (1,))
+        self.shard: Shard | None = None  # what it is a part of, if it is spread over ranks
         self.resident = False
         self.planned_by_step = False  # it is resident by the plans of steps
         self.summoned = False

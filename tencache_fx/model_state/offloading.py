@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from tencache_fx.errors import OptionError
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
-from tencache_fx.model_state.parameter_store import parameters_of
+from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
+from tencache_fx.model_state.shard import RankGroup, Shard
+from tencache_fx.model_state.sharded_modules import check_readers
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
 
@@ -55,21 +57,27 @@ class Offloading:
     cannot, and `BudgetError` when the host budget has no room for all of it.
     """
 
-    def __init__(self, engine: Engine, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, engine: Engine, model: nn.Module, device: torch.device, group: RankGroup | None = None) -> None:
         self._engine = engine
         self._device = device
+        self._group = group
+        self.shards: dict[Tensor, Shard | None] = {}  # of those moved over a group; None for one that is whole
         self._adapts = is_adapted(model)
         self._made: dict[nn.Parameter, nn.Parameter] = {}  # for those on "meta"
         self._new: set[nn.Parameter] = set()  # those made
         self._undo = contextlib.ExitStack()
         _check_ties(model)
         _check_makers(model)
+        if group is not None:
+            check_readers(model)
         sizes = []
         for name, parameter in model.named_parameters():
-            if parameters_of(self._engine).find(parameter) is None and _may_leave(parameter, adapts=self._adapts):
+            if group is not None:
+                _check_whole(parameter, name)
+            if parameters_of(self._engine).find(parameter) is None and self._leaves(parameter):
                 if not parameter.is_meta:  # else it is made dense
                     should_offload(parameter, name, adapts=self._adapts)
-                sizes.append(parameter.nbytes)
+                sizes.append(parameter.nbytes if group is None else local_bytes(parameter, group))
         self.nbytes = sum(sizes)
         engine.object_buffers.drain()
         engine.pool.make_room(sizes, Use.PARAMETER)
@@ -112,22 +120,52 @@ class Offloading:
         if store.find(parameter) is not None:
             return 0
         before = parameter.data
-        if should_offload(parameter, name, adapts=self._adapts):
-            offloaded, device = store.offload(parameter, name, self._device), before.device
+        if self._group is not None:
+            if parameter in self.shards:
+                return 0
+            self._take_part(parameter, self._group)
+        if self._leaves(parameter):
+            should_offload(parameter, name, adapts=self._adapts)
+            device = before.device
+            offloaded = store.offload(parameter, name, self._device)
+            offloaded.shard = self.shards.get(parameter)
             del before  # its memory is to go
             self._undo.callback(_undo_offload, offloaded, None if parameter in self._new else device)
             return offloaded.nbytes
-        parameter.data = before.to(self._device)
+        parameter.data = parameter.data.to(self._device)
         self._undo.callback(setattr, parameter, "data", before)
         if parameter.requires_grad and parameter not in store.kept:
             store.kept[parameter] = True
             self._undo.callback(store.kept.pop, parameter)
         return 0
 
+    def _leaves(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter is to be in host memory, in whole or in part."""
+        if parameter in self.shards:
+            return self.shards[parameter] is not None
+        if self._group is not None:
+            return self._shard_of(parameter, self._group) is not None
+        return _may_leave(parameter, adapts=self._adapts)
+
+    def _shard_of(self, parameter: nn.Parameter, group: RankGroup) -> Shard | None:
+        """Return how a parameter is to be spread; None for one that all ranks have whole, on their devices."""
+        if parameter.dim() == 0 or parameter.size(0) < group.size or (self._adapts and parameter.requires_grad):
+            return None
+        return Shard(group, parameter.size()) if local_bytes(parameter, group) >= LEAST_BYTES else None
+
+    def _take_part(self, parameter: nn.Parameter, group: RankGroup) -> None:
+        """Let a parameter be this rank's part of the value that rank 0 has, or all of that; a collective."""
+        value = parameter.detach().to(self._device).contiguous()
+        torch.distributed.broadcast(value, group=group.process_group, group_src=0)
+        self.shards[parameter] = shard = self._shard_of(parameter, group)
+        parameter.data = value if shard is None else shard.cut(value)
+
     def move_buffers(self, module: nn.Module) -> None:
-        """Move a module's own buffers to the device."""
+        """Move a module's own buffers to the device; with a group, they are those of rank 0."""
         for key, buffer in module.named_buffers(recurse=False):
-            module._buffers[key] = buffer.to(self._device)
+            module._buffers[key] = moved = buffer.to(self._device)
+            if self._group is not None:
+                torch.distributed.broadcast(moved, group=self._group.process_group, group_src=0)
 
     def _put_back_later(self, entries: dict[str, Any]) -> None:
         before = dict(entries)
@@ -137,6 +175,21 @@ class Offloading:
             entries.update(before)
 
         self._undo.callback(put_back)
+
+
+def local_bytes(parameter: Tensor, group: RankGroup) -> int:
+    """Return the bytes of each rank's part of a parameter of one dimension at least."""
+    rows = parameter.size(0) if parameter.dim() else 1
+    return -(-rows // group.size) * (parameter.nbytes // max(rows, 1))
+
+
+def _check_whole(parameter: Tensor, name: str) -> None:
+    """Refuse to spread a parameter that is in host memory as a whole."""
+    offloaded = None if parameter.is_meta else find_offloaded(parameter)
+    if offloaded is not None and offloaded.shard is None:
+        raise OptionError(
+            f"{name} is offloaded to host memory as a whole already; give shard= the first time that offload is called."
+        )
 
 
 def _undo_offload(offloaded: OffloadedParameter, device: torch.device | None) -> None:

@@ -93,8 +93,10 @@ def refresh_param(engine: Engine, parameter: Tensor) -> Tensor:
     return new_token()
 
 
-def offload_grad(engine: Engine, src: Tensor, label: str = "", param: str = "", *, shard: bool = False) -> Tensor:
-    """Issue the copy of a gradient, or a rank's `shard` of it, out; return the handle, for `release` and `take_grad`.
+def offload_grad(engine: Engine, src: Tensor, label: str = "", param: str = "", shard: str = "") -> Tensor:
+    """Issue the copy of a gradient out; return the handle, for `release` and `take_grad`.
+
+    It may be a part of one that is spread over the process group named `shard`.
 
     If that is all there will be of the gradient of `param`, and its optimizer updates during backward, the update
     begins. Raises `BudgetError`.
@@ -130,6 +132,13 @@ def take_grad(engine: Engine, handle: Tensor) -> HostGradient:
             raise UsageError(transfer.refusal())
         transfer.payload, transfer.stage = None, Stage.ENDED
     return HostGradient(buffer)
+
+
+def send_to_host(engine: Engine, gradient: Tensor) -> HostGradient:
+    """Return a gradient in host memory for one on the device."""
+    handle = offload_grad(engine, gradient)
+    engine.release(handle, gradient)
+    return take_grad(engine, handle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,14 +188,14 @@ def _refresh_param(param: Tensor, engine: int, label: str) -> Tensor:
     return refresh_param(engine_by_id(engine), param)
 
 
-def _offload_grad(src: Tensor, engine: int, label: str, param: str, shard: bool = False) -> Tensor:  # noqa: FBT001
+def _offload_grad(src: Tensor, engine: int, label: str, param: str, shard: str = "") -> Tensor:
     server = server_by_id(engine)
     if not isinstance(server, SwapPoints):
-        return offload_grad(server, src, label, param, shard=shard)
+        return offload_grad(server, src, label, param, shard)
     owner = parameters_of(server.engine).pending.find(param)
     if owner is not None and owner.updated_on_device and not shard:
         return server.keep(label, src)
-    return server.store(label, partial(offload_grad, server.engine, src, label, param, shard=shard))
+    return server.store(label, partial(offload_grad, server.engine, src, label, param, shard))
 
 
 def _take_grad(

@@ -14,7 +14,7 @@ from tencache_fx.model_state.host_gradient import HostGradient, HostGradientBuff
 from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.modules import engine_of
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
-from tencache_fx.model_state.parameter_ops import offload_grad, take_grad
+from tencache_fx.model_state.parameter_ops import send_to_host
 from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.model_state.step_hooks import step_hooks
 from tencache_fx.model_state.step_kernel import Step
@@ -157,13 +157,6 @@ def set_master(master: Tensor, weight: Tensor) -> None:
     """Take over a weight that somebody may have set: where its master, rounded, is the same, that has more digits."""
     for some, values in zip(master.split(_MASTERS), weight.split(_MASTERS), strict=True):
         some.copy_(torch.where(some.to(values.dtype) == values, some, values))
-
-
-def send_to_host(engine: Engine, gradient: Tensor) -> HostGradient:
-    """Return a gradient in host memory for one on the device."""
-    handle = offload_grad(engine, gradient)
-    engine.release(handle, gradient)
-    return take_grad(engine, handle)
 
 
 def gradient_on_host(parameter: Tensor, gradient: Tensor) -> HostGradient:

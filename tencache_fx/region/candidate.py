@@ -12,6 +12,7 @@ from torch import fx
 from tencache_fx.errors import BudgetError
 from tencache_fx.hardware.device_memory import external_bytes, input_bytes
 from tencache_fx.model_state.disk_state import line_bytes
+from tencache_fx.model_state.shard import UNKNOWN, Shard
 from tencache_fx.passes.code_interface import Interface
 from tencache_fx.passes.code_memory import UnreadableCodeError, code_peak_bytes
 from tencache_fx.passes.graphs import RegionGraphs
@@ -133,6 +134,10 @@ class ParameterFacts(Protocol):
         """Return the bytes of the parameter."""
 
     @property
+    def shard(self) -> Shard | None:
+        """Return what it is a part of; None for a whole one."""
+
+    @property
     def on_device(self) -> bool:
         """Return True if the parameter's bytes are on the device, too."""
 
@@ -197,7 +202,10 @@ class RegionPlanner:
                 )
                 return None
         staying = write_markers(
-            capture, capture.offloaded, {name: each.state_bytes for name, each in self._offloaded.items()}
+            capture,
+            capture.offloaded,
+            {name: each.state_bytes for name, each in self._offloaded.items()},
+            {name: _group_of(each, capture) for name, each in self._offloaded.items()},
         )
         staying_bytes = sum(self._offloaded[name].nbytes for name in staying)
         training = capture.backward is not None
@@ -353,6 +361,13 @@ class RegionPlanner:
             unforeseen_bytes=self.unforeseen_bytes,
             fused=fuses,
         )
+
+
+def _group_of(offloaded: ParameterFacts, capture: RegionGraphs) -> str:
+    """Return the process group over which a parameter is spread; some, if it is not known, where the graph scatters."""
+    if offloaded.shard is not None:
+        return offloaded.shard.group.name
+    return UNKNOWN if capture.scatters else ""
 
 
 def _planner_of(capture: RegionGraphs, policy: str, *, by_step: bool) -> Callable[[Problem], Plan]:

@@ -1,4 +1,4 @@
-"""One rank: `python run_ranks.py RANK MEETING_FILE quick|slow` prints what came of each case, by group, as JSON."""
+"""One rank: `python run_ranks.py RANK MEETING_FILE KIND` prints what came of each case, by group, as JSON."""
 
 import datetime
 import json
@@ -6,12 +6,18 @@ import sys
 
 import rank_training
 import ranks
+import shard_training
 import torch
 import torch.distributed as dist
 
 import tencache_fx
 
-GROUPS = {"quick": {**ranks.GROUPS, "training": rank_training.QUICK}, "slow": {"training": rank_training.SLOW}}
+GROUPS = {
+    "quick": {**ranks.GROUPS, "training": rank_training.QUICK},
+    "slow": {"training": rank_training.SLOW},
+    "spread": {"training": shard_training.QUICK, "others": shard_training.OTHERS},
+    "spread, slow": {"training": shard_training.SLOW},
+}
 
 
 def main(rank: int, meeting_file: str, kind: str) -> None:

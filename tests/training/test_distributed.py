@@ -1,20 +1,17 @@
 """Two ranks over gloo: what went wrong without a word, or crashed, is refused in one sentence; the rest is right."""
 
-import contextlib
-import json
 import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 from harness import EAGER, compiled
+from started_ranks import LIMIT_S, ROOT, SUPPORT, Found, run_ranks
 from torch import Tensor, nn
 from torch._functorch import partitioners
 from torch.autograd.graph import get_gradient_edge
@@ -24,33 +21,8 @@ from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.hardware.capacity import ranks_here
 from tencache_fx.optim import AdamW
 
-ROOT = Path(__file__).resolve().parents[2]
-SUPPORT = ROOT / "tests" / "support"
-LIMIT_S = 900  # on a machine that does much else
 CLOSE = 4e-4  # what two steps of AdamW make of sums in another order
 NEAR = 1e-4  # and four steps at a tenth of the rate
-
-Found = dict[str, dict[str, object]]
-
-
-def run_ranks(folder: Path, kind: str) -> list[dict[str, Found]]:
-    """Return what came of all cases, by group, on each of two ranks; both have ended by then, however that went."""
-    settings = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    settings |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    with contextlib.ExitStack() as ends:
-        started = []
-        for rank in range(2):
-            command = [sys.executable, str(SUPPORT / "run_ranks.py"), str(rank), str(folder / "meeting"), kind]
-            printed, errors = (ends.enter_context((folder / f"{name}{rank}").open("w")) for name in ("out", "err"))
-            started.append(
-                subprocess.Popen(command, env=os.environ | settings, cwd=folder, stdout=printed, stderr=errors)
-            )
-            ends.callback(started[-1].wait)
-            ends.callback(started[-1].kill)
-        until = time.monotonic() + LIMIT_S
-        codes = [rank.wait(timeout=max(0.0, until - time.monotonic())) for rank in started]
-    assert codes == [0, 0], "\n".join((folder / f"err{rank}").read_text()[-3000:] for rank in range(2))
-    return [json.loads((folder / f"out{rank}").read_text().splitlines()[-1]) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,152 @@
+"""A parameter that is spread over ranks by rows, and the collectives by which it is read.
+
+Each rank has as many rows, the last ones filled up with zeros, so that the parts lie one behind the other in the whole.
+To read it is to gather it; its gradient is the mean over ranks, scattered: each rank gets that of its own rows
+(SimpleFSDP, arXiv 2411.00284). In a compiled region both are nodes of the graph.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tencache_fx.errors import OptionError
+from tencache_fx.option_values import shown
+
+UNKNOWN = "?"
+"""In place of a group's name: a gradient is a rank's part of one, and nobody knows over which ranks it is spread."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """The ranks of a process group that share a model: its name, how many they are, and which of them this one is."""
+
+    name: str
+    size: int
+    rank: int
+
+    @property
+    def process_group(self) -> "dist.ProcessGroup":
+        """Return torch's group."""
+        return resolve(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """How a parameter of `size`, at least a row for each rank, is spread over `group`."""
+
+    group: RankGroup
+    size: torch.Size
+
+    @property
+    def local_size(self) -> torch.Size:
+        """Return the size of each rank's part, with the rows that fill it up."""
+        return torch.Size((-(-self.size[0] // self.group.size), *self.size[1:]))
+
+    @property
+    def own_rows(self) -> int:
+        """Return how many of this rank's rows are the parameter's; 0 if all fill up."""
+        rows = self.local_size[0]
+        return min(max(self.size[0] - self.group.rank * rows, 0), rows)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return a contiguous copy of this rank's part of a tensor of `size`, filled up with zeros."""
+        rows, own = self.local_size[0], self.own_rows
+        part = whole.new_zeros(self.local_size)
+        part[:own] = whole[self.group.rank * rows : self.group.rank * rows + own]
+        return part
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return the whole of which each rank gives its `part`; a collective."""
+        return _gather(part, self.group.size, self.group.name)[: self.size[0]]
+
+
+def resolve(name: str) -> "dist.ProcessGroup":
+    """Return the process group of that name."""
+    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+    found: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]
+    return found
+
+
+def find_group(shard: object, device: torch.device) -> RankGroup | None:
+    """Return the ranks that `shard` names, True for all or a DeviceMesh of one dimension; None for a single one.
+
+    Raises `OptionError` for what names none, and where they cannot send each other tensors of `device`.
+    """
+    if shard is None or shard is False:
+        return None
+    if not dist.is_available() or not dist.is_initialized():
+        raise OptionError("shard= spreads a model over ranks, and there are none; call init_process_group() first.")
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if shard is True:
+        group = dist.group.WORLD
+    elif isinstance(shard, DeviceMesh):
+        if shard.ndim != 1:
+            raise OptionError(
+                f"shard= is a DeviceMesh of {shard.ndim} dimensions; give one of one dimension, such as "
+                f"mesh[{(shard.mesh_dim_names or ('shard',))[-1]!r}]: parameters are not both spread and replicated."
+            )
+        group = shard.get_group()
+    else:
+        raise OptionError(f"shard={shown(shard)} names no ranks; give True or a DeviceMesh.")
+    assert group is not None
+    if device not in group._device_types and torch.device(device.type) not in group._device_types:
+        raise OptionError(
+            f"the process group has no backend for {device.type}: it has "
+            f"{', '.join(each.type for each in group._device_types)}; call init_process_group('cpu:gloo,cuda:nccl')."
+        )
+    return RankGroup(group.group_name, group.size(), group.rank()) if group.size() > 1 else None
+
+
+class Gathered(torch.autograd.Function):
+    """All ranks' parts, one behind the other; its gradient is the mean over ranks, of this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, count: int, group: str) -> Tensor:
+        """Gather [rows, ...] to [count * rows, ...]."""
+        ctx.count, ctx.group = count, group
+        return _gather(part, count, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Reduce [count * rows, ...] and scatter it to [rows, ...]."""
+        return scatter_mean(gradient, ctx.count, ctx.group), None, None
+
+
+class Averaged(torch.autograd.Function):
+    """A parameter that every rank has whole; its gradient is the mean over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, count: int, group: str) -> Tensor:
+        """Return the parameter."""
+        ctx.count, ctx.group = count, group
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Return the mean of all ranks' gradients."""
+        total = torch.ops._c10d_functional.all_reduce(gradient.contiguous(), "sum", ctx.group)
+        return torch.ops._c10d_functional.wait_tensor(total) / ctx.count, None, None
+
+
+def scatter_mean(gradient: Tensor, count: int, group: str) -> Tensor:
+    """Return this rank's rows of the mean of all ranks' gradients; gloo has no mean by itself."""
+    part = torch.ops._c10d_functional.reduce_scatter_tensor(gradient.contiguous(), "sum", count, group)
+    return torch.ops._c10d_functional.wait_tensor(part) / count  # type: ignore[no-any-return]
+
+
+def whole_norms(norms: Sequence[Tensor], group: str) -> Sequence[Tensor]:
+    """Return the Euclidean norms of gradients of which each rank gives those of its parts, fp32; a collective."""
+    squares = torch.stack([norm.double() for norm in norms]).square()
+    dist.all_reduce(squares, group=resolve(group))
+    return squares.sqrt().float().unbind()
+
+
+def _gather(part: Tensor, count: int, group: str) -> Tensor:
+    work = torch.ops._c10d_functional.all_gather_into_tensor(part.contiguous(), count, group)
+    return torch.ops._c10d_functional.wait_tensor(work)  # type: ignore[no-any-return]

@@ -1,0 +1,268 @@
+"""A model that `offload(model, shard=True)` spreads over two ranks: what one of them does, and what came of it."""
+
+import pickle
+import time
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+import torch.distributed as dist
+from ranks import WORLD, refused
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import tencache_fx
+from tencache_fx.model_state.host_gradient import HostGradient
+from tencache_fx.model_state.parameter_store import find_offloaded
+from tencache_fx.optim import AdamW
+
+STEPS, ROWS, HIDDEN, WIDE, BLOCKS, MOST_NORM = 3, 256, 161, 641, 3, 1e-2  # odd sizes: parts are filled up
+OPTIONS = {"device_budget": "7MB", "host_budget": "128MB", "compiler": "eager", "calibrate": False}
+
+Found = dict[str, object]
+
+
+class Block(nn.Module):
+    """Two large parameters, which are spread, and three small ones, which are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN, bias=False)
+        self.wide, self.narrow = nn.Linear(HIDDEN, WIDE), nn.Linear(WIDE, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
+
+
+def blocks(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+
+def spread(model: nn.Module | None = None, seed: int | None = None) -> nn.Module:
+    """Return a model whose ranks began with other values: those of rank 0 count."""
+    model = blocks(dist.get_rank() if seed is None else seed) if model is None else model
+    return tencache_fx.offload(model, "cpu", shard=True)
+
+
+def batch(rank: int, part: int = 0) -> Tensor:
+    torch.manual_seed(100 + 10 * part + rank)
+    return torch.randn(ROWS, HIDDEN)
+
+
+def loss_of(run: Callable[[Tensor], Tensor], rank: int, part: int = 0) -> Tensor:
+    return run(batch(rank, part)).square().mean()
+
+
+@cache
+def wanted(*, clips: bool = False, parts: int = 1) -> dict[str, Tensor]:
+    """Return the parameters that one process has after the same steps on what all ranks see."""
+    model = blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses = [loss_of(model, rank, part) for rank in range(WORLD) for part in range(parts)]
+        torch.stack(losses).mean().backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), MOST_NORM)
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    with tencache_fx.summon(model, write=False):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def off_by(model: nn.Module, want: dict[str, Tensor]) -> float:
+    got = whole(model)
+    assert got.keys() == want.keys()
+    return max((got[name] - want[name]).abs().max().item() for name in want)
+
+
+def digest(model: nn.Module) -> list[float]:
+    """Return numbers that are the same on two ranks only if all values are."""
+    return [
+        value.double().mul(torch.arange(value.numel()).view_as(value)).sum().item() for value in whole(model).values()
+    ]
+
+
+def compiled(model: nn.Module, *, blockwise: bool = False, **more: object) -> nn.Module:
+    for module in model if blockwise else (model,):
+        module.compile(backend="tencache", options=OPTIONS | more)
+    return model
+
+
+def train(
+    compile_it: Callable[[nn.Module], nn.Module] = compiled,
+    *,
+    early: bool = False,
+    clips: bool = False,
+    parts: int = 1,
+    model: nn.Module | None = None,
+) -> Found:
+    before = tencache_fx.regions()  # of earlier cases: Dynamo's guards of an autograd.Function keep them
+    model = compile_it(spread(model))
+    optimizer = AdamW(model.parameters(), lr=1e-3, step_in_backward=early)
+    kinds = set()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(parts):
+            (loss_of(model, dist.get_rank(), part) / parts).backward()
+        kinds |= {type(p.grad) for p in model.parameters() if find_offloaded(p) is not None}
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), MOST_NORM)
+        optimizer.step()
+    records = [each for each in (*tencache_fx.regions(), *tencache_fx.steps()) if each not in before]
+    return {
+        "off by": off_by(model, wanted(clips=clips, parts=parts)),
+        "digest": digest(model),
+        "transfers": sum(len(record.plan.transfers) for record in records),
+        "gradients in host memory": kinds == ({type(None)} if early else {HostGradient}),
+        "host bytes": sum(each.nbytes for p in model.parameters() if (each := find_offloaded(p)) is not None),
+        "bytes": sum(p.nbytes for p in blocks().parameters() if p.dim() == 2),
+    }
+
+
+def alone(model: nn.Module) -> nn.Module:
+    """Leave a model uncompiled."""
+    return model
+
+
+def late(model: nn.Module) -> nn.Module:
+    """Compile a model, one rank of which is late for each block and each gradient."""
+
+    def wait(*_: object) -> None:
+        time.sleep(0.05 * dist.get_rank())
+
+    for block in model:
+        block.register_forward_pre_hook(wait)
+        block.norm.weight.register_hook(wait)
+    return compiled(model, blockwise=True)
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return blocks()
+
+
+def made_on_meta() -> Found:
+    """A model that no rank has whole at any time, whose values are as rank 0 makes them."""
+    torch.manual_seed(dist.get_rank())
+    model, most = on_meta(), 0
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.LayerNorm)):
+            was = module.reset_parameters
+
+            def reset(was: Callable[[], None] = was) -> None:
+                nonlocal most
+                was()
+                most = max(most, sum(p.numel() for p in model.parameters() if p.device.type == "cpu"))
+
+            module.reset_parameters = reset
+    spread(model)
+    torch.manual_seed(0)
+    plain = on_meta().to_empty(device="cpu")
+    for module in plain.modules():
+        if isinstance(module, (nn.Linear, nn.LayerNorm)):
+            module.reset_parameters()
+    return {
+        "off by": off_by(model, dict(plain.named_parameters())),
+        "digest": digest(model),
+        "most": most,
+        "all": sum(p.numel() for p in plain.parameters()),
+    }
+
+
+def summoned() -> Found:
+    """What is changed inside summon is changed on all ranks, each its own part."""
+    model = spread()
+    with torch.no_grad(), tencache_fx.summon(model):
+        size = list(model[0].wide.weight.shape)
+        model[0].wide.weight.mul_(2)
+        model[1].narrow.weight.data = torch.full((HIDDEN, WIDE), 0.5)
+    with tencache_fx.summon(model, write=False):
+        model[0].wide.weight.data.zero_()
+    want = dict(blocks().named_parameters())
+    want["0.wide.weight"] = want["0.wide.weight"] * 2
+    want["1.narrow.weight"] = torch.full((HIDDEN, WIDE), 0.5)
+    return {"size": size, "off by": off_by(model, want), "part": list(model[0].wide._parameters["weight"].shape)}
+
+
+def tied() -> Found:
+    """A parameter of two modules, one of them outside of the model, is spread once, and its gradient is the sum."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.words, self.head = nn.Embedding(641, HIDDEN), nn.Linear(HIDDEN, 641, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.words(x))
+
+    def loss(run: Callable[[Tensor], Tensor], rank: int) -> Tensor:
+        torch.manual_seed(rank)
+        return run(torch.randint(641, (64,))).square().mean()
+
+    want, model = Tied(), Tied()
+    beside = nn.Linear(HIDDEN, 641, bias=False)
+    beside.weight = model.words.weight
+    spread(model)
+    torch.stack([loss(want, rank) + want.head(torch.ones(HIDDEN)).mean() for rank in range(WORLD)]).mean().backward()
+    run = compiled(model, device_budget="4MB")
+    (loss(run, dist.get_rank()) + beside(torch.ones(HIDDEN)).mean()).backward()
+    parameter = model.words._parameters["weight"]
+    part = find_offloaded(parameter).shard.cut(want.words.weight.grad)
+    return {"off by": (parameter.grad.clone() - part).abs().max().item(), "parts": len(list(model.parameters()))}
+
+
+def refusals() -> Found:
+    mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("replicate", "shard"))
+    whole_already, model = tencache_fx.offload(blocks(), "cpu"), spread()
+    found = {
+        "two dimensions": refused(lambda: tencache_fx.offload(blocks(), "cpu", shard=mesh)),
+        "no ranks": refused(lambda: tencache_fx.offload(blocks(), "cpu", shard="all")),
+        "whole already": refused(lambda: tencache_fx.offload(whole_already, "cpu", shard=True)),
+        "LSTM": refused(lambda: spread(nn.Sequential(nn.LSTM(256, 256)))),
+        "max_norm": refused(lambda: spread(nn.Sequential(nn.Embedding(1024, 256, max_norm=1.0)))),
+        "read": refused(lambda: model[0].wide.weight),
+        "pickle": refused(lambda: pickle.dumps(model[0].wide)),
+    }
+
+    def inside() -> None:
+        with tencache_fx.summon(model):
+            loss_of(model, 0).backward()
+
+    found["backward inside summon"] = refused(inside)
+    for way, make in (("compiled", compiled), ("uncompiled", alone)):
+        loss_of(make(model), 0).backward()
+        parameters = list(model.parameters())
+        found[f"other norm, {way}"] = refused(lambda: nn.utils.clip_grad_norm_(parameters, 1.0, norm_type=1.0))  # noqa: B023
+        model.zero_grad()
+    tencache_fx.offload(other := blocks(), "cpu", shard=mesh["shard"])
+    found["rows of a mesh of one dimension"] = other[0].wide._parameters["weight"].shape[0]
+    return found
+
+
+QUICK: dict[str, Callable[[], Found]] = {
+    "compiled": train,
+    "uncompiled": partial(train, alone),
+    "updated during backward": partial(train, early=True),
+    "updated during backward, uncompiled": partial(train, alone, early=True),
+    "accumulates and clips": partial(train, parts=2, clips=True),
+    "accumulates and clips, uncompiled": partial(train, alone, parts=2, clips=True),
+}
+
+OTHERS: dict[str, Callable[[], Found]] = {"meta": made_on_meta, "summon": summoned, "tied": tied, "refusals": refusals}
+
+SLOW: dict[str, Callable[[], Found]] = {
+    "Inductor": partial(train, partial(compiled, compiler="inductor"), clips=True),
+    "Inductor, updated during backward": partial(train, partial(compiled, compiler="inductor"), early=True),
+    "no budget": partial(train, partial(compiled, device_budget=None), clips=True),
+    "blocks": partial(train, partial(compiled, blockwise=True), clips=True),
+    "blocks by step": partial(train, partial(compiled, blockwise=True, scope="step"), early=True),
+    "blocks by step, accumulates": partial(train, partial(compiled, blockwise=True, scope="step"), parts=2, clips=True),
+    "a rank is late": partial(train, late, clips=True),
+}
