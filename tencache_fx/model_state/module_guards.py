@@ -70,7 +70,8 @@ def _into_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
     for name, offloaded in _own_offloaded(module).items():
         offloaded.wait_update()
         if prefix + name in state_dict:
-            state_dict[prefix + name] = offloaded.host
+            shard = offloaded.shard
+            state_dict[prefix + name] = offloaded.host if shard is None else shard.as_dtensor(offloaded.host)
 
 
 def _before_load(
@@ -83,7 +84,11 @@ def _before_load(
     all_offloaded = _own_offloaded(module)
     if all_offloaded and local_metadata.get("assign_to_params_buffers"):
         raise UsageError("offloaded parameters cannot be replaced; load with assign=False.")
-    for offloaded in all_offloaded.values():
+    for name, offloaded in all_offloaded.items():
+        saved = state_dict.get(prefix + name)
+        if offloaded.shard is not None and isinstance(saved, Tensor):
+            part = offloaded.shard.take(saved)
+            state_dict[prefix + name] = saved if part is None else part  # torch tells of one of another size
         offloaded.load()
 
 

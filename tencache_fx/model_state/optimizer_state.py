@@ -19,6 +19,7 @@ from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.optimizer_checks import find_misfit
 from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.model_state.placement import StatePlacement, hold_state, is_in, on_cpu, saved_of, shown_of
+from tencache_fx.model_state.shard import Shard
 from tencache_fx.model_state.step_kernel import MASTER, Rule, Step
 from tencache_fx.model_state.update import dense_like, weakly
 from tencache_fx.planning.problem import Tier
@@ -83,6 +84,7 @@ class OptimizerState(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state, once the updates under way are done, as torch does.
 
+        Arrays of parameters that are spread over ranks are DTensors, as these are in the model's `state_dict`.
         State on disk is copied to a file without a name there, from which its tensors are mapped.
         """
         self._wait_updates()
@@ -90,8 +92,11 @@ class OptimizerState(torch.optim.Optimizer):
         parameters = (p for group in self.param_groups for p in group["params"])
         indices = (index for group in packed["param_groups"] for index in group["params"])
         for index, parameter in zip(indices, parameters, strict=True):
+            kept = packed["state"].get(index, {})
             if isinstance(held := self._states.get(parameter), DiskState):
-                packed["state"][index] = {**packed["state"][index], **held.read()}
+                kept = packed["state"][index] = {**kept, **held.read()}
+            if kept and (shard := _shard_of(parameter)) is not None:
+                packed["state"][index] = {name: _as_saved(shard, value) for name, value in kept.items()}
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -108,7 +113,7 @@ class OptimizerState(torch.optim.Optimizer):
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         pairs = dict(zip(indices, parameters, strict=False))
         saved_of = {
-            pairs[k]: {name: value for name, value in saved.items() if value is not None}
+            pairs[k]: {name: _part_of(pairs[k], value) for name, value in saved.items() if value is not None}
             for k, saved in state_dict["state"].items()
             if k in pairs
         }
@@ -207,3 +212,22 @@ class OptimizerState(torch.optim.Optimizer):
         state = on_cpu({name: value for name, value in saved.items() if name not in arrays}) | shown_of(held)
         self._states[parameter], self._state[parameter] = held, state
         return state
+
+
+def _shard_of(parameter: Tensor) -> Shard | None:
+    """Return how a parameter is spread over ranks; None for a whole one."""
+    offloaded = find_offloaded(parameter)
+    return None if offloaded is None else offloaded.shard
+
+
+def _as_saved(shard: Shard, value: Any) -> Any:
+    """Return a value of the state of a parameter that is spread: what is of the part's size is a part, too."""
+    is_part = isinstance(value, Tensor) and value.size() == shard.local_size
+    return shard.as_dtensor(value) if is_part else value
+
+
+def _part_of(parameter: Tensor, value: Any) -> Any:
+    """Return this rank's part of a saved value, if its parameter is spread."""
+    shard = _shard_of(parameter)
+    part = shard.take(value) if shard is not None and isinstance(value, Tensor) else None
+    return value if part is None else part

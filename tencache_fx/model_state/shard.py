@@ -7,7 +7,8 @@ To read it is to gather it; its gradient is the mean over ranks, scattered: each
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,14 @@ from torch import Tensor
 from tencache_fx.errors import OptionError
 from tencache_fx.option_values import shown
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 UNKNOWN = "?"
 """In place of a group's name: a gradient is a rank's part of one, and nobody knows over which ranks it is spread."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankGroup:
     """The ranks of a process group that share a model: its name, how many they are, and which of them this one is."""
 
@@ -32,6 +36,13 @@ class RankGroup:
     def process_group(self) -> "dist.ProcessGroup":
         """Return torch's group."""
         return resolve(self.name)
+
+    @cached_property
+    def mesh(self) -> "DeviceMesh":
+        """Return the mesh of these ranks' host memory, by which DTensors say how they are spread."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self.process_group, "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +69,41 @@ class Shard:
         part = whole.new_zeros(self.local_size)
         part[:own] = whole[self.group.rank * rows : self.group.rank * rows + own]
         return part
+
+    def as_dtensor(self, part: Tensor) -> Tensor:
+        """Return a DTensor of `size` whose local tensor is a view of this rank's rows of `part`, on the CPU.
+
+        torch.distributed.checkpoint saves and loads it by the rows of the whole, however many ranks there are then.
+        """
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor import Shard as ByRows
+
+        stride = torch.empty(self.size, device="meta").stride()
+        found: Tensor = DTensor.from_local(
+            part[: self.own_rows], self.group.mesh, [ByRows(0)], run_check=False, shape=self.size, stride=stride
+        )
+        return found
+
+    def take(self, value: Tensor) -> Tensor | None:
+        """Return this rank's part of a saved value: a DTensor, the whole, or the part; None if it is none of these.
+
+        A DTensor that is spread otherwise is gathered first: that is a collective.
+        """
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor import Shard as ByRows
+
+        if isinstance(value, DTensor):
+            if value.size() != self.size:
+                return None
+            is_alike = value.placements == (ByRows(0),) and value.device_mesh.size() == self.group.size
+            if not is_alike:
+                return self.cut(value.full_tensor())
+            own, part = value.to_local(), value.to_local().new_zeros(self.local_size)
+            part[: own.size(0)] = own
+            return part
+        if value.size() == self.size:
+            return self.cut(value)
+        return value if value.size() == self.local_size else None
 
     def gather(self, part: Tensor) -> Tensor:
         """Return the whole of which each rank gives its `part`; a collective."""

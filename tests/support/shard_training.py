@@ -7,6 +7,7 @@ from functools import cache, partial
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from ranks import WORLD, refused
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -218,6 +219,93 @@ def tied() -> Found:
     return {"off by": (parameter.grad.clone() - part).abs().max().item(), "parts": len(list(model.parameters()))}
 
 
+def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, seen: range) -> None:
+    """Train a step on what these ranks see."""
+    optimizer.zero_grad()
+    torch.stack([loss_of(model, rank) for rank in seen]).mean().backward()
+    optimizer.step()
+
+
+def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def checkpoints() -> Found:
+    """Saved by two ranks or by one, loaded by two or by each alone, with more steps behind that as if nothing were."""
+    everyone, own = range(WORLD), range(dist.get_rank(), dist.get_rank() + 1)
+    found: Found = {}
+    model = spread()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    step_once(model, optimizer, own)
+    checkpoint.save(saved(model, optimizer), checkpoint_id="by_two")
+    at_save = whole(model)
+    step_once(model, optimizer, own)
+    later = whole(model)
+
+    again = spread(seed=7)
+    other = AdamW(again.parameters(), lr=1e-3)
+    step_once(again, other, own)  # it has a state to load to
+    state = saved(again, other)
+    checkpoint.load(state, checkpoint_id="by_two")
+    again.load_state_dict(state["model"])
+    other.load_state_dict(state["optimizer"])
+    found["by two, for two"] = differences(whole(again), at_save)
+    step_once(again, other, own)
+    found["by two, for two, a step later"] = differences(whole(again), later)
+
+    plain = blocks(7)
+    state = {"model": plain.state_dict()}
+    checkpoint.load(state, checkpoint_id="by_two")
+    found["by two, for plain torch"] = differences(state["model"], at_save)
+
+    alone = tencache_fx.offload(blocks(), "cpu")
+    single = AdamW(alone.parameters(), lr=1e-3)
+    step_once(alone, single, everyone)
+    if dist.get_rank() == 0:
+        checkpoint.save(saved(alone, single), checkpoint_id="by_one", no_dist=True)
+    dist.barrier()
+    state = saved(again, other)
+    checkpoint.load(state, checkpoint_id="by_one")
+    again.load_state_dict(state["model"])
+    other.load_state_dict(state["optimizer"])
+    found["by one, for two"] = differences(whole(again), whole(alone))
+    step_once(again, other, own)
+    step_once(alone, single, everyone)
+    found["by one, for two, a step later"] = differences(whole(again), whole(alone))
+
+    state = saved(alone, single)
+    checkpoint.load(state, checkpoint_id="by_two", no_dist=True)
+    alone.load_state_dict(state["model"])
+    single.load_state_dict(state["optimizer"])
+    step_once(alone, single, everyone)
+    found["by two, for one, a step later"] = differences(whole(alone), later)
+
+    again.load_state_dict(blocks(3).state_dict())
+    found["values of plain torch"] = differences(whole(again), dict(blocks(3).named_parameters()))
+    step_once(again, plain_state(other), own)
+    found["kinds"] = sorted({type(value).__name__ for value in again.state_dict().values()})
+    found["padding"] = max(
+        float(part.host[part.shard.own_rows :].abs().sum())
+        for p in again.parameters()
+        if (part := find_offloaded(p)) is not None
+    )
+    return found
+
+
+def plain_state(optimizer: AdamW) -> AdamW:
+    """Load what an optimizer of torch's own has of the whole parameters, and return the optimizer."""
+    model = blocks()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step_once(model, plain, range(WORLD))
+    optimizer.load_state_dict(plain.state_dict())
+    return optimizer
+
+
 def refusals() -> Found:
     mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("replicate", "shard"))
     whole_already, model = tencache_fx.offload(blocks(), "cpu"), spread()
@@ -255,7 +343,13 @@ QUICK: dict[str, Callable[[], Found]] = {
     "accumulates and clips, uncompiled": partial(train, alone, parts=2, clips=True),
 }
 
-OTHERS: dict[str, Callable[[], Found]] = {"meta": made_on_meta, "summon": summoned, "tied": tied, "refusals": refusals}
+OTHERS: dict[str, Callable[[], Found]] = {
+    "meta": made_on_meta,
+    "summon": summoned,
+    "tied": tied,
+    "checkpoints": checkpoints,
+    "refusals": refusals,
+}
 
 SLOW: dict[str, Callable[[], Found]] = {
     "Inductor": partial(train, partial(compiled, compiler="inductor"), clips=True),

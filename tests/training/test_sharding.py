@@ -61,6 +61,15 @@ def test_a_tied_parameter_is_spread_once(others):
         assert found["parts"] == 1
 
 
+def test_checkpoints_are_for_any_number_of_ranks(others):
+    for found in (each["checkpoints"] for each in others):
+        assert found.pop("kinds") == ["DTensor", "Tensor"]
+        assert found.pop("padding") == 0.0
+        assert len(found) == 7
+        for name, off_by in found.items():
+            assert 0 <= off_by < (NEAR if "later" in name else 1e-30), (name, found)
+
+
 @pytest.mark.parametrize(
     ("name", "start"),
     [
