@@ -29,6 +29,11 @@ def begins_collective(node: fx.Node) -> bool:
     )
 
 
+def begins_gathering(node: fx.Node) -> bool:
+    """Return whether a node begins to gather all ranks' parts."""
+    return begins_collective(node) and "all_gather_into_tensor" in str(node.target)
+
+
 def is_collective_wait(node: fx.Node) -> bool:
     """Return whether a node waits for a collective: it returns the tensor that it is given, by its fake another one."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == _WAIT

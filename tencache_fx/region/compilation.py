@@ -60,7 +60,7 @@ from tencache_fx.region.candidate import Candidate, ForwardBackward, RegionPlann
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Monitor, Placement, Request
 from tencache_fx.region.environment import Environment
 from tencache_fx.region.graph_copy import copy_joint, copy_module
-from tencache_fx.region.joint_split import split_joint
+from tencache_fx.region.joint_split import gather_again, split_joint
 from tencache_fx.region.kept_region import cache_key
 from tencache_fx.region.lowering import Lowering, PlannedLowering
 from tencache_fx.region.registry import REGIONS
@@ -179,6 +179,7 @@ class Compilation:
         """
         if self._source.options.compiler == "inductor":
             copy_for_convolutions(joint.graph)
+        gather_again(joint.graph, self._names)
         untouched = copy_joint(joint) if self._source.options.may_recompute else None
         graphs, candidate = self._split(joint, joint_inputs, frozenset(), kwargs)
         if untouched is not None and candidate is not None:

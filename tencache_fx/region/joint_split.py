@@ -19,9 +19,10 @@ from torch.fx.experimental.proxy_tensor import is_sym_node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tencache_fx.compat import may_take_out
+from tencache_fx.passes.collectives import begins_gathering, is_collective_wait
 from tencache_fx.passes.fake_aliasing import makes_views
 from tencache_fx.passes.graphs import placeholders
-from tencache_fx.passes.op_kinds import written_arguments
+from tencache_fx.passes.op_kinds import is_view, written_arguments
 from tencache_fx.tensors import storage_of, tensors_of
 
 _aten = torch.ops.aten
@@ -55,6 +56,24 @@ def split_joint(
             joint_inputs,
             num_fwd_outputs=num_fwd_outputs,
             static_lifetime_input_indices=static_lifetime_input_indices,
+        )
+
+
+def gather_again(joint: fx.Graph, offloaded: Collection[int]) -> None:
+    """Have the backward gather what the forward gathers of these inputs: no rank then keeps parameters whole.
+
+    As in FSDP's `reshard_after_forward=True`; a rank's part is loaded from host memory for that once more. The views of
+    what is gathered are computed again as well: one that is saved would keep all of it.
+    """
+    inputs = placeholders(joint)
+    reached = [inputs[index] for index in offloaded if index < len(inputs)]
+    gathered: set[fx.Node] = set()
+    for node in reached:
+        if begins_gathering(node) or not gathered.isdisjoint(node.all_input_nodes):
+            gathered.add(node)
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        reached.extend(
+            user for user in node.users if is_view(user) or begins_gathering(user) or is_collective_wait(user)
         )
 
 

@@ -118,6 +118,12 @@ def train(
     return {
         "off by": off_by(model, wanted(clips=clips, parts=parts)),
         "digest": digest(model),
+        "gathers in a backward": sum(
+            "all_gather" in op.name
+            for record in tencache_fx.regions()
+            if record not in before
+            for op in record.problem.ops[record.problem.boundary :]
+        ),
         "transfers": sum(len(record.plan.transfers) for record in records),
         "gradients in host memory": kinds == ({type(None)} if early else {HostGradient}),
         "host bytes": sum(each.nbytes for p in model.parameters() if (each := find_offloaded(p)) is not None),
@@ -297,6 +303,26 @@ def checkpoints() -> Found:
     return found
 
 
+def scaled() -> Found:
+    """A step whose gradients overflow on one rank is taken by none."""
+    model = spread()
+    run = compiled(model)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    changed, scales = [], []
+    for overflows in (False, True, False):
+        before = whole(model)
+        loss = loss_of(run, dist.get_rank())
+        factor = float("inf") if overflows and dist.get_rank() == 1 else 1.0
+        scaler.scale(loss * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        changed.append(differences(whole(model), before) > 0)
+        scales.append(scaler.get_scale())
+    return {"changed": changed, "scales": scales, "digest": digest(model)}
+
+
 def plain_state(optimizer: AdamW) -> AdamW:
     """Load what an optimizer of torch's own has of the whole parameters, and return the optimizer."""
     model = blocks()
@@ -348,6 +374,7 @@ OTHERS: dict[str, Callable[[], Found]] = {
     "summon": summoned,
     "tied": tied,
     "checkpoints": checkpoints,
+    "scaled": scaled,
     "refusals": refusals,
 }
 

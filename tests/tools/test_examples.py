@@ -43,6 +43,27 @@ def run_example(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+def test_ranks_share_a_model_and_go_on_from_a_checkpoint_as_another_number(tmp_path):
+    """In less than the weights take; the loss goes on falling."""
+    losses = []
+    for ranks in (2, 1):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        asked = ["--device-budget", "6MB", "--steps", "10", "--checkpoint", str(tmp_path / "saved")]
+        done = subprocess.run(
+            [*launch, ROOT / "examples" / "train_sharded.py", *asked],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        losses += [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)]
+        assert f"of weights on each of {ranks} ranks" in done.stdout
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
+
+
 def shown(output: str, label: str) -> str:
     """Return what stands behind `label` in the summary."""
     (value,) = re.findall(rf"^{re.escape(label)} {{2,}}(.+)$", output, re.MULTILINE)

@@ -39,6 +39,7 @@ def assert_trained(ranks: list[Found], count: int) -> None:
         assert 0 <= found["off by"] < NEAR, (name, found)
         assert found["digest"] == second[name]["digest"], name
         assert found["gradients in host memory"] is True, name
+        assert (found["gathers in a backward"] > 0) == ("uncompiled" not in name), name
         assert (found["transfers"] > 0) == ("uncompiled" not in name), name
         assert found["bytes"] / 2 <= found["host bytes"] < found["bytes"] / 2 * 1.01, name
 
@@ -59,6 +60,13 @@ def test_a_tied_parameter_is_spread_once(others):
     for found in (each["tied"] for each in others):
         assert 0 <= found["off by"] < 1e-6
         assert found["parts"] == 1
+
+
+def test_no_rank_takes_a_step_that_overflows_on_one(others):
+    first, second = (each["scaled"] for each in others)
+    assert first == second
+    assert first["changed"] == [True, False, True]
+    assert first["scales"] == [1024.0, 512.0, 512.0]
 
 
 def test_checkpoints_are_for_any_number_of_ranks(others):
