@@ -59,7 +59,8 @@ def test_blocks_are_found():
     names = {program.name for program in PROGRAMS if program.reason is None}
     assert names >= {*TRANSFERS, "options.md:1", "offloading.md:2", "diagnostics.md:2"}
     assert len(PROGRAMS) == len(re.findall("^```python$", TEXT, re.MULTILINE))
-    assert all(program.name.startswith("integrations.md") for program in PROGRAMS if program.reason is not None)
+    left_out = {p.name for p in PROGRAMS if p.reason not in (None, "it needs several ranks")}
+    assert all(name.startswith("integrations.md") for name in left_out)
 
 
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p.reason is None], ids=lambda program: program.name)
