@@ -29,6 +29,7 @@ from tencache_fx.planning.swap_region import GraphPoint, SwapRegion
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.records import Listing, RegionRecord
 from tencache_fx.region.candidate import Candidate, RegionPlanner
+from tencache_fx.region.collective_order import check_order
 from tencache_fx.region.compiled_region import (
     Compiled,
     CompiledRegion,
@@ -97,6 +98,7 @@ class PlannedLowering:
         if by_step:
             problem = problem.within(device_bytes=None)
         verify_plan(problem, plan)
+        check_order(self._source, capture.graphs, capture.offloaded.values())
         recorder = None
         if is_planned(plan):
             avoid_fragmentation(self._source.device)

@@ -17,6 +17,7 @@ from test_verify_graph import Written, breaks, carry_out
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tencache_fx.errors import InvariantError
 from tencache_fx.ops import REFRESH_PARAM, SYNC_PARAM
 from tencache_fx.passes.fake_aliasing import repair_view_fakes
 from tencache_fx.passes.graphs import RegionGraphs
@@ -25,6 +26,7 @@ from tencache_fx.passes.parameter_transfers import write_refreshes
 from tencache_fx.passes.verify_parameters import check_parameters
 from tencache_fx.planning.liveness import inactive_intervals
 from tencache_fx.planning.problem import Kind, Step
+from tencache_fx.region.collective_order import compare
 
 COLLECTIVES = torch.ops._c10d_functional
 
@@ -263,3 +265,13 @@ def test_two_ranks_wait_late_in_a_tight_budget(tmp_path: Path) -> None:
         assert any(name.startswith("all_reduce") for name in each["tight"]["transfers"])
         assert each["free"]["error"] < 1e-4
         assert each["tight"]["error"] < 1e-4
+
+
+def test_ranks_that_run_collectives_in_another_order_are_told() -> None:
+    store = torch.distributed.HashStore()
+    order = ["all_gather of a", "all_gather of b"]
+    compare(store, "region", order, 3)
+    compare(store, "region", list(order), 3)
+    compare(store, "another region", order[::-1], 4)
+    with pytest.raises(InvariantError, match="order: region 3 runs 2 collectives in another order"):
+        compare(store, "region", order[::-1], 3)

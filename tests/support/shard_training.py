@@ -136,6 +136,11 @@ def alone(model: nn.Module) -> nn.Module:
     return model
 
 
+def unlike(model: nn.Module) -> nn.Module:
+    """Compile a model with all the room there is on one rank, and with hardly any on the others."""
+    return compiled(model, device_budget="100MB" if dist.get_rank() == 0 else "4.2MB", recompute="auto")
+
+
 def late(model: nn.Module) -> nn.Module:
     """Compile a model, one rank of which is late for each block and each gradient."""
 
@@ -362,6 +367,7 @@ def refusals() -> Found:
 
 QUICK: dict[str, Callable[[], Found]] = {
     "compiled": train,
+    "other budgets": partial(train, unlike),
     "uncompiled": partial(train, alone),
     "updated during backward": partial(train, early=True),
     "updated during backward, uncompiled": partial(train, alone, early=True),
