@@ -311,6 +311,9 @@ def test_lengths_may_change_from_step_to_step(engine: Engine) -> None:
     assert any(program.schedule is not FRUGAL for program in recorder(engine).programs.values())
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="while torch 2.11 traces in one thread, nn.Module.__call__ is patched for all"
+)
 def test_three_threads_train_at_once(engine: Engine) -> None:
     expected = wanted(4)
     models = [one_by_one(blocks(), device_budget=16_000_000) for _ in range(3)]

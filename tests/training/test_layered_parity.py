@@ -19,7 +19,11 @@ STEPS = 4
 ROOMY = 1 << 25
 ONCE: Options = {"repeated_layers": "once", "host_budget": 1 << 28}
 
-each_model = pytest.mark.parametrize("each", ALL, ids=lambda each: each.case.name)
+QUICK = ("gpt2-dropout", "gpt2-checkpoint", "llama", "masked", "two-kinds", "residual", "frozen")
+each_model = pytest.mark.parametrize(
+    "each",
+    [pytest.param(each, marks=() if each.case.name in QUICK else pytest.mark.slow, id=each.case.name) for each in ALL],
+)
 
 
 @torch._inductor.config.patch(fallback_random=True)  # random numbers as torch draws them without a compiler
@@ -72,7 +76,7 @@ def test_layers_are_equal(each: Layered) -> None:
         assert max(record.plan.forecast.peak_bytes for record in tencache_fx.steps()) <= tight
 
 
-@pytest.mark.parametrize("each", [ALL[0], ALL[5]], ids=lambda each: each.case.name)
+@pytest.mark.parametrize("each", [pytest.param(ALL[0], marks=pytest.mark.slow), ALL[5]], ids=["gpt2", "llama"])
 def test_layers_are_equal_in_generated_code(each: Layered) -> None:
     wanted = expected(each, "inductor")
     with faulty_engine(host_budget_bytes=1 << 28):
