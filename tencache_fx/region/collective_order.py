@@ -1,33 +1,47 @@
 """Checks that all ranks run their collectives in one order: else they hang, or add up what does not belong together.
 
-Ranks plan each for itself. The first rank that has compiled a region writes its order to the store of the default
-process group, and the others compare theirs. Nobody waits for anybody.
+Ranks plan each for itself. The first rank of a process group that has compiled a region writes its order to the store
+of the default process group, and the others of that group compare theirs. Nobody waits for anybody. Ranks that share no
+group, such as those of two rows of a mesh, may differ.
 """
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import fx
 
 from tencache_fx.errors import InvariantError
+from tencache_fx.ops import arguments_of
 from tencache_fx.passes.collectives import begins_collective
 from tencache_fx.region.source import RegionSource
 
 
 def check_order(source: RegionSource, graphs: Sequence[fx.Graph], offloaded: Collection[str]) -> None:
-    """Raise `InvariantError` if another rank has compiled this region with its collectives in another order.
+    """Raise `InvariantError` if another rank of its groups has compiled this region with collectives in another order.
 
     It is the same region if its graph, what is `offloaded` of it, and its options but for the budgets are the same.
     """
-    order = [_told(node) for graph in graphs for node in graph.nodes if begins_collective(node)]
-    if not order or not dist.is_available() or not dist.is_initialized():
+    if not dist.is_available() or not dist.is_initialized():
         return
+    groups, order = find_order(graphs)
     options = source.options
     asked = options.recompute, options.compiler, options.policy, options.scope, sorted(offloaded)
     key = hashlib.sha256(repr((source.fingerprint, asked)).encode()).hexdigest()
-    compare(dist.distributed_c10d._get_default_store(), f"tencache/order/{key}", order, source.index)
+    for group in groups:
+        compare(dist.distributed_c10d._get_default_store(), f"tencache/order/{key}/{group}", order, source.index)
+
+
+def find_order(graphs: Sequence[fx.Graph]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the groups that run collectives here, and what all their ranks have to agree on: ops, sizes and groups.
+
+    The order has a group's place among the groups: its name is another one in each row of a mesh.
+    """
+    nodes = [node for graph in graphs for node in graph.nodes if begins_collective(node)]
+    arguments = [arguments_of(node) for node in nodes]
+    groups = list(dict.fromkeys(given["group_name"] for given in arguments if "group_name" in given))
+    return groups, [_told(node, given, groups) for node, given in zip(nodes, arguments, strict=True)]
 
 
 def compare(store: Any, key: str, order: Sequence[str], region: int) -> None:
@@ -41,8 +55,11 @@ def compare(store: Any, key: str, order: Sequence[str], region: int) -> None:
         )
 
 
-def _told(node: fx.Node) -> str:
-    """Return what all ranks have to agree on: the op, its sizes and its group."""
-    others = [each for each in node.args if not isinstance(each, fx.Node)]
+def _told(node: fx.Node, arguments: Mapping[str, Any], groups: Sequence[str]) -> str:
+    others = {
+        name: groups.index(each) if name == "group_name" else each
+        for name, each in arguments.items()
+        if name == "group_name" or isinstance(each, (bool, int, str))
+    }
     sizes = [tuple(map(str, each.meta["val"].shape)) for each in node.all_input_nodes]
     return repr((str(node.target), sizes, others))

@@ -26,7 +26,7 @@ from tencache_fx.passes.parameter_transfers import write_refreshes
 from tencache_fx.passes.verify_parameters import check_parameters
 from tencache_fx.planning.liveness import inactive_intervals
 from tencache_fx.planning.problem import Kind, Step
-from tencache_fx.region.collective_order import compare
+from tencache_fx.region.collective_order import compare, find_order
 
 COLLECTIVES = torch.ops._c10d_functional
 
@@ -275,3 +275,19 @@ def test_ranks_that_run_collectives_in_another_order_are_told() -> None:
     compare(store, "another region", order[::-1], 4)
     with pytest.raises(InvariantError, match="order: region 3 runs 2 collectives in another order"):
         compare(store, "region", order[::-1], 3)
+
+
+def test_ranks_of_two_rows_of_a_mesh_have_one_order_whatever_their_groups_are_called() -> None:
+    def ordered(*groups: str) -> tuple[list[str], list[str]]:
+        graph = fx.Graph()
+        with FakeTensorMode():
+            given = graph.placeholder("given")
+            given.meta["val"] = torch.empty(4)
+            for group in groups:
+                graph.call_function(COLLECTIVES.all_reduce.default, (given, "sum", group)).meta["val"] = torch.empty(4)
+        return find_order([graph])
+
+    assert ordered("3", "5")[0] == ["3", "5"]
+    assert ordered("3", "5")[1] == ordered("4", "6")[1]
+    assert ordered("3", "5", "3")[1] != ordered("3", "5", "5")[1]
+    assert ordered() == ([], [])
