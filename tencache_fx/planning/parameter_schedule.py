@@ -220,17 +220,23 @@ def _earliest_freed(problem: Problem, barriers: Barriers, storage: Storage) -> t
 def _departures(
     problem: Problem, barriers: Barriers, memory: Profile, limit: int, starts_ns: Sequence[float]
 ) -> list[Transfer]:
-    """Time the gradients in the order in which they are done; `memory` is kept up to date."""
+    """Time the gradients in the order in which they are done; `memory` is kept up to date.
+
+    First of all each gets the steps up to which its bytes cannot be free: an earlier one that takes its time must not
+    be in the way of a later one.
+    """
     transfers, link_free = [], 0.0
     done = sorted((s for s in problem.storages if s.kind is Kind.STORED), key=lambda s: (s.death, s.name))
-    for storage in done:
+    ends = [_earliest_freed(problem, barriers, storage) for storage in done]
+    for storage, (earliest, _) in zip(done, ends, strict=True):
+        memory[storage.death : earliest] += storage.nbytes
+    for storage, (earliest, end) in zip(done, ends, strict=True):
         times = copy_times(problem.links, storage.nbytes, Tier.HOST)
         link_free = max(starts_ns[storage.death], link_free) + times.out
-        earliest, end = _earliest_freed(problem, barriers, storage)
         landed = min(barriers.freed_from(bisect_left(starts_ns, link_free, earliest, end)), end)
         over = memory[earliest:landed] + storage.nbytes > limit
         gone = max(earliest, barriers.freed_by(earliest + int(over.argmax()))) if over.any() else landed
-        memory[storage.death : gone] += storage.nbytes
+        memory[earliest:gone] += storage.nbytes
         out = CopyOut(after=max(storage.uses), freed_at=gone)
         transfers.append(Transfer(name=storage.name, nbytes=storage.nbytes, tier=Tier.HOST, out=out))
     return transfers

@@ -14,7 +14,7 @@ The portfolio of rungs is ShadowSpill's idea (its recomputation selection), the 
 here rungs are single tensors, and transfers are planned anew on each.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tencache_fx.planning.bounds import joint_lower_bound_ns
@@ -22,8 +22,11 @@ from tencache_fx.planning.evaluation import Candidate, Evaluator
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.planner import least_step_ns
 from tencache_fx.planning.problem import Problem, Recipe
+from tencache_fx.planning.recompute import recompute
 from tencache_fx.planning.recompute_bound import RecomputeBound
 from tencache_fx.planning.segments import kept_between_segments
+
+_PARTS = 8  # of the recipes, from the cheapest: as finely as `recomputed_for` looks
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -175,3 +178,19 @@ class RecomputeSearch:
             return cost_ns * 10_000 // max(1, storage.nbytes), -storage.birth, recipe.name
 
         return sorted((r for r in problem.recipes if storages[r.name].nbytes >= problem.min_spill_bytes), key=price)
+
+
+def recomputed_for(captured: Problem, limit_bytes: int, needed_bytes: Callable[[Problem], int]) -> tuple[str, ...]:
+    """Return as few eighths of the recipes, from the cheapest, as need no more than `limit_bytes`; none if that does.
+
+    `needed_bytes` says how much a problem needs that recomputes them. If all need more, those that need the least.
+    """
+    names = tuple(recipe.name for recipe in RecomputeSearch.order(captured))
+
+    def over_bytes(count: int) -> int:
+        return max(0, needed_bytes(recompute(captured, names[:count])) - limit_bytes)
+
+    if not names or not over_bytes(0):
+        return ()
+    counts = sorted({len(names) * part // _PARTS for part in range(_PARTS + 1)})
+    return names[: min(counts, key=lambda count: (over_bytes(count), count))]

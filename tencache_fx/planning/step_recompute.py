@@ -17,7 +17,7 @@ from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.planner import floor_bytes, lower_bound_ns
 from tencache_fx.planning.problem import Budgets, Links, Problem
 from tencache_fx.planning.recompute import recompute
-from tencache_fx.planning.recompute_search import RecomputeSearch
+from tencache_fx.planning.recompute_search import RecomputeSearch, recomputed_for
 from tencache_fx.planning.search import make_plan
 from tencache_fx.planning.step import Visit, join, with_regions
 from tencache_fx.planning.swap_region import SwapRegion, frugal_transfers
@@ -174,20 +174,13 @@ class _Search:
 def recomputed_to_fit(captured: Problem) -> frozenset[str]:
     """Return what a region is to recompute as long as nothing is known of the others: nothing, if it fits like that.
 
-    Else as many eighths of its recipes, from the cheapest, as make it fit with all else away that can be; if none do,
-    those that take it closest.
+    Else as little as makes it fit with all else away that can be; if nothing does, what takes it closest.
     """
     limit = captured.budgets.device_bytes
-    names = [recipe.name for recipe in RecomputeSearch.order(captured)]
-
-    def over_bytes(count: int) -> int:
-        problem = recompute(captured, names[:count])
-        return max(0, int(live_bytes(problem, frugal_transfers(problem)).max(initial=0)) - (limit or 0))
-
-    if limit is None or not names or not over_bytes(0):
+    if limit is None:
         return frozenset()
-    counts = sorted({0, *(len(names) * part // _STRIDES for part in range(1, _STRIDES + 1))})
-    return frozenset(names[: min(counts, key=lambda count: (over_bytes(count), count))])
+    names = recomputed_for(captured, limit, lambda it: int(live_bytes(it, frugal_transfers(it)).max(initial=0)))
+    return frozenset(names)
 
 
 def least_peak_bytes(region: SwapRegion, *, backward: bool) -> int:

@@ -27,6 +27,7 @@ from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.problem import Budgets, Kind, Problem, Step, Storage
 from tencache_fx.planning.recalibration import StoredCorrection
+from tencache_fx.planning.recompute_search import recomputed_for
 from tencache_fx.planning.step_recompute import recomputed_to_fit
 from tencache_fx.planning.swap_region import plan_swap_points
 from tencache_fx.planning.tuning import SPLITS, TUNING
@@ -110,8 +111,12 @@ class Candidate:
         limit = self.problem.budgets.device_bytes
         if limit is None or not isinstance(self.plan, BudgetError):
             return 0
-        over_bytes = floor_bytes(self.problem) - limit
-        return over_bytes if over_bytes > 0 else int(live_bytes(self.problem).max()) - limit
+        return self.needed_bytes(self.problem) - limit
+
+    def needed_bytes(self, problem: Problem) -> int:
+        """Return what another problem needs of what this one lacks, device memory with or without transfers."""
+        is_floor_over = floor_bytes(self.problem) > (self.problem.budgets.device_bytes or 0)
+        return floor_bytes(problem) if is_floor_over else int(live_bytes(problem).max(initial=0))
 
     def rank(self) -> tuple[int, int]:
         """Return how good it is, lower is better: whether it fits, then how fast it is, or what it would need."""
@@ -258,29 +263,36 @@ class RegionPlanner:
         """Return the best of `first` and of candidates that recompute more, with the graphs of one of those.
 
         This is the outermost level of the search (`planning/search.py`). Torch may save other values than the policy
-        took it to: the bytes that do not fit then are taken off the budget of the next search.
+        took it to: the bytes that do not fit then are taken off the budget of the next search. If none of `SPLITS`
+        searches leads to a plan, what needs the least memory by its model is tried.
         """
+        recipes = first.captured.recipes
+
+        def split_with(names: Names) -> tuple[ForwardBackward, Candidate]:
+            graphs, candidate = split(recomputed_nodes(first.analysis.capture, recipes, names), names)
+            assert candidate is not None
+            return graphs, candidate
+
         if self._by_step:
             recomputed = self._recomputed
             if recomputed is None:
                 recomputed = recomputed_to_fit(first.captured)
-            names = tuple(sorted(recomputed & {recipe.name for recipe in first.captured.recipes}))
-            if not names:
-                return None, first
-            more_graphs, more = split(recomputed_nodes(first.analysis.capture, first.captured.recipes, names), names)
-            assert more is not None
-            return more_graphs, more
+            names = tuple(sorted(recomputed & {recipe.name for recipe in recipes}))
+            return split_with(names) if names else (None, first)
         graphs, best, problem = None, first, first.captured
         for _ in range(SPLITS):
             if not (names := kept_choice(problem)):
                 break
-            more_graphs, more = split(recomputed_nodes(first.analysis.capture, first.captured.recipes, names), names)
-            assert more is not None
+            more_graphs, more = split_with(names)
             if more.rank() < best.rank():
                 graphs, best = more_graphs, more
             if more.missing_bytes == 0:
                 break
             problem = problem.with_less(more.missing_bytes)
+        if best.missing_bytes and (names := recomputed_for(first.captured, 0, best.needed_bytes)):
+            more_graphs, more = split_with(names)
+            if more.rank() < best.rank():
+                graphs, best = more_graphs, more
         return graphs, best
 
     def facts(self, bound_bytes: int) -> tuple[object, ...]:

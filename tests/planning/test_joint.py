@@ -1,5 +1,6 @@
 """The joint policy: whole trainings in which some of what was saved is computed again, and its choice on problems."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -21,13 +22,15 @@ from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.recompute import recompute
+from tencache_fx.planning.recompute_search import recomputed_for
 from tencache_fx.planning.search import choose_recomputed, make_plan, plan_region
 from tencache_fx.planning.tuning import TUNING
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.records import RegionRecord
-from tencache_fx.region import compilation
+from tencache_fx.region import candidate, compilation
 from tencache_fx.region.joint_split import split_joint
 
+Measure = Callable[[Problem], int]
 JOINT = {**EAGER, "policy": "joint", "calibrate": True}
 DECODER = Case(name="decoder", build=lambda: Gpt2(layers=3), batch=text)
 SEEN = Outcomes()
@@ -281,3 +284,36 @@ def test_equal_layers_cost_the_same_whatever_they_are_called() -> None:
 def test_policies_without_recipes_plan_as_before() -> None:
     problem = at(transformer(layers=3), 0.3)
     assert plan_region(problem, "joint") == (problem, make_plan(problem, "joint"))
+
+
+def test_a_plan_is_found_where_the_choices_searched_for_do_not_fit(
+    decoder: tuple[Problem, int], slow_links: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is searched for fits by its model, but not as torch splits the graph; with more recomputed it would."""
+    asked: list[tuple[str, ...]] = []
+
+    def too_little(problem: Problem) -> tuple[str, ...]:
+        asked.append((problem.recipes[0].name,))
+        return asked[-1]
+
+    monkeypatch.setattr(candidate, "kept_choice", too_little)
+    budget = int(live_bytes(decoder[0]).max()) * 8 // 10
+    train(DECODER, lambda model: compiled(model, {**JOINT, "device_budget": budget, "host_budget": 4096}), 1)
+    assert asked
+    plan = decided().plan
+    assert len(plan.recomputed) > 1
+    assert plan.forecast.peak_bytes <= budget
+
+
+@pytest.mark.parametrize("needed_bytes", [floor_bytes, lambda problem: int(live_bytes(problem).max())])
+def test_as_few_eighths_are_recomputed_as_fit(decoder: tuple[Problem, int], needed_bytes: Measure) -> None:
+    problem, _ = decoder
+    assert recomputed_for(problem, needed_bytes(problem), needed_bytes) == ()
+    least = recomputed_for(problem, 0, needed_bytes)
+    least_bytes = needed_bytes(recompute(problem, least))
+    assert least_bytes <= needed_bytes(problem)
+    limit = (least_bytes + needed_bytes(problem)) // 2
+    enough = recomputed_for(problem, limit, needed_bytes)
+    assert set(enough) <= set(least)
+    assert needed_bytes(recompute(problem, enough)) <= limit
+    assert least or needed_bytes is floor_bytes, "without transfers recomputing frees memory here"

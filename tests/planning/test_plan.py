@@ -3,10 +3,20 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from outcomes import Outcomes
-from problems import GIB, boundary_bytes, moving_problems, problems, problems_with_swaps, transformer
+from problems import (
+    GIB,
+    boundary_bytes,
+    links,
+    make_region,
+    make_storage,
+    moving_problems,
+    problems,
+    problems_with_swaps,
+    transformer,
+)
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning.liveness import held_at, inactive_intervals, live_bytes, minimal_swaps
@@ -14,7 +24,7 @@ from tencache_fx.planning.parameter_schedule import schedule_parameters, with_pa
 from tencache_fx.planning.plan import CopyIn, CopyOut, Plan, Transfer, TransferKind
 from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.pool_sizing import pool_classes, size_classes, staging_classes, total_bytes
-from tencache_fx.planning.problem import Problem, Step, Storage, Tier
+from tencache_fx.planning.problem import Kind, Problem, Step, Storage, Tier
 from tencache_fx.planning.search import make_plan
 from tencache_fx.planning.simulator import program
 from tencache_fx.serialization import from_json, from_raw, to_json
@@ -95,6 +105,32 @@ def test_the_floor_with_parameters_is_what_their_schedule_holds_without_room(pro
     left = with_parameters_scheduled(problem, scheduled)
     held = live_bytes(left, minimal_swaps(left))
     assert floor_bytes(problem) == int(held.max(initial=problem.external_bytes))
+
+
+def stores_in_turns() -> Problem:
+    """Return a region in which a gradient may stay until the next one is done, but not until that one may be gone."""
+    first, second = (
+        make_storage(name, 2, uses, kind=Kind.STORED, parameter=name) for name, uses in (("w0", [0]), ("w1", [4]))
+    )
+    barriers = tuple(map(Step, (3, 6, 9)))
+    return make_region([1] * 10, 0, first, second, make_storage("x", 2, [5]), links=links(10**8), barriers=barriers)
+
+
+@SEEN.reaching(0.3, "late stores")
+@settings(max_examples=500)
+@example(problem=stores_in_turns(), more_bytes=0, lead=0.0)
+@given(problem=moving_problems(), more_bytes=st.integers(0, 9), lead=st.sampled_from((0.0, 1.0, 4.0)))
+def test_parameters_are_scheduled_within_a_budget_that_has_room_for_the_floor(
+    problem: Problem, more_bytes: int, lead: float
+) -> None:
+    """A store that takes its time leaves the room that later ones cannot do without."""
+    limit = floor_bytes(problem) + more_bytes
+    scheduled = schedule_parameters(problem.within(device_bytes=limit), lead)
+    dead = {storage.name: storage.death for storage in problem.storages}
+    stores = [transfer for transfer in scheduled if transfer.kind is TransferKind.STORE]
+    SEEN.note("late stores" if any(each.freed_at > dead[each.name] for each in stores) else "none")
+    left = with_parameters_scheduled(problem, scheduled)
+    assert int(live_bytes(left, minimal_swaps(left)).max(initial=problem.external_bytes)) <= limit
 
 
 @given(problem=problems(), nbytes=st.integers(0, 9))
