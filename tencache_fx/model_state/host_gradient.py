@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tencache_fx.errors import InvariantError, UsageError
-from tencache_fx.model_state.grad_accumulation import GradientAccumulator, kernel_of
+from tencache_fx.model_state.grad_accumulation import GradientAccumulator
 from tencache_fx.model_state.shard import UNKNOWN, whole_norms
+from tencache_fx.model_state.sum_kernel import kernel_of
 from tencache_fx.runtime.buffers import Buffer
 from tencache_fx.runtime.streams import Event
 from tencache_fx.runtime.transfers import Layout

@@ -29,14 +29,14 @@ def write_function(name: str, function: Callable[..., None], dtypes: Sequence[to
     fp32 tensor of so many `numbers`. It changes some of the tensors, and returns nothing. `arrays` has the addresses of
     all. Raises `UncoveredError`. The code stands behind `PRELUDE`.
     """
-    if unknown := set(dtypes) - set(_STORED):
+    if unknown := set(dtypes) - set(STORED):
         raise UncoveredError(f"{unknown.pop()} is not written")
     with _disable_current_modes(), torch.no_grad():
         tensors = [torch.zeros(_COUNT, dtype=dtype, device="cpu") for dtype in dtypes]
         writer = _Writer(tensors, given := torch.ones(numbers, dtype=torch.float32, device="cpu"))
         with writer:
             function(*tensors, given)
-    known = [*(f"auto* a{k} = static_cast<{_STORED[each]}*>(arrays[{k}]);" for k, each in enumerate(dtypes))]
+    known = [*(f"auto* a{k} = static_cast<{STORED[each]}*>(arrays[{k}]);" for k, each in enumerate(dtypes))]
     known.append(f"const float* numbers = static_cast<const float*>(arrays[{len(dtypes)}]);")
     known += [f"const float n{k} = numbers[{k}];" for k in range(numbers)]
     return (
@@ -121,7 +121,7 @@ class _Writer(TorchDispatchMode):
         if has == dtype:
             return value
         if dtype in _HALVES and has in _HALVES | {torch.float32}:
-            value, has = f"{_TO_HALF[dtype]}({_to_float(value, has)})", dtype
+            value, has = f"{TO_STORED[dtype]}({_to_float(value, has)})", dtype
         elif dtype == torch.float32 and has in _HALVES:
             value, has = _to_float(value, has), dtype
         if has != dtype:
@@ -161,7 +161,7 @@ def _computed(dtype: torch.dtype) -> torch.dtype:
 
 
 def _to_float(value: str, dtype: torch.dtype) -> str:
-    return f"{_TO_FLOAT.get(dtype, '')}({value})"
+    return f"{FROM_STORED.get(dtype, '')}({value})"
 
 
 def _literal(value: Any, dtype: torch.dtype) -> str:
@@ -178,10 +178,11 @@ def _literal(value: Any, dtype: torch.dtype) -> str:
 
 
 _HALVES = frozenset({torch.bfloat16, torch.float16})
-_STORED = MappingProxyType({torch.float32: "float", torch.bfloat16: "std::uint16_t", torch.float16: "std::uint16_t"})
-_TO_FLOAT = MappingProxyType({torch.bfloat16: "from_bfloat16", torch.float16: "from_float16"})
-_TO_HALF = MappingProxyType({torch.bfloat16: "to_bfloat16", torch.float16: "to_float16"})
-_LOCAL = MappingProxyType({**_STORED, torch.int32: "std::int32_t", torch.bool: "bool"})
+# What a dtype is in memory, and what casts it from that and to it: nothing does where it is computed with as it is.
+STORED = MappingProxyType({torch.float32: "float", torch.bfloat16: "std::uint16_t", torch.float16: "std::uint16_t"})
+FROM_STORED = MappingProxyType({torch.bfloat16: "from_bfloat16", torch.float16: "from_float16"})
+TO_STORED = MappingProxyType({torch.bfloat16: "to_bfloat16", torch.float16: "to_float16"})
+_LOCAL = MappingProxyType({**STORED, torch.int32: "std::int32_t", torch.bool: "bool"})
 _SAME = ("view", "detach", "alias", "lift_fresh")  # of the same memory
 _FULL = MappingProxyType({"zeros_like": 0.0, "ones_like": 1.0})
 _COMPARISONS = MappingProxyType(

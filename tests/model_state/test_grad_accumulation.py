@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from tied_model import batch, compiled, network, trained
 from torch import Tensor, nn
 
 import tencache_fx
+from tencache_fx import native_code
 from tencache_fx.errors import InvariantError
-from tencache_fx.model_state import host_gradient
-from tencache_fx.model_state.grad_accumulation import kernel_of
+from tencache_fx.model_state import host_gradient, sum_kernel
 from tencache_fx.model_state.host_gradient import HostGradient
 from tencache_fx.model_state.parameter_store import parameters_of
+from tencache_fx.model_state.sum_kernel import kernel_of
 from tencache_fx.model_state.update import send_to_host
+from tencache_fx.native_code import Library
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.plan import PoolClass
 from tencache_fx.runtime.buffers import Use
@@ -114,11 +117,36 @@ def test_the_kernel_is_one_of_the_cpu_whatever_the_default_device() -> None:
     torch.testing.assert_close(norm, torch.tensor(27.0).sqrt())
 
 
-def test_the_kernel_is_compiled_whatever_the_stance() -> None:
+@pytest.mark.parametrize("count", [0, 1, 1000, 100_003])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("without_compiler", [False, True])
+def test_the_kernel_adds_as_torch_does(
+    dtype: torch.dtype, count: int, *, without_compiler: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Infinities and numbers that are none, too; and where nothing can be built."""
     kernel_of.cache_clear()
-    with torch.compiler.set_stance("force_eager"):
-        norm = kernel_of(torch.float32)(torch.ones(3), torch.ones(3))
-    torch.testing.assert_close(norm, torch.tensor(12.0).sqrt())
+    if without_compiler:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(sum_kernel, "library_of", lambda source: Library(f"{source} // {tmp_path}"))
+        monkeypatch.setattr(native_code, "_compiler", lambda: "no-such-compiler")
+    generator = torch.Generator().manual_seed(count)
+    value, more = (100 * torch.randn(count, generator=generator).to(dtype) for _ in range(2))
+    expected = value + more
+    norm = kernel_of(dtype)(value, more)
+    assert torch.equal(value, expected)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm, expected.double().norm().float(), rtol=1e-6, atol=0)
+    if count > 1:
+        for special in (float("inf"), float("nan"), 60000.0):
+            odd, others = (torch.full((count,), 1.0, dtype=dtype) for _ in range(2))
+            odd[count // 2] = others[count // 2] = special
+            expected = odd + others
+            norm = kernel_of(dtype)(odd, others)
+            assert torch.equal(odd.isnan(), expected.isnan())
+            assert torch.equal(odd.nan_to_num(), expected.nan_to_num())
+            wanted = expected.double().norm().float()
+            torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0, equal_nan=True)
+    kernel_of.cache_clear()
 
 
 def test_norms_of_many_equal_numbers(engine: Engine) -> None:
