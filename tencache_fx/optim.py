@@ -18,9 +18,10 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from tencache_fx.model_state.optimizer import OffloadedOptimizer
+from tencache_fx.model_state.streamed_optimizer import StreamedOptimizer
 from tencache_fx.renames import new_name
 
-__all__ = ["AdamW", "OffloadedOptimizer"]
+__all__ = ["AdamW", "Muon", "OffloadedOptimizer", "StreamedOptimizer"]
 
 
 class AdamW(OffloadedOptimizer):
@@ -50,6 +51,39 @@ class AdamW(OffloadedOptimizer):
             maximize=maximize,
             step_in_backward=step_in_backward,
             state_dtype=state_dtype,
+        )
+
+
+class Muon(StreamedOptimizer):
+    """Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) as `torch.optim.Muon` has it.
+
+    It is for matrices: give all other parameters to an optimizer of their own. See `StreamedOptimizer`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            torch.optim.Muon,
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            eps=eps,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
         )
 
 

@@ -57,3 +57,36 @@ def own_storage(part: Tensor, dtype: torch.dtype) -> Tensor:
     `torch.save` refuses storages that tensors of several dtypes share, and writes them whole.
     """
     return torch.frombuffer(part.numpy(), dtype=dtype) if part.numel() else torch.empty(0, dtype=dtype)
+
+
+class HeldTensors:
+    """The tensors of one parameter's state, each of a shape and dtype of its own, like those given as `like` by name.
+
+    They are in host memory, of which the parts go back with the last reference to this, or on `device`. Their values
+    are not set. Raises `BudgetError` when the host budget has no room.
+    """
+
+    def __init__(self, buffers: ObjectBuffers, like: Mapping[str, Tensor], device: torch.device | None) -> None:
+        self.place = Tier.HOST if device is None else Tier.DEVICE
+        layouts = {name: torch.empty_like(each, device="meta") for name, each in like.items()}  # dense, in any case
+        sizes = [round_up(each.nbytes, _ALIGN_BYTES) for each in layouts.values()]
+        starts = list(itertools.accumulate(sizes, initial=0))
+        self.nbytes = starts.pop()
+        memory = None
+        if device is None and self.nbytes >= _LEAST_BYTES:
+            buffer = buffers.acquire_settled(self.nbytes, Use.STATE)
+            weakref.finalize(self, buffers.discard_later, buffer).atexit = False
+            memory = buffer.memory
+        self.tensors: dict[str, Tensor] = {}
+        for (name, each), start in zip(layouts.items(), starts, strict=True):
+            if memory is None:
+                self.tensors[name] = torch.empty_like(each, device=device or "cpu")
+            else:
+                array = own_storage(memory[start : start + each.nbytes], each.dtype)
+                self.tensors[name] = array.as_strided(each.size(), each.stride())
+
+    def fits(self, like: Mapping[str, Tensor]) -> bool:
+        """Return whether these are tensors of the names, sizes and dtypes of others."""
+        return self.tensors.keys() == like.keys() and all(
+            (held.size(), held.dtype) == (like[name].size(), like[name].dtype) for name, held in self.tensors.items()
+        )

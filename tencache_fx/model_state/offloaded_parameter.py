@@ -27,7 +27,7 @@ from tencache_fx.errors import InvariantError, UsageError
 from tencache_fx.model_state.copy_state import NEXT_STATES, CopyState, HostUpdate, is_on_device
 from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.expected_gradient import ExpectedGradient
-from tencache_fx.model_state.host_state import State
+from tencache_fx.model_state.host_state import HeldTensors, State
 from tencache_fx.model_state.shard import Shard
 from tencache_fx.planning.problem import STATE_BYTES, Tier
 from tencache_fx.runtime.buffers import Buffer
@@ -55,7 +55,7 @@ class OffloadedParameter:
         self.last_read: Event | None = None  # of the last copy that reads the host copy
         self.updated_on_device = False  # it is resident, and so are its gradient and its optimizer's state
         self.state_bytes = STATE_BYTES * parameter.numel()  # of its optimizer's state, once the optimizer has told
-        self.optimizer_state: weakref.ref[State | DiskState] | None = None
+        self.optimizer_state: weakref.ref[State | DiskState | HeldTensors] | None = None
         self.place_state: Callable[[], None] | None = None  # has its optimizer move its state where that belongs
         self.forget: Callable[[], object] = lambda: None  # called when the parameter dies, or is an ordinary one again
         self._parameter = weakref.ref(parameter)

@@ -166,7 +166,7 @@ def find_rule(
 
     Raises `OptionError` for what is no such class, for one whose `step` needs a closure, and for options it refuses.
     """
-    _check_class(optimizer_class, options)
+    check_class(optimizer_class, options)
     try:
         weight = torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))
         defaults = dict(optimizer_class([weight], **options).defaults)
@@ -177,7 +177,7 @@ def find_rule(
     return rule_of(optimizer_class, state_dtype, given), defaults  # type: ignore[arg-type]
 
 
-def _check_class(given: object, options: Mapping[str, Any]) -> None:
+def check_class(given: object, options: Mapping[str, Any]) -> None:
     """Raise `OptionError` for a class that cannot update offloaded parameters, or has no such options."""
     if not isinstance(given, type) or not issubclass(given, torch.optim.Optimizer):
         kind = given.__name__ if isinstance(given, type) else f"an object of type {type(given).__name__}"

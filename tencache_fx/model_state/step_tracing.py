@@ -201,7 +201,7 @@ class _Recorder(TorchDispatchMode):
     def _refuse(self, func: Any) -> NoReturn:
         raise OptionError(
             f"{self._owner.__name__} does more than arithmetic on single elements ({func}): it cannot update a "
-            "parameter in pieces, on the host; use an optimizer that does no more, or keep the parameter on the device."
+            "parameter in pieces, on the host; use tencache_fx.optim.StreamedOptimizer, which updates whole parameters."
         )
 
 

@@ -1,0 +1,257 @@
+"""Any torch optimizer with its state in host memory: each parameter is updated on the device, one behind the other.
+
+For optimizers that look at whole matrices, such as Muon and Adafactor. A parameter's gradient, weight and state are
+copied in while the one before is updated, and its weight and state are copied out while the next one is. What updates
+it is an object of the class itself, made for this parameter and this step, with the state carried over: so the
+arithmetic is the class's own.
+"""
+
+import copy
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from tencache_fx.errors import OptionError, UsageError
+from tencache_fx.model_state.host_state import HeldTensors
+from tencache_fx.model_state.modules import roomy_engine
+from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+from tencache_fx.model_state.offloading import LEAST_BYTES
+from tencache_fx.model_state.optimizer_checks import check_group, check_params
+from tencache_fx.model_state.parameter_store import find_offloaded
+from tencache_fx.model_state.step_kernel import MASTER, check_class
+from tencache_fx.model_state.streamed_update import ROOM_BYTES, StreamedUpdate, UpdateStream
+from tencache_fx.model_state.update import weakly
+from tencache_fx.planning.problem import Tier
+from tencache_fx.runtime.engine import Engine
+
+_DEPTH = 2  # parameters whose copies in have begun
+
+
+class StreamedOptimizer(torch.optim.Optimizer):
+    """Any class of `torch.optim`, with fp32 master weights, all state in host memory, and its updates on the device.
+
+        StreamedOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.01)
+
+    `options` are those of `optimizer_class`; they may differ by group. For classes that update each element by itself
+    `OffloadedOptimizer` takes less time. `params` are bf16, fp16 or fp32 parameters, offloaded ones and others, as for
+    torch; the state of small ones stays on the device. `step` returns when all parameters are updated. It needs device
+    memory for about two parameters with gradient and state, and what the class needs besides.
+
+    `state_dict` is that of the class, with the fp32 master weights of bf16 and fp16 parameters beside it; either loads
+    the other's.
+
+    Raises `OptionError` for options it cannot use, for parameters that are spread over ranks, and for a class whose
+    `step` needs a closure.
+    """
+
+    updates_on_host = True
+
+    def __init__(self, params: ParamsT, optimizer_class: type[torch.optim.Optimizer], **options: Any) -> None:
+        check_params(params)
+        check_class(optimizer_class, options)
+        self._class, self._options = optimizer_class, options
+        self._held: dict[Tensor, HeldTensors] = {}  # the tensors in `state`, where these are kept
+        self._versions: dict[Tensor, tuple[weakref.ref[OffloadedParameter], int]] = {}  # as the last step left them
+        weight = nn.Parameter(torch.zeros(1, 1, device="cpu"))
+        super().__init__(params, self._made_for(weight, {}).defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as for torch; raises `OptionError` when its options or its parameters cannot be used."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_group(group)
+            for parameter in group["params"]:
+                _check_whole(parameter)
+                self._made_for(nn.Parameter(torch.empty_like(parameter, device="meta")), group)
+        except OptionError:
+            self.param_groups.pop()
+            raise
+
+    @overload
+    def step(self, closure: None = ...) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; return what `closure`, which is called first, returns.
+
+        Raises `UsageError` for a sparse gradient, before anything is updated, and `BudgetError` when the host budget
+        has no room for a parameter's state: that parameter and those behind it are as they were.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        todo = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, _ in todo:
+            _check_whole(parameter)
+            if parameter.grad.is_sparse:
+                raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
+        for device in dict.fromkeys(parameter.device for parameter, _ in todo):
+            self._update([pair for pair in todo if pair[0].device == device], roomy_engine(device))
+        return loss
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over the state of this class or of torch's own; a master weight that is missing is the weight.
+
+        Raises `OptionError` for a master weight of another size, and `ValueError` as torch does when the groups do not
+        match.
+        """
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        pairs = dict(zip(indices, parameters, strict=False))
+        saved = {pairs[index]: dict(each) for index, each in state_dict["state"].items() if index in pairs}
+        for parameter, each in saved.items():
+            if MASTER in each and each[MASTER].shape != parameter.shape:
+                raise OptionError(
+                    f"the saved {MASTER} has size {tuple(each[MASTER].shape)}, its parameter {tuple(parameter.shape)}; "
+                    "load the state of the same model."
+                )
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._held, self._versions = {}, {}
+        for parameter, each in saved.items():
+            self.state[parameter] = {name: _copied(value) for name, value in each.items() if value is not None}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what to copy or pickle."""
+        return {**super().__getstate__(), "_class": self._class, "_options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._held, self._versions = {}, {}
+
+    def _made_for(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+        """Return an object of the class for one parameter; raises `OptionError` if it refuses that or its options."""
+        options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        try:
+            made = self._class([{**options, "params": [parameter]}], **self._options)
+        except (RuntimeError, TypeError, ValueError) as error:
+            name, said = self._class.__name__, str(error).rstrip(".")
+            raise OptionError(f"{name} cannot be made with these options and parameters: {said}.") from error
+        made.updates_on_host = True  # type: ignore[attr-defined]  # it may be given memory of an offloaded parameter
+        return made
+
+    def _update(self, todo: list[tuple[Tensor, dict[str, Any]]], engine: Engine) -> None:
+        """Update parameters of one device; returns when their copies are done."""
+        stream = UpdateStream(engine)
+        started: deque[StreamedUpdate] = deque()
+        try:
+            for parameter, group in todo:
+                update = self._prepared(parameter, group)
+                while started and (len(started) >= _DEPTH or stream.held_bytes + update.nbytes > ROOM_BYTES):
+                    self._finish(started.popleft(), stream)
+                stream.start(update)
+                started.append(update)
+            while started:
+                self._finish(started.popleft(), stream)
+        finally:
+            stream.end()
+
+    def _prepared(self, parameter: Tensor, group: dict[str, Any]) -> "StreamedUpdate":
+        """Return a parameter's update, before anything is copied; its state is where it belongs."""
+        offloaded = find_offloaded(parameter)
+        if offloaded is not None:
+            offloaded.wait_update()
+            if offloaded.updated_on_device:
+                offloaded.load()
+            else:
+                offloaded.evict()  # loaded by a module that ran by itself, whose backward is over
+                offloaded.sync_host()
+        self._ready(parameter)
+        assert parameter.grad is not None
+        return StreamedUpdate(
+            parameter, group, offloaded, self._held.get(parameter), self._is_fresh(parameter, offloaded)
+        )
+
+    def _finish(self, update: "StreamedUpdate", stream: "UpdateStream") -> None:
+        """Update a parameter whose copies in have begun, and begin to copy out what came of it."""
+        parameter, held = update.parameter, update.held
+        stream.arrive(update)
+        weight = nn.Parameter(update.master)
+        weight.grad = update.change
+        optimizer = self._made_for(weight, update.group)
+        before = self.state.get(parameter, {})
+        state = {name: update.arrays[name] if name in update.arrays else _copied(each) for name, each in before.items()}
+        state.pop(MASTER, None)
+        if state:
+            optimizer.state[weight] = state
+        optimizer.step()
+        after = dict(optimizer.state[weight])
+        arrays = _arrays_of(after)
+        if parameter.dtype != torch.float32:
+            arrays[MASTER] = update.master
+        if held is None or not held.fits(arrays):
+            held = self._hold(parameter, arrays)  # there may be no room: nothing is written yet
+        stream.depart(update, held, arrays)
+        self._held[parameter] = held
+        rest = {name: _copied(value) for name, value in after.items() if name not in arrays}
+        self.state[parameter] = {**rest, **held.tensors}
+        if (offloaded := update.offloaded) is not None:
+            self._versions[parameter] = weakref.ref(offloaded), offloaded.version
+
+    def _ready(self, parameter: Tensor) -> None:
+        """Have the tensors of a parameter's state, if there are any, where they belong."""
+        state, held = self.state.get(parameter), self._held.get(parameter)
+        if not state:
+            self._held.pop(parameter, None)
+            return
+        arrays = _arrays_of(state)
+        kept = held is not None and held.tensors.keys() == arrays.keys()
+        kept = kept and held is not None and all(held.tensors[name] is each for name, each in arrays.items())
+        if not kept or held is None or held.place != _place_of(parameter):
+            held = self._hold(parameter, arrays)
+            for name, value in arrays.items():
+                held.tensors[name].copy_(value)
+            self._held[parameter] = held
+            self.state[parameter] = {**state, **held.tensors}
+
+    def _hold(self, parameter: Tensor, arrays: Mapping[str, Tensor]) -> HeldTensors:
+        """Return memory for these tensors of a parameter's state; raises `BudgetError` where there is none."""
+        engine, offloaded = roomy_engine(parameter.device), find_offloaded(parameter)
+        on_device = _place_of(parameter) is Tier.DEVICE
+        held = HeldTensors(engine.object_buffers, arrays, parameter.device if on_device else None)
+        if offloaded is not None:
+            offloaded.state_bytes = held.nbytes
+            offloaded.optimizer_state = weakref.ref(held)
+            offloaded.place_state = weakly(self._ready, parameter)
+        return held
+
+    def _is_fresh(self, parameter: Tensor, offloaded: OffloadedParameter | None) -> bool:
+        """Return whether the weight may have been set since the last step."""
+        if offloaded is None:
+            return True
+        reference, version = self._versions.get(parameter, (None, -1))
+        return reference is None or reference() is not offloaded or version != offloaded.version
+
+
+def _arrays_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a state that are no single numbers."""
+    return {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of what an optimizer has of a parameter."""
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _place_of(parameter: Tensor) -> Tier:
+    """Return where a parameter's state belongs: small ones' stays on the device, as does what plans leave there."""
+    if (offloaded := find_offloaded(parameter)) is not None:
+        return Tier.DEVICE if offloaded.updated_on_device else Tier.HOST
+    return Tier.DEVICE if parameter.nbytes < LEAST_BYTES else Tier.HOST
+
+
+def _check_whole(parameter: Tensor) -> None:
+    """Raise `OptionError` for a parameter of which there are other parts elsewhere."""
+    if (offloaded := find_offloaded(parameter)) is not None and offloaded.shard is not None:
+        raise OptionError(
+            f"{offloaded.name} is spread over ranks, each with some of its rows, and this optimizer looks at whole "
+            "matrices; leave shard out, or use OffloadedOptimizer with a class that updates each element by itself."
+        )
