@@ -74,7 +74,7 @@ def measure(way: str, cls: type[torch.optim.Optimizer], arguments: argparse.Name
         updated_ns, moved = synchronized_ns(device), copied_bytes()
         rest.step()
         model.zero_grad(set_to_none=True)
-        losses.append(float(loss))
+        losses.append(loss.item())
         if step >= arguments.warm_up:
             step_ns.append(synchronized_ns(device) - begun_ns)
             update_ns.append(updated_ns - backward_ns)

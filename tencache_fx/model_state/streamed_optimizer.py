@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from tencache_fx.errors import OptionError, UsageError
+from tencache_fx.model_state.host_gradient import HostGradient
 from tencache_fx.model_state.host_state import HeldTensors
 from tencache_fx.model_state.modules import roomy_engine
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
@@ -142,17 +143,29 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Update parameters of one device; returns when their copies are done."""
         stream = UpdateStream(engine)
         started: deque[StreamedUpdate] = deque()
+        here = deque(pair for pair in todo if _is_here(pair[0]))
+        copied = [pair for pair in todo if not _is_here(pair[0])]
         try:
-            for parameter, group in todo:
-                update = self._prepared(parameter, group)
+            for left, pair in zip(range(len(copied), 0, -1), copied, strict=True):
+                update = self._prepared(*pair)
                 while started and (len(started) >= _DEPTH or stream.held_bytes + update.nbytes > ROOM_BYTES):
                     self._finish(started.popleft(), stream)
                 stream.start(update)
                 started.append(update)
+                for _ in range(-(-len(here) // left)):  # the links are busy meanwhile
+                    self._update_here(*here.popleft(), stream)
             while started:
                 self._finish(started.popleft(), stream)
+            while here:
+                self._update_here(*here.popleft(), stream)
         finally:
             stream.end()
+
+    def _update_here(self, parameter: Tensor, group: dict[str, Any], stream: UpdateStream) -> None:
+        """Update a parameter whose state is on its device."""
+        update = self._prepared(parameter, group)
+        stream.start(update)
+        self._finish(update, stream)
 
     def _prepared(self, parameter: Tensor, group: dict[str, Any]) -> "StreamedUpdate":
         """Return a parameter's update, before anything is copied; its state is where it belongs."""
@@ -246,6 +259,11 @@ def _place_of(parameter: Tensor) -> Tier:
     if (offloaded := find_offloaded(parameter)) is not None:
         return Tier.DEVICE if offloaded.updated_on_device else Tier.HOST
     return Tier.DEVICE if parameter.nbytes < LEAST_BYTES else Tier.HOST
+
+
+def _is_here(parameter: Tensor) -> bool:
+    """Return whether all that a parameter's update needs is on its device."""
+    return _place_of(parameter) is Tier.DEVICE and not isinstance(parameter.grad, HostGradient)
 
 
 def _check_whole(parameter: Tensor) -> None:
