@@ -30,7 +30,7 @@ from tencache_fx.model_state.update import weakly
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.engine import Engine
 
-_DEPTH = 2  # parameters whose copies in have begun
+_DEPTH = 4  # parameters whose copies in have begun: the host waits within the `step` of some classes
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
@@ -172,10 +172,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
         offloaded = find_offloaded(parameter)
         if offloaded is not None:
             offloaded.wait_update()
-            if offloaded.updated_on_device:
+            offloaded.evict()  # loaded by a module that ran by itself, whose backward is over
+            if offloaded.on_device:  # a plan, or `summon`, keeps it there
                 offloaded.load()
             else:
-                offloaded.evict()  # loaded by a module that ran by itself, whose backward is over
                 offloaded.sync_host()
         self._ready(parameter)
         assert parameter.grad is not None

@@ -30,7 +30,8 @@ class StreamedUpdate:
     """A parameter's update: what it needs, where that is, and, once its copies in have begun, what is on the device.
 
     `master` is the fp32 weight and `change` the fp32 gradient, both of the parameter's shape; `arrays` are the tensors
-    of its state by name. `fresh` says that the weight may have been set since its master was made.
+    of its state by name. `fresh` says that the weight may have been set since its master was made. A weight that
+    `is_on_host` is copied in and out; of an offloaded one that a plan keeps on the device, that copy is updated.
     """
 
     parameter: Tensor
@@ -38,6 +39,7 @@ class StreamedUpdate:
     offloaded: OffloadedParameter | None
     held: HeldTensors | None
     fresh: bool
+    is_on_host: bool = field(init=False)
     arrays: dict[str, Tensor] = field(default_factory=dict)
     master: Tensor = field(init=False)
     change: Tensor = field(init=False)
@@ -46,10 +48,8 @@ class StreamedUpdate:
     weight: Tensor | None = None
     arrived: Event | None = None
 
-    @property
-    def is_on_host(self) -> bool:
-        """Whether the weight is copied in and out."""
-        return self.offloaded is not None and not self.offloaded.updated_on_device
+    def __post_init__(self) -> None:
+        self.is_on_host = self.offloaded is not None and not self.offloaded.on_device
 
     @property
     def nbytes(self) -> int:

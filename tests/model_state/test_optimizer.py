@@ -427,5 +427,5 @@ def one_thread() -> Iterator[None]:
 def test_the_old_name_of_the_optimizer_tells_the_new_one() -> None:
     with pytest.raises(AttributeError, match="new name: tencache_fx.optim.OffloadedOptimizer"):
         _ = tencache_fx.optim.HomeOptimizer
-    with pytest.raises(AttributeError, match="it has AdamW, OffloadedOptimizer"):
+    with pytest.raises(AttributeError, match="it has AdamW, Muon, OffloadedOptimizer"):
         _ = tencache_fx.optim.Adamw
