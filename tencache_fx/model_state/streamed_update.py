@@ -1,5 +1,6 @@
 """One parameter's update on the device by a whole gradient, weight and state that are copied there and back."""
 
+import contextlib
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -153,24 +154,22 @@ class UpdateStream:
         self._engine.stats.add(updates=1, device_updates=1, d2h_bytes=out_bytes)
 
     def end(self) -> None:
-        """Wait for all copies, and end the updates; raises what a copy raised."""
+        """Wait for all copies, and end the updates, even if one has failed; raises what a copy raised."""
         self._streams.wait_host([update.arrived for update in self._coming if update.arrived is not None])
-        errors: list[BaseException] = []
-        for event, offloaded, future in self._ending:
-            try:
-                event.synchronize()
-                self._engine.stats.add(h2d_bytes=offloaded.finish_update())
-            except Exception as error:  # raised by the next reader of the parameter, too
-                errors.append(error)
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-        for event, _ in self._going:
+        with contextlib.ExitStack() as steps:
+            for event, _ in self._going:
+                steps.callback(event.synchronize)
+            for event, offloaded, future in reversed(self._ending):  # the last one first: it ends them in their order
+                steps.callback(self._end_update, event, offloaded, future)
+
+    def _end_update(self, event: Event, offloaded: OffloadedParameter, future: "Future[None]") -> None:
+        try:
             event.synchronize()
-        self._coming.clear()
-        self._going.clear()
-        if errors:
-            raise errors[0]
+            self._engine.stats.add(h2d_bytes=offloaded.finish_update())
+        except BaseException as error:  # raised by the next reader of the parameter, too
+            future.set_exception(error)
+            raise
+        future.set_result(None)
 
     def _write_home(self, offloaded: OffloadedParameter, pairs: _Pairs, written: Event) -> Event:
         """Begin to copy out an offloaded parameter's weight and state, once nothing reads its host copy."""
