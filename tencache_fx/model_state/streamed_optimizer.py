@@ -26,7 +26,7 @@ from tencache_fx.model_state.optimizer_checks import check_group, check_params
 from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.model_state.step_kernel import MASTER, check_class
 from tencache_fx.model_state.streamed_update import ROOM_BYTES, StreamedUpdate, UpdateStream
-from tencache_fx.model_state.update import weakly
+from tencache_fx.model_state.update import unhook, weakly
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.engine import Engine
 
@@ -45,6 +45,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     `state_dict` is that of the class, with the fp32 master weights of bf16 and fp16 parameters beside it; either loads
     the other's.
+
+    Only what a class keeps in `state` of each parameter is carried from step to step. One that changes an option of its
+    groups in `step`, or looks at several parameters at once, is not for this. Hooks that torch calls for the steps of
+    all optimizers are called for each parameter, too.
 
     Raises `OptionError` for options it cannot use, for parameters that are spread over ranks, and for a class whose
     `step` needs a closure.
@@ -67,12 +71,16 @@ class StreamedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             check_group(group)
+            if len(set(group["params"])) < len(group["params"]):
+                raise OptionError("a parameter is in a group twice, and would be updated twice; give each one once.")
             for parameter in group["params"]:
                 _check_whole(parameter)
                 self._made_for(nn.Parameter(torch.empty_like(parameter, device="meta")), group)
         except OptionError:
             self.param_groups.pop()
             raise
+        for parameter in group["params"]:
+            unhook(parameter)  # an earlier optimizer with step_in_backward=True updates it no longer
 
     @overload
     def step(self, closure: None = ...) -> None: ...
@@ -118,7 +126,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._held, self._versions = {}, {}
         for parameter, each in saved.items():
-            self.state[parameter] = {name: _copied(value) for name, value in each.items() if value is not None}
+            self.state[parameter] = {name: _wide(value) for name, value in each.items() if value is not None}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what to copy or pickle."""
@@ -196,6 +204,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if state:
             optimizer.state[weight] = state
         optimizer.step()
+        self._check_group(optimizer, update.group)
         after = dict(optimizer.state[weight])
         arrays = _arrays_of(after)
         if parameter.dtype != torch.float32:
@@ -209,6 +218,18 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if (offloaded := update.offloaded) is not None:
             self._versions[parameter] = weakref.ref(offloaded), offloaded.version
 
+    def _check_group(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+        """Raise `UsageError` if a step has changed an option: the next parameter's object would not know of it."""
+        for name, value in optimizer.param_groups[0].items():
+            before = group.get(name)
+            if name in ("params", "param_names") or value is before:
+                continue
+            if isinstance(value, Tensor) or isinstance(before, Tensor) or value != before:
+                raise UsageError(
+                    f"{self._class.__name__} changes {name} in its step, which is for all parameters of a group; "
+                    "StreamedOptimizer has it update one parameter at a time, and keeps only what it has of that."
+                )
+
     def _ready(self, parameter: Tensor) -> None:
         """Have the tensors of a parameter's state, if there are any, where they belong."""
         state, held = self.state.get(parameter), self._held.get(parameter)
@@ -217,24 +238,37 @@ class StreamedOptimizer(torch.optim.Optimizer):
             return
         arrays = _arrays_of(state)
         kept = held is not None and held.tensors.keys() == arrays.keys()
-        kept = kept and held is not None and all(held.tensors[name] is each for name, each in arrays.items())
+        kept = (
+            kept
+            and held is not None
+            and all(
+                held.tensors[name] is each and (each.size() != parameter.size() or each.stride() == parameter.stride())
+                for name, each in arrays.items()
+            )
+        )
         if not kept or held is None or held.place != _place_of(parameter):
             held = self._hold(parameter, arrays)
             for name, value in arrays.items():
                 held.tensors[name].copy_(value)
             self._held[parameter] = held
             self.state[parameter] = {**state, **held.tensors}
+        self._tell(parameter, held)
 
     def _hold(self, parameter: Tensor, arrays: Mapping[str, Tensor]) -> HeldTensors:
         """Return memory for these tensors of a parameter's state; raises `BudgetError` where there is none."""
-        engine, offloaded = roomy_engine(parameter.device), find_offloaded(parameter)
+        like = {name: _laid_out(each, parameter) for name, each in arrays.items()}
         on_device = _place_of(parameter) is Tier.DEVICE
-        held = HeldTensors(engine.object_buffers, arrays, parameter.device if on_device else None)
-        if offloaded is not None:
+        buffers = roomy_engine(parameter.device).object_buffers
+        held = HeldTensors(buffers, like, parameter.device if on_device else None)
+        self._tell(parameter, held)
+        return held
+
+    def _tell(self, parameter: Tensor, held: HeldTensors) -> None:
+        """Let an offloaded parameter know of its state."""
+        if (offloaded := find_offloaded(parameter)) is not None:
             offloaded.state_bytes = held.nbytes
             offloaded.optimizer_state = weakref.ref(held)
             offloaded.place_state = weakly(self._ready, parameter)
-        return held
 
     def _is_fresh(self, parameter: Tensor, offloaded: OffloadedParameter | None) -> bool:
         """Return whether the weight may have been set since the last step."""
@@ -245,13 +279,28 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
 
 def _arrays_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a state that are no single numbers."""
-    return {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
+    """Return the tensors of a state that are no single numbers, and the master weight, whatever that is."""
+    return {
+        name: value for name, value in state.items() if isinstance(value, Tensor) and (value.dim() or name == MASTER)
+    }
+
+
+def _laid_out(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return a tensor without values like `value`, with the parameter's strides if it is of its size."""
+    like = parameter if value.size() == parameter.size() else value
+    return torch.empty_like(like, dtype=value.dtype, device="meta")
 
 
 def _copied(value: Any) -> Any:
     """Return a copy of what an optimizer has of a parameter."""
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _wide(value: Any) -> Any:
+    """Return a copy of what was saved, halves as fp32: torch saves those of a half in its dtype."""
+    if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        return value.detach().float()
+    return _copied(value)
 
 
 def _place_of(parameter: Tensor) -> Tier:

@@ -65,9 +65,9 @@ class UpdateStream:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._streams = engine, engine.streams
         self._coming: deque[StreamedUpdate] = deque()
+        self._arrivals: list[Event] = []
         self._going: deque[tuple[Event, list[Tensor]]] = deque()  # the device memory that copies out read
         self._ending: list[tuple[Event, OffloadedParameter, Future[None]]] = []
-        self._last: Event | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -100,7 +100,9 @@ class UpdateStream:
             update.weight = torch.empty_like(parameter)
             pairs.append((flat(update.weight), update.offloaded.elements))
         after = (self._streams.record_compute(),)
-        update.arrived = self._streams.copy_all(Lane.UPDATE_IN, pairs, after) if pairs else None
+        if pairs:
+            update.arrived = self._streams.copy_all(Lane.UPDATE_IN, pairs, after)
+            self._arrivals.append(update.arrived)
         self._coming.append(update)
         self._engine.stats.add(h2d_bytes=sum(source.nbytes for _, source in pairs))
 
@@ -117,8 +119,8 @@ class UpdateStream:
                 set_master(flat(update.master), flat(weight))
         else:
             assert weight is not None
-            is_first = update.held is None and not update.is_on_host  # there may be no room for the state
-            update.master = weight.to(torch.float32, copy=is_first)
+            # A weight that is read where it is must not change before its state is known to have room.
+            update.master = weight.to(torch.float32, copy=not update.is_on_host)
         change = gradient.to(torch.float32)
         if update.factor is not None:
             change = change * update.factor.to(change.device)
@@ -136,7 +138,7 @@ class UpdateStream:
         if offloaded is not None and update.is_on_host:
             pairs.append((offloaded.elements, flat(update.master.to(parameter.dtype))))
         elif update.master.data_ptr() != parameter.data_ptr():
-            parameter.detach().copy_(update.master)
+            parameter.data.copy_(update.master)  # whose version counts by itself
         self._free(0 if update.nbytes > ROOM_BYTES // 2 else 1)
         written = self._streams.record_compute()
         if offloaded is not None and update.is_on_host:
@@ -155,8 +157,8 @@ class UpdateStream:
 
     def end(self) -> None:
         """Wait for all copies, and end the updates, even if one has failed; raises what a copy raised."""
-        self._streams.wait_host([update.arrived for update in self._coming if update.arrived is not None])
         with contextlib.ExitStack() as steps:
+            steps.callback(self._streams.wait_host, self._arrivals)  # sources may be released behind this
             for event, _ in self._going:
                 steps.callback(event.synchronize)
             for event, offloaded, future in reversed(self._ending):  # the last one first: it ends them in their order

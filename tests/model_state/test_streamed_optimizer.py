@@ -365,6 +365,152 @@ def test_scaled_losses() -> None:
     check_equal(values(model), values(plain))
 
 
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_half_whose_memory_format_changes_keeps_its_weight(*, offloaded: bool) -> None:
+    def trained(format_from: int) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(64, 64, 3, bias=False)).bfloat16()
+        optimizer = StreamedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        for step in range(3):
+            if step == format_from:
+                saved = optimizer.state_dict()
+                model = model.to(memory_format=torch.channels_last)
+                if offloaded:
+                    model = tencache_fx.offload(model, "cpu")
+                optimizer = StreamedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+                optimizer.load_state_dict(saved)
+            change = torch.randn(64, 64, 3, 3, generator=torch.Generator().manual_seed(step))
+            model[0].weight.grad = torch.empty_like(model[0].weight).copy_(change)
+            optimizer.step()
+        return model.state_dict()["0.weight"].clone().contiguous()
+
+    assert torch.equal(trained(1), trained(9))
+
+
+def test_a_number_keeps_its_master() -> None:
+    number, matrix = (nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in ((), (1,)))
+    optimizer = StreamedOptimizer([number, matrix], torch.optim.SGD, lr=1e-3)
+    for _ in range(20):
+        for each in (number, matrix):
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+    assert number.item() == matrix.item() < 1
+
+
+@pytest.mark.parametrize(("cls", "options"), CLASSES)
+def test_halves_states_of_torch_are_loaded(cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(64, 48).bfloat16())
+    theirs = cls([parameter], **options)
+    parameter.grad = torch.randn(64, 48).bfloat16()
+    theirs.step()
+    mine = StreamedOptimizer([parameter], cls, **options)
+    mine.load_state_dict(theirs.state_dict())
+    mine.step()
+    (state,) = states(mine)
+    assert {each.dtype for each in state.values() if isinstance(each, Tensor) and each.dim()} == {torch.float32}
+    theirs.load_state_dict(mine.state_dict())
+    mine.load_state_dict(theirs.state_dict())
+    mine.step()
+
+
+class Growing(torch.optim.Optimizer):
+    """It keeps one tensor more from its second step on."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["steps"] = state.get("steps", 0) + 1
+                for name in ("one", "two")[: state["steps"]]:
+                    state.setdefault(name, torch.zeros_like(p)).add_(p.grad)
+                p.sub_(state["one"], alpha=group["lr"])
+
+
+def test_a_state_that_grows_where_there_is_no_room_changes_nothing(new_engine: Callable[..., Engine]) -> None:
+    engine = new_engine(host_budget_bytes=4 * 256 * 256 + 8192)
+    engine.serves_all = True
+    install_engine(engine)
+    parameter = nn.Parameter(torch.ones(256, 256))
+    parameter.grad = torch.ones(256, 256)
+    optimizer = StreamedOptimizer([parameter], Growing)
+    optimizer.step()
+    before = parameter.detach().clone()
+    with pytest.raises(BudgetError, match="host_budget"):
+        optimizer.step()
+    assert torch.equal(parameter, before)
+    assert optimizer.state[parameter]["steps"] == 1
+    assert torch.equal(optimizer.state[parameter]["one"], torch.ones(256, 256))
+
+
+class Counting(torch.optim.Optimizer):
+    """It counts its steps where all parameters of a group see it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / group["count"])
+
+
+def test_a_class_that_changes_its_options_is_told_before_anything_is_written() -> None:
+    parameter, _ = trained_matrix(lambda params: torch.optim.SGD(params, lr=0.0), 1)
+    before = parameter.detach().clone()
+    with pytest.raises(UsageError, match="Counting changes count in its step"):
+        StreamedOptimizer([parameter], Counting).step()
+    assert torch.equal(parameter, before)
+
+
+def test_a_parameter_that_is_given_twice_is_refused() -> None:
+    parameter = nn.Parameter(torch.ones(4, 4))
+    with pytest.warns(UserWarning, match="duplicate parameters"), pytest.raises(OptionError, match="twice"):
+        StreamedOptimizer([parameter, parameter], torch.optim.SGD)
+
+
+def test_a_model_that_is_offloaded_later_knows_of_its_state() -> None:
+    model = nn.Linear(256, 256, bias=False)
+    optimizer = StreamedOptimizer(model.parameters(), torch.optim.AdamW)
+    for step in range(3):
+        if step == 1:
+            tencache_fx.offload(model, "cpu")
+        model(torch.ones(2, 256)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    offloaded = find_offloaded(model.weight)
+    assert offloaded is not None
+    assert offloaded.optimizer_state is not None
+    assert offloaded.state_bytes == 2 * 4 * 256 * 256
+
+
+def test_who_reads_a_weight_is_told_if_waiting_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose error stays: a wait for one copy raises, and the updates of others end all the same."""
+    streams = FaultyCpuStreams()
+    install_engine(Engine(torch.device("cpu"), host_budget_bytes=1 << 26, streams=streams))
+    model = tencache_fx.offload(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))), "cpu")
+    model(torch.ones(2, 256)).square().mean().backward()
+    optimizer = Muon(model.parameters())
+
+    def fails(events: Any) -> None:
+        raise RuntimeError("an error that stays")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streams, "wait_host", fails)
+        with pytest.raises(RuntimeError, match="an error that stays"):
+            optimizer.step()
+    for parameter in model.parameters():
+        offloaded = find_offloaded(parameter)
+        assert offloaded is not None
+        assert not offloaded.updating
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cls", [torch.optim.Muon, torch.optim.Adafactor])
 def test_weights_on_a_gpu_are_those_of_torch(cls: type[torch.optim.Optimizer]) -> None:
