@@ -40,8 +40,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     `options` are those of `optimizer_class`; they may differ by group. For classes that update each element by itself
     `OffloadedOptimizer` takes less time. `params` are bf16, fp16 or fp32 parameters, offloaded ones and others, as for
-    torch; the state of small ones stays on the device. `step` returns when all parameters are updated. It needs device
-    memory for about two parameters with gradient and state, and what the class needs besides.
+    torch; the state of small ones stays on the device. `step` returns when all parameters are updated. Copies under way
+    take up to 512 MiB of the device, more for a larger parameter, and the class takes what it needs besides.
 
     `state_dict` is that of the class, with the fp32 master weights of bf16 and fp16 parameters beside it; either loads
     the other's.
@@ -237,16 +237,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             self._held.pop(parameter, None)
             return
         arrays = _arrays_of(state)
-        kept = held is not None and held.tensors.keys() == arrays.keys()
-        kept = (
-            kept
-            and held is not None
-            and all(
-                held.tensors[name] is each and (each.size() != parameter.size() or each.stride() == parameter.stride())
-                for name, each in arrays.items()
-            )
-        )
-        if not kept or held is None or held.place != _place_of(parameter):
+        if held is None or held.place != _place_of(parameter) or not _is_kept(parameter, held, arrays):
             held = self._hold(parameter, arrays)
             for name, value in arrays.items():
                 held.tensors[name].copy_(value)
@@ -289,6 +280,14 @@ def _laid_out(value: Tensor, parameter: Tensor) -> Tensor:
     """Return a tensor without values like `value`, with the parameter's strides if it is of its size."""
     like = parameter if value.size() == parameter.size() else value
     return torch.empty_like(like, dtype=value.dtype, device="meta")
+
+
+def _is_kept(parameter: Tensor, held: HeldTensors, arrays: Mapping[str, Tensor]) -> bool:
+    """Return whether these tensors of a parameter's state are those held, in the order it has in memory now."""
+    return held.tensors.keys() == arrays.keys() and all(
+        held.tensors[name] is each and (each.size() != parameter.size() or each.stride() == parameter.stride())
+        for name, each in arrays.items()
+    )
 
 
 def _copied(value: Any) -> Any:
