@@ -33,17 +33,31 @@ class FaultyCpuStreams(CpuStreams):
         self.copies = 0
         self.gate: threading.Event | None = None  # when set, no copy starts before it is
 
-    def transfer(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        with self._lock:
-            number, delay_s = self.copies, self._random.uniform(0, self._delay_s)
+    def copy_all(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Event] = ()) -> Event:
+        with self._lock:  # numbered in the order in which copies are queued: lanes run them in any
+            number = self.copies
             self.copies += 1
+        if number not in self._failing:
+            return super().copy_all(lane, pairs, after)
+
+        def job() -> None:
+            self.wait_host(after)
+            self._wait_late()
+            raise OSError(errno.EIO, "injected copy failure")
+
+        return self.submit(lane, job)
+
+    def transfer(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._wait_late()
+        super().transfer(pairs)
+
+    def _wait_late(self) -> None:
+        with self._lock:
+            delay_s = self._random.uniform(0, self._delay_s)
         if self.gate is not None:
             assert self.gate.wait(30)
         if delay_s:
             time.sleep(delay_s)
-        if number in self._failing:
-            raise OSError(errno.EIO, "injected copy failure")
-        super().transfer(pairs)
 
     def after_release(self, src: Tensor) -> None:
         if self._poison:
