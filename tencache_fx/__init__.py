@@ -24,7 +24,8 @@ _EXPORTS = {
     "fit": "tencache_fx.fitting.fitness",
 }
 _EXPORTS |= dict.fromkeys(
-    ("TencacheError", "OptionError", "BudgetError", "StoreError", "UsageError", "InvariantError"), "tencache_fx.errors"
+    ("TencacheError", "OptionError", "BudgetError", "StoreError", "UsageError", "RankError", "InvariantError"),
+    "tencache_fx.errors",
 )
 __all__ = ["__version__", "optim", *_EXPORTS]
 

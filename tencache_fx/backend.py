@@ -21,10 +21,11 @@ from tencache_fx.region.pieces import compile_region_or_pieces
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
 from tencache_fx.runtime import op_kernels as _kernels  # noqa: F401  (registers the ops' kernels)
-from tencache_fx.runtime.engine_registry import usage
+from tencache_fx.runtime.engine_registry import RankStage, usage
 from tencache_fx.tensors import main_device
 
 
+@RankStage("the compilation of a region")
 def tencache(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],

@@ -5,6 +5,7 @@ TencacheError
 |-- BudgetError     the plan, or the run, does not fit the budgets given: raise one or shrink the work
 |-- StoreError      the spill directory failed: the message says where, and what was lost
 |-- UsageError      a compiled region was used in a way its plan cannot serve: the message says what to do instead
+|-- RankError       another rank has failed, and this one waited for it: the message says which, and why
 `-- InvariantError  a bug of ours, found by a checker before it could do harm
 """
 
@@ -27,6 +28,10 @@ class StoreError(TencacheError, OSError):
 
 class UsageError(TencacheError):
     """A compiled region was used in a way its plan cannot serve."""
+
+
+class RankError(TencacheError):
+    """Another rank has failed, and the collectives in which this one waited for it were aborted."""
 
 
 class InvariantError(TencacheError):

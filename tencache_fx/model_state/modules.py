@@ -35,7 +35,7 @@ from tencache_fx.model_state.sharding import guard_from_sharding, refuse_shards
 from tencache_fx.model_state.step_hooks import check_updates_in_backward
 from tencache_fx.options import Options
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.engine_registry import find_engine, open_engine, usage
+from tencache_fx.runtime.engine_registry import RankStage, find_engine, open_engine, usage
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,6 +47,7 @@ _HOOK_ID = -1  # of our hooks, in each module
 _BAR_DELAY_S = 1.0  # what is done sooner needs no progress bar
 
 
+@RankStage("offload")
 def offload(
     model: nn.Module,
     device: torch.device | str | None = None,

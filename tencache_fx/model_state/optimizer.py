@@ -45,6 +45,7 @@ from tencache_fx.model_state.update import (
 )
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.engine_registry import RankStage
 from tencache_fx.runtime.streams import Event
 
 _Rounds = list[tuple[Engine, Round, list[Tensor]]]
@@ -116,6 +117,7 @@ class OffloadedOptimizer(OptimizerState):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @RankStage("an optimizer's step")
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; return what `closure`, which is called first, returns.

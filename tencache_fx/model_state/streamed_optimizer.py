@@ -29,6 +29,7 @@ from tencache_fx.model_state.streamed_update import ROOM_BYTES, StreamedUpdate, 
 from tencache_fx.model_state.update import unhook, weakly
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.engine_registry import RankStage
 
 _DEPTH = 4  # parameters whose copies in have begun: the host waits within the `step` of some classes
 
@@ -87,6 +88,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @RankStage("an optimizer's step")
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; return what `closure`, which is called first, returns.

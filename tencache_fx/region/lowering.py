@@ -37,6 +37,7 @@ from tencache_fx.region.compiled_region import (
     Placement,
     Request,
     WrittenPlan,
+    keep_boxed,
 )
 from tencache_fx.region.dynamic_shapes import Footprint, at_hints
 from tencache_fx.region.kept_plans import is_as_free
@@ -46,7 +47,7 @@ from tencache_fx.region.step_recorder import StepRecorder, recorder_of
 from tencache_fx.region.timers import PhaseClock
 from tencache_fx.reporting.structured import log_artifacts
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.engine_registry import open_engine, swap_points
+from tencache_fx.runtime.engine_registry import RankStage, open_engine, swap_points
 
 log = logging.getLogger("tencache_fx")
 
@@ -261,6 +262,8 @@ class PlannedLowering:
     def _watch(self, phase: Phase, run: Compiled) -> Compiled:
         for monitor in self._monitors:
             run = monitor.instrument(phase, run, self._written)
+        if phase == "backward":
+            run = keep_boxed(run, RankStage(f"the backward of region {self._source.index}")(run))
         return run
 
 

@@ -19,6 +19,7 @@ from tencache_fx.region.cache_uses import count_uses, show_uses
 from tencache_fx.region.region import Region
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
+from tencache_fx.runtime.engine_registry import RankStage
 from tencache_fx.stages import STAGES, show_times
 from tencache_fx.tensors import are_faked
 
@@ -40,6 +41,7 @@ class Variants:
         self._regions: dict[_Key, Region] = {}
         self._make(source, inputs, find_all_offloaded(inputs, source.device))
 
+    @RankStage("the forward of a region")
     def __call__(self, *args: Any) -> Any:
         """Run the variant for the inputs that are offloaded; fakes are not, and run by the one that ran last.
 

@@ -1,6 +1,7 @@
 """Which engine serves which graph: the only state of the process that outlives a call, and it can be closed."""
 
 import atexit
+import contextlib
 import ctypes
 import os
 import threading
@@ -9,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.utils.checkpoint import _StopRecomputationError
 
 from tencache_fx.errors import InvariantError, TencacheError
 from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.process_groups import several_ranks
+from tencache_fx.runtime.rank_watch import RankWatch
 from tencache_fx.runtime.store import Store
 from tencache_fx.runtime.swap_points import SwapPoints
 
@@ -25,6 +29,7 @@ class Registry:
         self._lock = threading.Lock()
         self._engines: dict[int, Engine] = {}
         self._points: dict[int, SwapPoints] = {}
+        self._rank_watch: RankWatch | None = None
         self._count = 0
 
     def by_id(self, index: int) -> Engine | SwapPoints:
@@ -80,6 +85,19 @@ class Registry:
         with self._lock:
             return tuple(points for points in self._points.values() if not points.closed)
 
+    def rank_watch(self) -> RankWatch | None:
+        """Return who watches the other ranks of the default process group; None if there are none.
+
+        A group that was aborted is there no longer; whoever goes on nevertheless is to hear of it.
+        """
+        with self._lock:
+            watch = self._rank_watch
+            if several_ranks() and (watch is None or not watch.is_current):
+                watch = self._rank_watch = RankWatch()
+            if watch is None or watch.process != os.getpid():  # the latter in a forked child
+                return None
+            return watch if watch.is_current or watch.cause is not None else None
+
     def close_all(self) -> None:
         """Close every engine of this process, which ends."""
         for engine in self.open_engines():
@@ -99,6 +117,25 @@ class Registry:
 _REGISTRY = Registry()
 atexit.register(_REGISTRY.close_all)
 os.register_at_fork(after_in_child=_REGISTRY.reset_in_child)
+
+
+class RankStage(contextlib.ContextDecorator):
+    """A stage of what all ranks do, called `what`: if it raises on one of them, those that wait for it hear of it."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        """Raise `RankError` if this rank's collectives were aborted, because another one had failed."""
+        if (watch := _REGISTRY.rank_watch()) is not None:
+            watch.go_on()
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        """Tell the others of an error; add to it what they have told."""
+        if error is None or isinstance(error, _StopRecomputationError):  # the latter: all it needs has been saved
+            return
+        if (watch := _REGISTRY.rank_watch()) is not None:
+            watch.fail(error, self._what)
 
 
 def open_engine(

@@ -1,0 +1,169 @@
+"""Ranks hear of one another's failures: who waits for a rank that has failed ends within 30 seconds, and says why.
+
+A rank that raises and lives on, or that is killed, leaves the others in a collective until the timeout of their process
+group, ten minutes with NCCL. A collective that waits cannot tell a rank that has failed from one that takes its time:
+
+    rank 1 raises in region 2; it writes down that it has failed, with 41 collectives issued
+    rank 0 reads that within a second; it has issued 42, so it waits for rank 1
+    ten seconds later it still does: it logs why, aborts its collectives, and ends if that does not set it free
+
+A rank that goes on withdraws its failure. If all ranks fail alike, and go on, then none waits for another.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from multiprocessing.util import Finalize
+
+import torch
+import torch.distributed as dist
+
+from tencache_fx.errors import RankError, TencacheError
+from tencache_fx.runtime.process_groups import abort_collectives, groups_with, issued_collectives, store_connection
+from tencache_fx.runtime.rank_notes import RankNote, RankNotes
+
+log = logging.getLogger("tencache_fx")
+
+POLL_S = 1.0
+GRACE_S = 10.0
+"""How long a rank waits for one that has failed before it ends."""
+LEAVE_S = 5.0
+"""How long its main thread has to leave a collective that was aborted, before the process is ended."""
+LOST_S = 2.5
+"""How long an error that may come of a lost connection is held back until it is known what the other rank died of."""
+
+_Place = tuple[int, int]
+
+
+class RankWatch:
+    """Watches the other ranks of the default process group in a thread of its own, for as long as that exists."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.cause: str | None = None  # why this rank's collectives were aborted
+        self._group = dist.GroupMember.WORLD
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._notes = RankNotes(store_connection(), self._rank, self._size)
+        self._lock = threading.Lock()
+        self._mine: RankNote | None = None
+        self._waiting: dict[int, tuple[float, _Place]] = {}  # for whom, since when, and where the main thread stands
+        Finalize(None, self._note_end, exitpriority=100)  # runs at the end of child processes, too; atexit does not
+        threading.Thread(target=self._watch, name="tencache-ranks", daemon=True).start()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the default process group is still the one that is watched."""
+        return dist.is_initialized() and dist.GroupMember.WORLD is self._group
+
+    def go_on(self) -> None:
+        """Withdraw a failure of this rank; raises `RankError` if its collectives were aborted."""
+        if self.cause is not None:
+            raise RankError(self.cause)
+        if self._mine is not None:
+            self._note(None)
+
+    def fail(self, error: BaseException, what: str) -> None:
+        """Write down that this rank has failed in `what`; add to the error what is known of other ranks."""
+        told = f"failed in {what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        self._note(RankNote(rank=self._rank, state="failed", told=told, issued=issued_collectives()))
+        if _may_be_lost(error) and (cause := self.cause or self._find_cause()) is not None:
+            error.add_note(cause)
+
+    def _note_end(self) -> None:
+        """Write down that this process ends, in good order or not."""
+        with contextlib.suppress(RuntimeError):  # whoever keeps the store may have ended
+            told = "has ended" if self._mine is None else f"{self._mine.told.rstrip('.')}; it has ended"
+            issued = issued_collectives() if self.is_current else {}
+            self._notes.write(RankNote(rank=self._rank, state="ended", told=told, issued=issued))
+
+    def _note(self, note: RankNote | None) -> None:
+        with self._lock:
+            self._mine = note
+            try:
+                self._notes.write(note)
+            except RuntimeError as error:
+                log.warning("rank %d cannot tell the others how it is: %s", self._rank, error)
+
+    def _watch(self) -> None:
+        try:
+            while self.is_current and self.cause is None:
+                self._look()
+                time.sleep(POLL_S)
+        except RuntimeError as error:  # whoever keeps the store has ended
+            log.debug("rank %d watches the others no longer: %s", self._rank, error)
+        if not self.is_current and self._mine is not None:
+            self._note(None)
+
+    def _look(self) -> None:
+        """End this rank if it waits for one that has failed; say anew how far it is if it has itself."""
+        mine = self._mine
+        if mine is not None and mine.issued != (issued := issued_collectives()):
+            self._note(RankNote(rank=mine.rank, state=mine.state, told=mine.told, issued=issued))
+        now, place = time.monotonic(), _place_of_main_thread()
+        waiting = [] if mine is not None else [note for note in self._notes.read() if self._waits_for(note)]
+        since = {rank: (start, where) for rank, (start, where) in self._waiting.items() if where == place}
+        self._waiting = {note.rank: since.get(note.rank, (now, place)) for note in waiting}
+        for note in waiting:
+            if now - self._waiting[note.rank][0] >= GRACE_S and self.cause is None:
+                self._leave(self._told(note), place)
+
+    def _waits_for(self, note: RankNote) -> bool:
+        """Return whether this rank has issued a collective that the other one has not, and will not."""
+        issued = issued_collectives()
+        if note.state == "killed":
+            return any(issued.get(group, 0) for group in groups_with(note.rank))
+        return any(count > note.issued[group] for group, count in issued.items() if group in note.issued)
+
+    def _leave(self, cause: str, place: _Place) -> None:
+        """Abort this rank's collectives; end the process if its main thread waits on."""
+        self.cause = cause
+        log.error("rank %d: %s This rank waits for it, and aborts its collectives.", self._rank, cause)
+        aborting = threading.Thread(target=self._abort, name="tencache-abort", daemon=True)
+        aborting.start()
+        until = time.monotonic() + LEAVE_S
+        while time.monotonic() < until:
+            time.sleep(LEAVE_S / 50)
+            if _place_of_main_thread() != place:
+                return
+        log.critical("rank %d: %s This rank still waits for it, and ends now.", self._rank, cause)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
+
+    def _abort(self) -> None:
+        try:
+            abort_collectives()
+        except RuntimeError as error:
+            log.warning("rank %d cannot abort its collectives: %s", self._rank, error)
+
+    def _find_cause(self) -> str | None:
+        """Return why this rank may have lost another one, which it may learn a little later; None if none failed."""
+        until = time.monotonic() + LOST_S
+        while True:
+            try:
+                notes = [note for note in self._notes.read() if note.state != "ended" or self._waits_for(note)]
+            except RuntimeError:
+                notes = list(self._notes.killed())
+            if notes:
+                return self._told(min(notes, key=lambda note: (note.state != "killed", note.rank)))
+            if time.monotonic() >= until:
+                return None
+            time.sleep(POLL_S / 10)
+
+    def _told(self, note: RankNote) -> str:
+        return f"rank {note.rank} of {self._size} {note.told.rstrip('.')}."
+
+
+def _may_be_lost(error: BaseException) -> bool:
+    """Return whether an error may come of another rank's end: backends raise a `RuntimeError` then."""
+    return isinstance(error, RuntimeError) and not isinstance(error, (TencacheError, torch.OutOfMemoryError))
+
+
+def _place_of_main_thread() -> _Place:
+    """Return which frame the main thread is in, and where in it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return (0, 0) if frame is None else (id(frame), frame.f_lasti)

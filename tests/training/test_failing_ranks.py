@@ -1,0 +1,99 @@
+"""A rank that fails, at any stage: those that wait for it end, and say why; all others go on."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+from started_ranks import LIMIT_S, ROOT, SUPPORT
+
+from tencache_fx.runtime.rank_notes import RankNote, RankNotes
+
+COPY = "InvariantError: a copy between device and host memory failed: OSError(5, 'injected copy failure')."
+COMPILE = "failed in the compilation of a region: BudgetError: step "
+WAITED = {
+    "one_fails_to_offload": "failed in offload: BudgetError: offloaded parameters need 1253376 bytes",
+    "one_fails_to_compile": COMPILE,
+    "one_fails_in_the_forward": f"failed in the forward of a region: {COPY}",
+    "one_fails_in_the_backward": f"failed in the backward of region 0: {COPY}",
+    "one_fails_in_the_update": "failed in an optimizer's step: RuntimeError: this closure fails.",
+    "one_fails_behind_a_reducer": COMPILE,
+}
+LEFT = {"one_is_killed": "has ended (process ", "one_ends_early": "has ended."}
+GOES_ON = ("all_fail_and_go_on", "one_fails_and_tries_again", "one_fails_and_nobody_waits")
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """How each of two ranks has ended, by case."""
+    folder = tmp_path_factory.mktemp("ranks")
+    paths = [str(ROOT), str(ROOT / "tests"), str(SUPPORT), *sys.path]
+    settings = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, str(SUPPORT / "failing_ranks.py"), str(folder)]
+    ran = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=LIMIT_S)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return json.loads(ran.stdout)
+
+
+@pytest.mark.parametrize("case", WAITED)
+def test_who_waits_for_a_rank_that_fails_and_lives_on_ends_and_says_why(ends, case):
+    waits, _ = ends[case]["said"]
+    assert f"rank 0: rank 1 of 2 {WAITED[case]}" in waits, waits[-3000:]
+    assert "This rank waits for it, and aborts its collectives." in waits
+    assert ends[case]["codes"][0] == 1
+    assert ends[case]["took_s"] < 30
+
+
+def test_whose_collectives_could_be_aborted_hears_of_it_when_it_goes_on(ends):
+    waits, _ = ends["one_fails_and_the_other_is_set_free"]["said"]
+    assert "RankError: rank 1 of 2 failed in an optimizer's step: RuntimeError: this closure fails." in waits
+    assert ends["one_fails_and_the_other_is_set_free"]["codes"][0] == 0
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_who_loses_the_connection_to_a_rank_is_told_which(ends, case):
+    waits, _ = ends[case]["said"]
+    assert "RuntimeError: " in waits
+    assert f"rank 1 of 2 {LEFT[case]}" in waits, waits[-3000:]
+    assert ends[case]["codes"][0] == 1
+
+
+@pytest.mark.parametrize("case", GOES_ON)
+def test_nobody_ends_who_waits_for_nobody_or_for_one_that_goes_on(ends, case):
+    assert ends[case]["codes"] == [0, 3 if case == "one_fails_and_nobody_waits" else 0], ends[case]["said"]
+    assert "aborts its collectives" not in "".join(ends[case]["said"])
+
+
+def test_notes_are_read_by_all_and_withdrawn():
+    store = dist.HashStore()
+    first, second = (RankNotes(store, rank, 2) for rank in range(2))
+    assert first.read() == second.read() == ()
+    note = RankNote(rank=1, state="failed", told="failed in a test: ValueError: no", issued={"0 on cpu": 3})
+    second.write(note)
+    assert first.read() == first.read() == (note,)
+    assert second.read() == ()
+    second.write(None)
+    assert first.read() == ()
+
+
+def test_a_process_that_has_ended_is_written_down_for_other_hosts(monkeypatch):
+    store = dist.HashStore()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: child.pid)
+        RankNotes(store, 1, 3)
+    here = RankNotes(store, 0, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr("tencache_fx.runtime.rank_notes._host", lambda: "another host")
+        there = RankNotes(store, 2, 3)
+    assert here.read() == here.killed() == ()
+    child.kill()  # a process that nobody has asked for its end yet is in /proc, too
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    (note,) = here.killed()
+    assert (note.rank, note.state) == (1, "killed")
+    assert there.killed() == ()
+    assert here.read() == there.read() == (note,)
+    child.communicate()
+    assert here.read() == (note,)
