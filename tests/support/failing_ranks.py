@@ -188,7 +188,7 @@ def all_fail_and_go_on() -> None:
 
 
 def one_fails_and_tries_again() -> None:
-    """It takes longer for that than the others would wait for one that has given up."""
+    """It takes longer for that than the others would wait for one that does nothing more."""
     training = Training("7MB" if dist.get_rank() == 0 else "100kB", blocks())
     if training.rank == 1:
         with contextlib.suppress(tencache_fx.BudgetError, torch._dynamo.exc.BackendCompilerFailed):
