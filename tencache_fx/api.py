@@ -19,7 +19,7 @@ from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.step_recorder import recorder_of
 from tencache_fx.reporting.page import write_page
 from tencache_fx.reporting.step_tables import name_step, show_step, tell_storage
-from tencache_fx.reporting.tables import show_measured, show_pool, show_reasons, show_summary
+from tencache_fx.reporting.tables import show_measured, show_pool, show_reached, show_reasons, show_summary
 from tencache_fx.reporting.view import views_of
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import engines, open_engine, open_swap_points
@@ -89,26 +89,32 @@ def steps() -> tuple[StepRecord, ...]:
 def report(*, html: str | os.PathLike[str] | None = None) -> str:
     """Return, for every live region, its plan, the pinned buffers it needs, and what was measured so far.
 
+    Each plan says which resource bounds the step, and how busy the others are; for a model that is one region, also how
+    much of that bound was reached.
+
     The plans of whole steps follow, where regions are planned together; at the end, what compiling took, by stages,
     and how much of what is kept on disk was there.
     With `html` the plans are also drawn, as a page that is written there; it needs plotly (`tencache_fx[view]`).
     Raises `OptionError` if there is nothing to draw, or the page cannot be written.
     """
     if html is not None:
-        measured = {region.record.region: region.measured() for region in REGIONS.live() if region.record is not None}
-        views = views_of(regions(), dict(enumerate(steps())), measured)
+        figures = {region.record.region: region.measured() for region in REGIONS.live() if region.record is not None}
+        views = views_of(regions(), dict(enumerate(steps())), figures)
         write_page(Path(html), views, f"tencache: {Path(html).stem}")
     parts = []
-    for region in REGIONS.live():
-        if region.record is not None:
-            record = region.record
+    planned = [region for region in REGIONS.live() if region.record is not None]
+    for region in planned:
+        if (record := region.record) is not None:
             parts.append(f"region {record.region} {record.name} on {record.device}")
             if region.in_steps:
                 parts.append("It is planned with the step that it is in; this is what it does where there is no plan:")
             parts.append(show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes))
             if record.plan.transfers:
                 parts.append(show_pool(record.plan))
-            parts.append(show_measured(region.measured()))
+            measured = region.measured()
+            parts.append(show_measured(measured))
+            if len(planned) == 1 and (call_to_call_ns := measured["call_to_call_ns"]) is not None:
+                parts.append(show_reached(record.problem, record.plan, call_to_call_ns))
     parts.extend(f"{name_step(step)}\n\n{show_step(step)}" for step in steps())
     if not parts:
         return "No region has been compiled."

@@ -7,11 +7,12 @@ from tencache_fx.fitting.model_figures import ModelFigures, nbytes_of, state_byt
 from tencache_fx.fitting.target import Target
 from tencache_fx.options import Options
 from tencache_fx.planning.liveness import live_bytes
-from tencache_fx.planning.parameter_schedule import adding_bytes, host_memory_ns, keep_resident, step_ns, updating_bytes
+from tencache_fx.planning.loads import Load, loads_of
+from tencache_fx.planning.parameter_schedule import keep_resident, step_ns
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Kind, Problem, Step
 from tencache_fx.planning.search import policy_floor_bytes
-from tencache_fx.reporting.fit_report import Fit, Load, RegionFit
+from tencache_fx.reporting.fit_report import Fit, RegionFit
 from tencache_fx.units import PAGE_BYTES, round_up
 
 _PROBES = 5  # device budgets that are tried between one that is too small and one that suffices
@@ -33,7 +34,7 @@ def estimate_of(plans: Sequence[RegionPlan], figures: ModelFigures, target: Targ
     here = {name for _, plan in made for name in plan.updated_here}
     here_bytes = sum(state_bytes_of(figures.parameters[name]) for name in here)
     staying_bytes = sum(nbytes_of(figures.parameters[name]) for name in resident)
-    loads = [_loads_of(*each) for each in made]
+    loads = [loads_of(*each) for each in made]
     return Fit(
         device=target.name,
         device_budget_bytes=options.device_budget,
@@ -57,8 +58,8 @@ def estimate_of(plans: Sequence[RegionPlan], figures: ModelFigures, target: Targ
         rates_source=target.source,
         regions=tuple(_region_fit(index, each, options.policy) for index, each in enumerate(plans)),
         loads=tuple(
-            Load(name=name, busy_ns=sum(each[name][0] for each in loads), nbytes=sum(each[name][1] for each in loads))
-            for name in (loads[0] if loads else ())
+            Load(name=same[0].name, busy_ns=sum(s.busy_ns for s in same), nbytes=sum(s.nbytes for s in same))
+            for same in zip(*loads, strict=True)
         ),
         accumulation=plans[0].captured.accumulation,
         whole_step_ns=sum(step_ns(problem, plan.forecast) for problem, plan in made),
@@ -84,28 +85,6 @@ def least_device_bytes(
             break
         low, high = (low, middle) if has_plan(middle) else (middle, high)
     return high
-
-
-def _loads_of(problem: Problem, plan: Plan) -> dict[str, tuple[int, int]]:
-    """Return for each resource how long a step keeps it busy, in ns, and the bytes that it moves."""
-    links, forecast, count = problem.links, plan.forecast, problem.accumulation
-    moved = {
-        "link out": (forecast.d2h_bytes, links.d2h_bytes_per_s),
-        "link in": (forecast.h2d_bytes, links.h2d_bytes_per_s),
-        "disk write": (forecast.disk_write_bytes, links.disk_write_bytes_per_s),
-        "disk read": (forecast.disk_read_bytes, links.disk_read_bytes_per_s),
-    }
-    copied_bytes = forecast.d2h_bytes + forecast.h2d_bytes
-    host_ns = host_memory_ns(problem, copied_bytes)
-    host_bytes = updating_bytes(problem) + count * copied_bytes + adding_bytes(problem)
-    return {
-        "compute": (count * forecast.ideal_ns, 0),
-        "host memory": (host_ns, host_bytes if host_ns else 0),
-        **{
-            name: (count * nbytes * 1_000_000_000 // rate if nbytes else 0, count * nbytes)
-            for name, (nbytes, rate) in moved.items()
-        },
-    }
 
 
 def _region_fit(index: int, region: RegionPlan, policy: str) -> RegionFit:

@@ -5,6 +5,7 @@ Sizes are bytes, times nanoseconds, of one training step: forward and backward o
 
 from dataclasses import dataclass
 
+from tencache_fx.planning.loads import Load, bound_of
 from tencache_fx.renames import Renamed
 
 
@@ -32,15 +33,6 @@ class RegionFit:
     disk_read_bytes: int = 0
 
     trip_bytes = Renamed("buffer_bytes")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """How long a step keeps one resource busy, if nothing holds it up, and the bytes that it moves meanwhile."""
-
-    name: str
-    busy_ns: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +114,7 @@ class Fit:
     @property
     def bound(self) -> Load | None:
         """The resource that is busy longest: no step is shorter with the plan's copies; None without a plan."""
-        return max(self.loads, key=lambda load: load.busy_ns, default=None)
+        return bound_of(self.loads)
 
     @property
     def floor_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tencache_fx.reporting.fit_report import Fit, RegionFit, Setting
-from tencache_fx.reporting.tables import show_table
+from tencache_fx.reporting.tables import load_rows, show_table
 from tencache_fx.units import at_least, format_bytes, format_ns
 
 
@@ -84,7 +84,7 @@ def _fit_rows(fit: Fit) -> Iterator[tuple[str, str]]:
         yield once, f"{format_ns(fit.step_ns)}, {over:.3f} of the time without limits"
         out_bytes, in_bytes = (sum(getattr(r, name) for r in fit.regions) for name in ("out_bytes", "in_bytes"))
         yield "link traffic", f"{format_bytes(out_bytes)} out, {format_bytes(in_bytes)} in"
-        yield from _load_rows(fit)
+        yield from load_rows(fit.loads, fit.whole_step_ns)
     offloaded = (
         ("weights", fit.offloaded_bytes),
         ("gradients", fit.gradient_bytes),
@@ -98,21 +98,6 @@ def _fit_rows(fit: Fit) -> Iterator[tuple[str, str]]:
         return
     fixed = f"fixed, low ones; after `tencache doctor --device {fit.device}`, those of this machine"
     yield "rates", "those of this machine" if fit.measured else fixed
-
-
-def _load_rows(fit: Fit) -> Iterator[tuple[str, str]]:
-    """Yield what keeps a step from being shorter, and how long each resource is busy in it."""
-    if (bound := fit.bound) is None:
-        return
-    whole_ns = fit.whole_step_ns
-    share = bound.busy_ns / max(1, whole_ns)
-    yield "bound", f"{bound.name}, {format_ns(bound.busy_ns)}: {share:.1%} of the step's {format_ns(whole_ns)}"
-    busy = [
-        f"{load.name} {format_ns(load.busy_ns)}" + (f" ({format_bytes(load.nbytes)})" if load.nbytes else "")
-        for load in fit.loads
-        if load.busy_ns
-    ]
-    yield "busy in a step", ", ".join(busy)
 
 
 def _setting_cells(fit: Fit, setting: Setting) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 from tabulate import tabulate
 
 from tencache_fx.planning.bounds import joint_lower_bound_ns
+from tencache_fx.planning.loads import Load, bound_of, loads_of
+from tencache_fx.planning.parameter_schedule import step_ns
 from tencache_fx.planning.plan import Plan, PoolClass, Transfer
 from tencache_fx.planning.problem import Kind, Problem, Step, Storage, Tier
 
@@ -63,6 +65,32 @@ def amount_rows(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
     yield "link traffic", f"{format_bytes(forecast.d2h_bytes)} out, {format_bytes(forecast.h2d_bytes)} in"
     written, read = format_bytes(forecast.disk_write_bytes), format_bytes(forecast.disk_read_bytes)
     yield "disk traffic", f"{written} written, {read} read"
+    yield from load_rows(loads_of(problem, plan), step_ns(problem, forecast))
+
+
+def load_rows(loads: Sequence[Load], whole_ns: int) -> Iterator[tuple[str, str]]:
+    """Yield what keeps a step of `whole_ns` from being shorter, and how long each resource is busy in it."""
+    if (bound := bound_of(loads)) is None:
+        return
+    share = bound.busy_ns / max(1, whole_ns)
+    yield "bound", f"{bound.name}, {format_ns(bound.busy_ns)}: {share:.1%} of the step's {format_ns(whole_ns)}"
+    busy = [
+        f"{load.name} {format_ns(load.busy_ns)}" + (f" ({format_bytes(load.nbytes)})" if load.nbytes else "")
+        for load in loads
+        if load.busy_ns
+    ]
+    yield "busy in a step", ", ".join(busy)
+
+
+def show_reached(problem: Problem, plan: Plan, call_to_call_ns: int) -> str:
+    """Return, as a sentence, how much of the bound is reached by a region that is all of a model."""
+    bound = bound_of(loads_of(problem, plan))
+    assert bound is not None
+    measured_ns = problem.accumulation * call_to_call_ns
+    return (
+        f"A step takes {format_ns(measured_ns)} from call to call, all that the loop does included. Its bound is "
+        f"{format_ns(bound.busy_ns)} ({bound.name}): {bound.busy_ns / max(1, measured_ns):.1%} of it is reached."
+    )
 
 
 def show_tensors(problem: Problem, plan: Plan) -> str:

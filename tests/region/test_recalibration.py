@@ -203,6 +203,9 @@ def test_of_two_plans_the_one_that_was_faster_stays(monkeypatch: pytest.MonkeyPa
     times = PhaseTimes(forward_ns=int(factor * rounds[0].forward_ns), backward_ns=int(factor * rounds[0].backward_ns))
     told = rounds[0] if slower else times
     assert f"forward_ns  {format_ns(told.forward_ns)}" in re.sub(" {3,}", "  ", tencache_fx.report())
+    assert re.search(
+        r"A step takes .* from call to call.* Its bound is .* \(\w.*\): .*% of it is reached", tencache_fx.report()
+    )
     assert len(set(losses)) == 1
     recomputed = [plan.recomputed for plan in plans]
     assert not recomputed[0]

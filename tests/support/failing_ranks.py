@@ -57,9 +57,8 @@ class Training:
             self.forward().backward()
             self.optimizer.step()
 
-    def fail_at(self, copy: int) -> None:
-        self.streams.wait_host([])
-        self.streams._failing = frozenset({self.streams.copies + copy})
+    def fail_to_copy(self) -> None:
+        self.streams._failing = frozenset(range(self.streams.copies, self.streams.copies + 1000))
 
 
 @contextlib.contextmanager
@@ -91,40 +90,22 @@ def one_fails_to_compile() -> None:
         training.step()
 
 
-def fails() -> float:
-    raise RuntimeError("this closure fails")
-
-
-def one_fails_to_offload() -> None:
-    if dist.get_rank() == 1:
-        with lives_on():
-            tencache_fx.configure(host_budget="100kB")
-            spread()
-    spread()
-
-
-def one_fails_to_compile() -> None:
-    training = Training("7MB" if dist.get_rank() == 0 else "100kB")
-    with lives_on() if training.rank == 1 else contextlib.nullcontext():
-        training.step()
-
-
 def one_fails_in_the_forward() -> None:
-    training = Training()
+    training = Training(model=blocks())
     training.step()
     if training.rank == 1:
-        training.fail_at(0)
+        training.fail_to_copy()
     with lives_on() if training.rank == 1 else contextlib.nullcontext():
         training.forward()
 
 
 def one_fails_in_the_backward() -> None:
-    training = Training()
+    training = Training(model=blocks())
     training.step()
     training.optimizer.zero_grad()
     loss = training.forward()
     if training.rank == 1:
-        training.fail_at(0)
+        training.fail_to_copy()
     with lives_on() if training.rank == 1 else contextlib.nullcontext():
         loss.backward()
 

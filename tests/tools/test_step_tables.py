@@ -101,6 +101,8 @@ lower bound        75 ms
 stalls             0 ns going out, 0 ns coming in
 link traffic       4 MB out, 4 MB in
 disk traffic       0 B written, 0 B read
+bound              compute, 75 ms: 100.0% of the step's 75 ms
+busy in a step     compute 75 ms, link out 4 ms (4 MB), link in 4 ms (4 MB)
 
 runs                 held beside    between    planned peak    stay    out    in
 -------------------  -------------  ---------  --------------  ------  -----  ----

@@ -11,6 +11,7 @@ from problems import make_swap
 
 from tencache_fx.errors import OptionError
 from tencache_fx.planning.explain import Choice, Price, Reasons, TensorReason
+from tencache_fx.planning.loads import Load, loads_of
 from tencache_fx.planning.pareto import Frontier, Outcome, Point
 from tencache_fx.planning.plan import Forecast, Plan, PoolClass
 from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Recipe, Step, Storage, Tier
@@ -22,6 +23,7 @@ from tencache_fx.reporting.tables import (
     show_graph,
     show_measured,
     show_pool,
+    show_reached,
     show_reasons,
     show_summary,
     show_tensors,
@@ -166,8 +168,33 @@ best possible    6.21 ms
 stalls           0 ns going out, 600 us coming in
 link traffic     3 MB out, 3 MB in
 disk traffic     0 B written, 0 B read
+bound            compute, 6 ms: 90.9% of the step's 6.6 ms
+busy in a step   compute 6 ms, link out 250 us (3 MB), link in 250 us (3 MB)
 """
     )
+
+
+def test_what_is_reached_of_the_bound():
+    assert show_reached(PROBLEM, PLAN, 7_500_000) == (
+        "A step takes 7.5 ms from call to call, all that the loop does included. Its bound is 6 ms (compute): "
+        "80.0% of it is reached."
+    )
+
+
+def test_the_bound_is_of_all_calls_of_a_step_and_its_update():
+    """Four times forward and backward: 3 MB a direction, gradients of 2 MB in host memory, their state 12 MB."""
+    stored = dataclasses.replace(
+        storage("g", 2_000_000, 4, 6, (4,), kind=Kind.STORED), parameter="w", state_bytes=12_000_000
+    )
+    links = dataclasses.replace(PROBLEM.links, h2d_bytes_per_s=500_000_000, host_bytes_per_s=10_000_000_000)
+    problem = dataclasses.replace(PROBLEM, storages=(*PROBLEM.storages, stored), links=links, accumulation=4)
+    loads = {load.name: load for load in loads_of(problem, PLAN)}
+    assert loads["compute"] == Load(name="compute", busy_ns=24_000_000, nbytes=0)
+    assert loads["link in"] == Load(name="link in", busy_ns=24_000_000, nbytes=12_000_000)
+    update_bytes, copied_bytes, sum_bytes = 2 * 2_000_000 + 2 * 12_000_000, 4 * 6_000_000, 3 * 3 * 2_000_000
+    assert loads["host memory"].nbytes == update_bytes + copied_bytes + sum_bytes
+    assert loads["host memory"].busy_ns == loads["host memory"].nbytes // 10
+    assert loads["disk read"].busy_ns == 0
 
 
 def test_tensors():
