@@ -5,7 +5,6 @@ A Python block runs unless the line before it is `<!-- not run: REASON -->`.
 
 import ast
 import dataclasses
-import gc
 import importlib.util
 import re
 import sys
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from conftest import collect
 from torch import nn
 
 import tencache_fx
@@ -68,7 +68,8 @@ def test_programs_run(program, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TENCACHE_COMPILER", "eager")
     monkeypatch.setenv("TENCACHE_CALIBRATE", "0")
-    gc.collect()  # regions of other tests
+    torch.compiler.reset()  # regions of other tests
+    collect()
     before = {record.region for record in tencache_fx.regions()}
     own = ModuleType(re.sub(r"\W", "_", program.name))  # kept here: regions live as long as their code
     monkeypatch.setitem(sys.modules, own.__name__, own)  # torch looks there for what its functions name
