@@ -19,7 +19,14 @@ from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.step_recorder import recorder_of
 from tencache_fx.reporting.page import write_page
 from tencache_fx.reporting.step_tables import name_step, show_step, tell_storage
-from tencache_fx.reporting.tables import show_measured, show_pool, show_reached, show_reasons, show_summary
+from tencache_fx.reporting.tables import (
+    show_directories,
+    show_measured,
+    show_pool,
+    show_reached,
+    show_reasons,
+    show_summary,
+)
 from tencache_fx.reporting.view import views_of
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import engines, open_engine, open_swap_points
@@ -92,8 +99,9 @@ def report(*, html: str | os.PathLike[str] | None = None) -> str:
     Each plan says which resource bounds the step, and how busy the others are; for a model that is one region, also how
     much of that bound was reached.
 
-    The plans of whole steps follow, where regions are planned together; at the end, what compiling took, by stages,
-    and how much of what is kept on disk was there.
+    The plans of whole steps follow, where regions are planned together, and the spill directories: what was written
+    to each, and the share that it gets. At the end, what compiling took, by stages, and how much of what is kept on
+    disk was there.
     With `html` the plans are also drawn, as a page that is written there; it needs plotly (`tencache_fx[view]`).
     Raises `OptionError` if there is nothing to draw, or the page cannot be written.
     """
@@ -118,6 +126,7 @@ def report(*, html: str | os.PathLike[str] | None = None) -> str:
     parts.extend(f"{name_step(step)}\n\n{show_step(step)}" for step in steps())
     if not parts:
         return "No region has been compiled."
+    parts.extend(show_directories(engine.store.uses()) for engine in engines() if engine.store is not None)
     spent_ns = Counter(STAGES.spent_ns()) + Counter({"Dynamo": compat.dynamo_ns()})
     ends = f"compiling, so far: {show_times(spent_ns)}\nread from caches: {show_uses(count_uses())}"
     return "\n\n".join((*parts, ends))

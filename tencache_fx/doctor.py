@@ -15,7 +15,7 @@ import torch
 from tencache_fx.hardware import rates as rates_module
 from tencache_fx.hardware.capacity import Space, device_space, disk_space, host_space
 from tencache_fx.hardware.copies import copy_rates
-from tencache_fx.hardware.disk import Disk, filesystem_type
+from tencache_fx.hardware.disk import Disk, filesystem_id, filesystem_type, joint_rates
 from tencache_fx.hardware.profiles import DeviceProfile, write_profile
 from tencache_fx.hardware.rates import known_rates
 from tencache_fx.model_state.arguments import find_device
@@ -38,12 +38,18 @@ _NETWORKED = ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "fuse", "ceph", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskReport:
-    """One spill directory: its filesystem's type and rates, and the bytes that are free there."""
+    """One spill directory: its filesystem's type and rates, and the bytes that are free there.
+
+    `dealt_rates` are those that the store expects of it, less where others are on the same filesystem; `share` is what
+    it gets of all that is spilled.
+    """
 
     directory: Path
     filesystem: str
     rates: Disk
     free_bytes: int
+    dealt_rates: Disk
+    share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,15 +121,25 @@ def show_report(report: Report) -> str:
         "host budget": format_bytes(report.host_budget_bytes),
         "locked memory limit": "none" if report.locked_bytes is None else format_bytes(report.locked_bytes),
     }
-    for disk in report.disks:
-        way = "direct I/O" if disk.rates.direct else "no direct I/O: the page cache's rates"
-        rows[f"spill_dir {disk.directory}"] = (
-            f"{disk.filesystem or 'unknown filesystem'}, {way}, write {format_rate(disk.rates.write_bytes_per_s)}, "
-            f"read {format_rate(disk.rates.read_bytes_per_s)}, {format_bytes(disk.free_bytes)} free"
-        )
+    rows |= dict(_disk_rows(report.disks))
     found = [f"* {line}" for line in (*device_findings(report), *host_findings(report), *disk_findings(report))]
     note = "Compute and copy rates are nine tenths of what one large kernel or copy reaches: what plans count on."
     return "\n".join([show_measured(rows), "", note, "", *(found or ["Nothing looks wrong."])])
+
+
+def _disk_rows(disks: Sequence[DiskReport]) -> Iterator[tuple[str, str]]:
+    """Yield what each spill directory does; of several, also the share that it will get, and what all do together."""
+    for disk in disks:
+        way = "direct I/O" if disk.rates.direct else "no direct I/O: the page cache's rates"
+        share = f", gets {disk.share:.1%} of what is spilled" if len(disks) > 1 else ""
+        yield (
+            f"spill_dir {disk.directory}",
+            f"{disk.filesystem or 'unknown filesystem'}, {way}, write {format_rate(disk.rates.write_bytes_per_s)}, "
+            f"read {format_rate(disk.rates.read_bytes_per_s)}, {format_bytes(disk.free_bytes)} free{share}",
+        )
+    if len(disks) > 1:
+        write_rate, read_rate = joint_rates([disk.dealt_rates for disk in disks])
+        yield "all spill_dirs", f"write {format_rate(write_rate)}, read {format_rate(read_rate)}"
 
 
 def device_findings(report: Report) -> Iterator[str]:
@@ -258,7 +274,7 @@ def _measure(device: torch.device, options: Options) -> Report:
         links=links,
         pageable=_pageable_rates(device) if cuda else None,
         pin_ns=_pin_ns(device) if cuda else None,
-        disks=tuple(map(_disk_report, options.spill_dir)),
+        disks=tuple(_disk_reports(options.spill_dir)),
         host_space=host,
         machine_bytes=max(host.total_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
@@ -305,13 +321,22 @@ def _pin_ns(device: torch.device) -> int | None:
     return taken_ns * (_GiB // _PIN_BYTES) if pinned else None
 
 
-def _disk_report(directory: Path) -> DiskReport:
-    return DiskReport(
-        directory=directory,
-        filesystem=filesystem_type(directory),
-        rates=rates_module.disk(directory, renew=True),
-        free_bytes=disk_space([directory]).available_bytes,
-    )
+def _disk_reports(directories: Sequence[Path]) -> Iterator[DiskReport]:
+    found: dict[str, Disk] = {}  # each filesystem is measured once
+    for directory in directories:
+        name = filesystem_id(directory)
+        found[name] = found.get(name) or rates_module.disk(directory, renew=True)
+    dealt = rates_module.rates_by_directory(directories, lambda directory: found[filesystem_id(directory)])
+    total = sum(rates.both_ways_bytes_per_s for rates in dealt.values())
+    for directory in directories:
+        yield DiskReport(
+            directory=directory,
+            filesystem=filesystem_type(directory),
+            rates=found[filesystem_id(directory)],
+            free_bytes=disk_space([directory]).available_bytes,
+            dealt_rates=dealt[directory],
+            share=dealt[directory].both_ways_bytes_per_s / total,
+        )
 
 
 def _space(space: Space) -> str:

@@ -29,7 +29,8 @@ import tencache_fx
 from tencache_fx.hardware import rates
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import engines
-from tencache_fx.runtime.store import FileIO, Store
+from tencache_fx.runtime.file_io import FileIO
+from tencache_fx.runtime.store import Store
 from tencache_fx.runtime.streams import Streams
 
 MIB = 1 << 20

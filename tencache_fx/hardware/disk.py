@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,29 @@ class Disk:
     write_bytes_per_s: Positive
     read_bytes_per_s: Positive
     direct: bool
+
+    @property
+    def both_ways_bytes_per_s(self) -> int:
+        """Return the rate of bytes that are written and read back, one after the other."""
+        return both_ways_rate(self.write_bytes_per_s, self.read_bytes_per_s)
+
+
+def both_ways_rate(write_bytes_per_s: int, read_bytes_per_s: int) -> int:
+    """Return the bytes per second, at least 1, that go there and come back: what the store deals values by."""
+    return max(1, write_bytes_per_s * read_bytes_per_s // (write_bytes_per_s + read_bytes_per_s))
+
+
+def joint_rates(disks: Sequence[Disk]) -> tuple[int, int]:
+    """Return the rates of writing and of reading of all disks together, values dealt to them by their rates both ways.
+
+    That is their sum where each disk reads as many times faster than it writes as the others do. Elsewhere it is less:
+    writing ends with the disk that writes its share last. (0, 0) without any.
+    """
+    total = sum(disk.both_ways_bytes_per_s for disk in disks)
+    return (
+        min((disk.write_bytes_per_s * total // disk.both_ways_bytes_per_s for disk in disks), default=0),
+        min((disk.read_bytes_per_s * total // disk.both_ways_bytes_per_s for disk in disks), default=0),
+    )
 
 
 def measure_disk(directory: Path) -> Disk:

@@ -19,7 +19,7 @@ import torch
 
 from tencache_fx.hardware.cache import cached, kept
 from tencache_fx.hardware.copies import LINK_BYTES, copy_pairs, copy_rates, cuda_copy_rates, kernels
-from tencache_fx.hardware.disk import Disk, filesystem_id, measure_disk
+from tencache_fx.hardware.disk import Disk, filesystem_id, joint_rates, measure_disk
 from tencache_fx.hardware.timing import cpu_seconds, cuda_seconds, per_second
 from tencache_fx.planning.problem import Links
 from tencache_fx.serialization import Positive
@@ -102,7 +102,7 @@ FIXED_ROOFLINE: Mapping[str, Roofline] = MappingProxyType(
 
 
 def links(device: torch.device, spill_dirs: Sequence[Path], *, calibrate: bool, renew: bool = False) -> Links:
-    """Return the rates between `device`, host and the disks that hold `spill_dirs`, several disks added up.
+    """Return the rates between `device`, host and the disks that hold `spill_dirs`: of all of them together.
 
     Those of a GPU's link are measured beside kernels. Others are nine tenths of what large copies reach while nothing
     else goes on: beside computing they slow down.
@@ -126,11 +126,8 @@ def _links_key(device: torch.device) -> dict[str, str]:
 
 
 def _with_disks(links: Links, disks: Sequence[Disk]) -> Links:
-    return dataclasses.replace(
-        links,
-        disk_write_bytes_per_s=sum(disk.write_bytes_per_s for disk in disks),
-        disk_read_bytes_per_s=sum(disk.read_bytes_per_s for disk in disks),
-    )
+    write_rate, read_rate = joint_rates(disks)
+    return dataclasses.replace(links, disk_write_bytes_per_s=write_rate, disk_read_bytes_per_s=read_rate)
 
 
 def _derated(device: torch.device, links: Links) -> Links:
@@ -148,6 +145,33 @@ def disk(directory: Path, *, renew: bool = False) -> Disk:
     """
     measure = STAGES.timed(CALIBRATION, lambda: measure_disk(directory))
     return cached(_disk_key(filesystem_id(directory)), Disk, measure, renew=renew)
+
+
+def rates_by_directory(directories: Sequence[Path], rates_of: Callable[[Path], Disk | None]) -> dict[Path, Disk]:
+    """Return the rates of each directory while all are busy, from those of its filesystem that `rates_of` returns.
+
+    Directories of one filesystem share its rates. Those whose rates are not known (None) are missing. Raises
+    `StoreError` when a directory cannot be read.
+    """
+    names = {directory: filesystem_id(directory) for directory in directories}
+    found: dict[Path, Disk] = {}
+    for directory, name in names.items():
+        if (whole := rates_of(directory)) is not None:
+            count = list(names.values()).count(name)
+            found[directory] = dataclasses.replace(
+                whole,
+                write_bytes_per_s=max(1, whole.write_bytes_per_s // count),
+                read_bytes_per_s=max(1, whole.read_bytes_per_s // count),
+            )
+    return found
+
+
+def measured_disk(directory: Path) -> Disk | None:
+    """Return the rates that were measured earlier of the filesystem that holds `directory`; nothing is measured now.
+
+    Raises `StoreError` when it cannot be read.
+    """
+    return kept(_disk_key(filesystem_id(directory)), Disk)
 
 
 def _disk_key(filesystem: str) -> dict[str, str]:

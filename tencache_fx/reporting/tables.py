@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from tencache_fx.planning.explain import Choice, Price, Reasons, TensorReason
     from tencache_fx.planning.pareto import Frontier, Outcome
     from tencache_fx.records import Listing, NodeRow
-from tencache_fx.units import format_bytes, format_ns
+    from tencache_fx.runtime.store import DirectoryUse
+from tencache_fx.units import format_bytes, format_ns, format_rate
 
 _RUNTIME_MARK = ">>"
 
@@ -152,6 +153,21 @@ def show_pool(plan: Plan) -> str:
     return show_table(
         [*rows, ("all", "", total[0], format_bytes(total[1]))], headers=("use", "buffer", "count", "bytes")
     )
+
+
+def show_directories(uses: "Sequence[DirectoryUse]") -> str:
+    """Return one row per spill directory: its share of what is dealt next, its rates, and what it has done so far."""
+    rows = [
+        (
+            str(use.directory),
+            f"{use.share:.1%}",
+            format_rate(use.write_bytes_per_s),
+            format_rate(use.read_bytes_per_s),
+            *map(format_bytes, (use.file_bytes, use.written_bytes, use.read_bytes)),
+        )
+        for use in uses
+    ]
+    return show_table(rows, headers=("spill directory", "share", "writes", "reads", "file", "written", "read"))
 
 
 def show_frontier(frontier: "Frontier") -> str:

@@ -52,7 +52,8 @@ class Engine:
 
     `stats.take()` adds these gauges to the counters: `host_acquired_bytes` (in use), `host_high_water_bytes` (its
     maximum), `host_pool_bytes`, `host_waste_bytes` (allocated, but not asked for at the high water), `disk_bytes`
-    (allocated), `disk_acquired_bytes`, `transfers` (under way).
+    (allocated), `disk_acquired_bytes`, `disk_written_bytes` (since the store was opened; of each directory, too:
+    `disk_written_bytes:/scratch`), `transfers` (under way).
     """
 
     id: int = -1
@@ -297,6 +298,7 @@ class Engine:
             self.transfers.drain()
             self.object_buffers.drain()
         pool, store = self.pool, self.store
+        uses = () if store is None else store.uses()
         return {
             "host_acquired_bytes": pool.acquired_bytes,
             "host_high_water_bytes": pool.high_water_bytes,
@@ -304,6 +306,8 @@ class Engine:
             "host_waste_bytes": max(0, pool.allocated_bytes - pool.high_water_requested_bytes),
             "disk_bytes": 0 if store is None else store.file_bytes,
             "disk_acquired_bytes": 0 if store is None else store.acquired_bytes,
+            "disk_written_bytes": sum(use.written_bytes for use in uses),
+            **{f"disk_written_bytes:{use.directory}": use.written_bytes for use in uses},
             "transfers": len(self._table),
         }
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from tencache_fx.errors import InvariantError, TencacheError
 from tencache_fx.hardware.devices import resolve_device
+from tencache_fx.hardware.rates import measured_disk, rates_by_directory
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.process_groups import several_ranks
@@ -149,7 +150,8 @@ def open_engine(
     """Return the open engine of `device`, or a new one.
 
     An open one has at least these budgets from now on, and its values go to these directories, if any are given; what
-    is elsewhere is read there. Raises `OptionError` for directories that cannot be used.
+    is elsewhere is read there. Of several, each gets bytes in proportion to its rate: to begin with, what was measured
+    earlier. Raises `OptionError` or `StoreError` for directories that cannot be used.
     """
     engine = find_engine(device)
     if engine is None:
@@ -162,6 +164,7 @@ def open_engine(
         )
         engine.serves_all = False
         install_engine(engine)
+        _expect_disk_rates(engine, spill_dirs)
         return engine
     engine.pool.raise_budget(host_budget_bytes)
     if spill_dirs and engine.store is None:
@@ -170,7 +173,14 @@ def open_engine(
         engine.store.spill_to(spill_dirs)
         engine.store.raise_budget(spill_budget_bytes)
         engine.store.checksum |= checksum
+    _expect_disk_rates(engine, spill_dirs)
     return engine
+
+
+def _expect_disk_rates(engine: Engine, spill_dirs: Sequence[Path]) -> None:
+    """Let the store deal by what was measured of these directories so far; one alone gets everything anyway."""
+    if engine.store is not None and len(spill_dirs) > 1:
+        engine.store.expect_rates(rates_by_directory(spill_dirs, measured_disk))
 
 
 def find_engine(device: torch.device) -> Engine | None:

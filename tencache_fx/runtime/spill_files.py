@@ -6,28 +6,43 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tencache_fx.hardware.disk import both_ways_rate
 from tencache_fx.runtime.freelist import FreeList
+from tencache_fx.runtime.traffic import Traffic
 from tencache_fx.units import PAGE_BYTES
 
 
 @dataclass(slots=True, eq=False)
 class SpillFile:
-    """One of them, in `directory`: its size, and what of it is free."""
+    """One of them, in `directory`: its size, what of it is free, and what moves to it and from it.
+
+    `refusal` is what its file system answered if it refused to let the file grow.
+    """
 
     directory: Path
     fd: int
+    writes: Traffic
+    reads: Traffic
     nbytes: int = 0
     free: FreeList = field(default_factory=FreeList)
     closed: bool = False
+    refusal: str = ""
 
     @property
     def is_empty(self) -> bool:
         """Return whether nothing is in it."""
         return self.free.free_bytes == self.nbytes
 
+    @property
+    def both_ways_bytes_per_s(self) -> int:
+        """Return the rate at which values are dealt to it."""
+        return both_ways_rate(self.writes.bytes_per_s, self.reads.bytes_per_s)
+
     def close(self) -> None:
-        """Give the disk space back."""
+        """Join the threads, once they have done what they were given, and give the disk space back. Idempotent."""
         if not self.closed:
+            self.writes.threads.shutdown(wait=True)
+            self.reads.threads.shutdown(wait=True)
             os.close(self.fd)
             self.nbytes, self.free, self.closed = 0, FreeList(), True
 

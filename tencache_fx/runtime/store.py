@@ -16,55 +16,34 @@ value, the last page padded with whatever the buffer held:
 The directories may be changed at any time: what is allocated from then on is in the new ones, what was allocated before
 stays where it is, and the file of a former directory is closed once nothing is in it.
 
-Values of more than one block are striped over all files; a free range that is too short becomes a piece of its own, so
-free space is never lost to fragmentation. Files are opened `O_DIRECT` where the file system takes it, and moved in
-blocks of at most 8 MiB, several at a time: as fast as io_uring, without a dependency.
+Values are dealt to the directories in proportion to their rates (`dealing.py`), so that all of them are done with a
+value at the same time: in pieces of an eighth of a block at least, smaller values whole. The rates are those that were
+measured of the file systems, then those that transfers reach (`traffic.py`). What one directory has no room for goes to
+the others. A free range that is too short becomes a piece of its own, so free space is never lost to fragmentation.
+
+Files are opened `O_DIRECT` where the file system takes it, and moved in blocks of at most 8 MiB, several at a time: as
+fast as io_uring, without a dependency. Each directory has threads of its own, so that a slow one does not hold up the
+others, and of these some for each way: a read must not queue behind the writes that wait for the disk.
 """
 
-import contextlib
-import errno
-import os
 import threading
 import zlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as wait_futures
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tencache_fx.errors import BudgetError, OptionError, StoreError
+from tencache_fx.hardware.disk import Disk
+from tencache_fx.runtime.block_transfers import BlockTransfers
+from tencache_fx.runtime.dealing import Dealer, split
+from tencache_fx.runtime.file_io import FileIO
 from tencache_fx.runtime.spill_files import SpillFile, open_unnamed
+from tencache_fx.runtime.traffic import Traffic
 from tencache_fx.units import PAGE_BYTES, round_up
 
 BLOCK_BYTES = 8 << 20
 WORKERS = 4
-_ZERO_PROGRESS_TRIES = 8
-
-
-class FileIO:
-    """The system calls below the store; tests put failing ones in their place."""
-
-    def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
-        """Write some of `view` at `offset`; return how many bytes."""
-        return os.pwritev(fd, [view], offset)
-
-    def pread(self, fd: int, view: memoryview, offset: int) -> int:
-        """Read some bytes at `offset` into `view`; return how many."""
-        return os.preadv(fd, [view], offset)
-
-    def allocate(self, fd: int, offset: int, nbytes: int) -> None:
-        """Allocate disk space; where the file system cannot, grow the file, and a full disk shows up on writing."""
-        try:
-            os.posix_fallocate(fd, offset, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-            os.ftruncate(fd, offset + nbytes)
-
-    def free_bytes(self, fd: int) -> int:
-        """Return the free space of the file system."""
-        stat = os.fstatvfs(fd)
-        return stat.f_bavail * stat.f_frsize
+_LEAST_PART = 8  # a piece is this part of a block at least, or it is not worth a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +65,20 @@ class Extent:
     crc: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """Down to disk or up from it; `fate` is what an error message says of the value."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryUse:
+    """What one spill directory is taken to do, the share of what is dealt next, and what it has done so far.
 
-    threads: ThreadPoolExecutor
-    call: Callable[[int, memoryview, int], int]
-    verb: str
-    fate: str
+    The rates are those expected of it, or reached by late transfers. The share is 0 for a former directory.
+    """
+
+    directory: Path
+    write_bytes_per_s: int
+    read_bytes_per_s: int
+    share: float
+    file_bytes: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
 
 
 class Store:
@@ -112,28 +97,24 @@ class Store:
         """Open a file in each directory; raises `OptionError` where that fails."""
         self.budget_bytes = budget_bytes
         self.checksum = checksum
-        self.written_bytes = 0
-        self.read_bytes = 0
         self.acquired_bytes = 0
-        self._block_bytes = block_bytes
+        self._least_bytes = max(PAGE_BYTES, block_bytes // _LEAST_PART // PAGE_BYTES * PAGE_BYTES)
+        self._workers = workers
         self._io = FileIO() if io is None else io
         self._lock = threading.Lock()
-        self._next = 0
+        self._dealer = Dealer(self._least_bytes)
         self._files: list[SpillFile] = []  # all there ever were: pieces name them by index
         self._current: list[int] = []  # those that take what comes
         self.spill_to(directories)
-        # Two sets of threads: a read must not queue behind the writes that wait for the disk.
-        self._write_way = _Way(
-            ThreadPoolExecutor(workers, thread_name_prefix="tencache-write"),
+        self._writes = BlockTransfers(
+            lambda file: file.writes,
             self._io.pwrite,
             "write",
             "it is still in host memory, nothing is lost",
+            block_bytes,
         )
-        self._read_way = _Way(
-            ThreadPoolExecutor(workers, thread_name_prefix="tencache-read"),
-            self._io.pread,
-            "read",
-            "it is lost, and so is this step",
+        self._reads = BlockTransfers(
+            lambda file: file.reads, self._io.pread, "read", "it is lost, and so is this step", block_bytes
         )
 
     @property
@@ -152,7 +133,8 @@ class Store:
             try:
                 for directory in dict.fromkeys(directories):
                     if directory not in known:
-                        opened.append(SpillFile(directory, open_unnamed(directory)))
+                        fd = open_unnamed(directory)
+                        opened.append(SpillFile(directory, fd, self._traffic("write"), self._traffic("read")))
             except OSError as error:
                 for file in opened:
                     file.close()
@@ -162,8 +144,23 @@ class Store:
                 ) from error
             known |= {file.directory: len(self._files) + i for i, file in enumerate(opened)}
             self._files += opened
-            self._current, self._next = [known[directory] for directory in dict.fromkeys(directories)], 0
+            current = [known[directory] for directory in dict.fromkeys(directories)]
+            if current != self._current:
+                self._current = current
+                self._dealer.reset()
             self._close_former()
+
+    def expect_rates(self, disks: Mapping[Path, Disk]) -> None:
+        """Deal by these measured rates, where transfers have not shown others; by their mean for other directories."""
+        if not disks:
+            return
+        write_rate = sum(disk.write_bytes_per_s for disk in disks.values()) // len(disks)
+        read_rate = sum(disk.read_bytes_per_s for disk in disks.values()) // len(disks)
+        with self._lock:
+            for file in (self._files[i] for i in self._current):
+                disk = disks.get(file.directory)
+                file.writes.expect(disk.write_bytes_per_s if disk else write_rate, guessed=disk is None)
+                file.reads.expect(disk.read_bytes_per_s if disk else read_rate, guessed=disk is None)
 
     def raise_budget(self, budget_bytes: int) -> None:
         """Raise the budget to this at least."""
@@ -185,40 +182,59 @@ class Store:
         """Return the disk space in use."""
         return sum(file.nbytes for file in self._files)
 
-    def reserve(self, nbytes: int) -> None:
-        """Grow the files to at least `nbytes` together, in equal shares.
+    @property
+    def written_bytes(self) -> int:
+        """Return the bytes that were written to all directories so far."""
+        return sum(file.writes.moved_bytes for file in self._files)
 
-        Raises `BudgetError` above the spill budget, `StoreError` when a disk has not enough room.
+    def uses(self) -> tuple[DirectoryUse, ...]:
+        """Return what each directory has done, those of now first, then former ones."""
+        with self._lock:
+            order = [*self._current, *(i for i in range(len(self._files)) if i not in self._current)]
+            total = sum(self._files[i].both_ways_bytes_per_s for i in self._current)
+            found: dict[Path, DirectoryUse] = {}
+            for i in order:
+                file = self._files[i]
+                before = found.get(file.directory)  # one that was left, and is used again, has had several files
+                if before is None:
+                    before = DirectoryUse(
+                        directory=file.directory,
+                        write_bytes_per_s=file.writes.bytes_per_s,
+                        read_bytes_per_s=file.reads.bytes_per_s,
+                        share=file.both_ways_bytes_per_s / total if i in self._current else 0.0,
+                    )
+                found[file.directory] = replace(
+                    before,
+                    file_bytes=before.file_bytes + file.nbytes,
+                    written_bytes=before.written_bytes + file.writes.moved_bytes,
+                    read_bytes=before.read_bytes + file.reads.moved_bytes,
+                )
+        return tuple(found.values())
+
+    def reserve(self, nbytes: int) -> None:
+        """Grow the files to at least `nbytes` together, each in proportion to its directory's rate.
+
+        Raises `BudgetError` above the spill budget, `StoreError` when the disks have not enough room.
         """
         with self._lock:
             missing = round_up(nbytes, PAGE_BYTES) - sum(self._files[i].nbytes for i in self._current)
-            for rank, i in enumerate(self._current):
-                share = round_up(max(0, missing) // (len(self._current) - rank), PAGE_BYTES)
-                self._grow(i, share)
-                missing -= share
+            self._check_room(missing)
+            self._spread(max(0, missing), split, self._grow)
 
     def allocate(self, nbytes: int, label: str) -> Extent:
-        """Return room for a value; grows the files when they are full, and raises as `reserve` does."""
+        """Return room for a value; grows the files when they are full, and raises as `reserve` does.
+
+        A directory's file also grows when another one has free space, so that its share does not go there.
+        """
         with self._lock:
-            left = total = round_up(max(1, nbytes), PAGE_BYTES)
-            count = len(self._current)
-            width = min(count, -(-total // self._block_bytes))
-            places = [(self._next + rank) % count for rank in range(count)]
-            self._next = places[-1] if width == 1 else self._next
-            order = [self._current[place] for place in places]
+            total = round_up(max(1, nbytes), PAGE_BYTES)
             pieces: list[Piece] = []
-            for rank, i in enumerate(order[:width]):
-                left -= self._take(i, round_up(left // (width - rank), PAGE_BYTES), pieces)
-            for i in order:
-                left -= self._take(i, left, pieces)
-            if left:
-                try:
-                    grown = self._grow_any(order, left)
-                except (BudgetError, StoreError) as error:
-                    self._put(pieces)
-                    raise type(error)(f"{label} ({nbytes} bytes) cannot go to disk: {error}") from error
-                left -= self._take(grown, left, pieces)
-            assert left == 0
+            try:
+                self._check_room(total - sum(self._files[i].free.free_bytes for i in self._current))
+                self._spread(total, self._dealer.deal, lambda i, share: self._take(i, share, pieces))
+            except (BudgetError, StoreError) as error:
+                self._put(pieces)
+                raise type(error)(f"{label} ({nbytes} bytes) cannot go to disk: {error}") from error
             self.acquired_bytes += total
             return Extent(label=label, nbytes=nbytes, pieces=tuple(pieces))
 
@@ -236,15 +252,11 @@ class Store:
         """
         if self.checksum:
             extent.crc = zlib.crc32(view[: extent.nbytes])
-        self._move_all(self._write_way, extent, view)
-        with self._lock:
-            self.written_bytes += sum(piece.nbytes for piece in extent.pieces)
+        self._writes.move(extent.label, self._places(extent), view)
 
     def read(self, extent: Extent, view: memoryview) -> None:
         """Read the value into `view` (page-aligned, whole pages). Raises `StoreError`; the value is lost then."""
-        self._move_all(self._read_way, extent, view)
-        with self._lock:
-            self.read_bytes += sum(piece.nbytes for piece in extent.pieces)
+        self._reads.move(extent.label, self._places(extent), view)
         if extent.crc is not None and (found := zlib.crc32(view[: extent.nbytes])) != extent.crc:
             where = ", ".join(f"{self._files[p.file].directory} at offset {p.offset}" for p in extent.pieces)
             raise StoreError(
@@ -254,10 +266,11 @@ class Store:
 
     def close(self) -> None:
         """Join the threads and close the files, which frees the disk space. Idempotent."""
-        self._write_way.threads.shutdown(wait=True)
-        self._read_way.threads.shutdown(wait=True)
         for file in self._files:
             file.close()
+
+    def _places(self, extent: Extent) -> list[tuple[SpillFile, int, int]]:
+        return [(self._files[piece.file], piece.offset, piece.nbytes) for piece in extent.pieces]
 
     def _close_former(self) -> None:
         """Close the files of former directories that nothing is in: nobody reads or writes there."""
@@ -265,8 +278,39 @@ class Store:
             if i not in self._current and file.is_empty:
                 file.close()
 
+    def _traffic(self, name: str) -> Traffic:
+        return Traffic(name, self._workers, self._least_bytes, self._io.now_ns)
+
+    def _spread(
+        self,
+        nbytes: int,
+        deal: Callable[[int, Mapping[int, int]], Mapping[int, int]],
+        take: Callable[[int, int], int],
+    ) -> None:
+        """Deal `nbytes` to the directories, each of which will `take` some; what one does not goes to the others.
+
+        Raises `StoreError` for what none takes.
+        """
+        left, rates = nbytes, {i: self._files[i].both_ways_bytes_per_s for i in self._current}
+        while left:
+            if not rates:
+                files = [self._files[i] for i in self._current]
+                raise StoreError(
+                    f"{_names(files)} refused {left} more bytes for the spill file, all are {self.file_bytes} bytes "
+                    f"({', '.join({file.refusal or 'no space left': 0 for file in files})}); "
+                    "free some space or name another spill_dir. Nothing is lost."
+                )
+            for i, share in deal(left, rates).items():
+                taken = take(i, share)
+                left -= taken
+                if taken < share:
+                    del rates[i]
+
     def _take(self, index: int, nbytes: int, pieces: list[Piece]) -> int:
-        taken = self._files[index].free.take(nbytes)
+        """Add pieces of a file that grows for it, if it can; return their bytes, `nbytes` or what there is."""
+        free = self._files[index].free
+        self._grow(index, nbytes - free.free_bytes)
+        taken = free.take(nbytes)
         pieces.extend(Piece(index, start, size) for start, size in taken)
         return sum(size for _, size in taken)
 
@@ -275,72 +319,44 @@ class Store:
             self._files[piece.file].free.put(piece.offset, piece.nbytes)
         self._close_former()
 
-    def _grow_any(self, order: Sequence[int], nbytes: int) -> int:
-        """Grow the first file whose disk has room; return its index."""
-        for i in order[:-1]:
-            with contextlib.suppress(StoreError):
-                self._grow(i, nbytes)
-                return i
-        self._grow(order[-1], nbytes)
-        return order[-1]
-
-    def _grow(self, index: int, nbytes: int) -> None:
+    def _check_room(self, nbytes: int) -> None:
+        """Raise `BudgetError` or `StoreError` if the files cannot be `nbytes` larger together: nothing has changed."""
         if nbytes <= 0:
             return
-        file = self._files[index]
         if self.file_bytes + nbytes > self.budget_bytes:
             raise BudgetError(
                 f"the spill store needs {self.file_bytes + nbytes} bytes of disk; the spill budget is "
                 f"{self.budget_bytes} bytes. Raise spill_budget, or host_budget so that less is spilled."
             )
-        room_bytes = self._io.free_bytes(file.fd)
+        files = [self._files[i] for i in self._current]
+        room_bytes = sum(self._room_bytes(file) for file in files)
         if nbytes > room_bytes:
             raise StoreError(
-                f"{file.directory} has {room_bytes} bytes free; the spill store needs {nbytes} more there. "
-                "Free some space, lower spill_budget, or name another spill_dir. Nothing is lost."
+                f"{_names(files)} {'has' if len(files) == 1 else 'together have'} {room_bytes} bytes free; the spill "
+                f"store needs {nbytes} more there. Free some space, lower spill_budget, or name another spill_dir. "
+                "Nothing is lost."
             )
+
+    def _room_bytes(self, file: SpillFile) -> int:
+        return self._io.free_bytes(file.fd) // PAGE_BYTES * PAGE_BYTES
+
+    def _grow(self, index: int, nbytes: int) -> int:
+        """Grow a file by `nbytes`, or what budget and disk have room for; return by how much."""
+        file = self._files[index]
+        nbytes = min(nbytes, self.budget_bytes - self.file_bytes)
+        nbytes = min(nbytes, self._room_bytes(file)) if nbytes > 0 else 0
+        if nbytes <= 0:
+            return 0
         try:
             self._io.allocate(file.fd, file.nbytes, nbytes)
         except OSError as error:
-            raise StoreError(
-                f"{file.directory} refused {nbytes} more bytes for the spill file, which has {file.nbytes} "
-                f"({error.strerror}); free some space or name another spill_dir. Nothing is lost."
-            ) from error
+            file.refusal = str(error.strerror or error)
+            return 0
         file.free.put(file.nbytes, nbytes)
         file.nbytes += nbytes
+        file.refusal = ""
+        return nbytes
 
-    def _move_all(self, way: _Way, extent: Extent, view: memoryview) -> None:
-        """Move every block, in parallel; returns, or raises the first error, when all have ended."""
-        blocks: list[tuple[SpillFile, memoryview, int]] = []
-        start = 0
-        for piece in extent.pieces:
-            for skip in range(0, piece.nbytes, self._block_bytes):
-                size = min(self._block_bytes, piece.nbytes - skip)
-                blocks.append((self._files[piece.file], view[start : start + size], piece.offset + skip))
-                start += size
-        if len(blocks) == 1:
-            self._move(way, extent, *blocks[0])
-            return
-        jobs = [way.threads.submit(self._move, way, extent, *block) for block in blocks]
-        wait_futures(jobs)  # all of them, even if one fails: the others still use the buffer
-        for job in jobs:
-            job.result()
 
-    def _move(self, way: _Way, extent: Extent, file: SpillFile, view: memoryview, offset: int) -> None:
-        """Move one block; survives short transfers and names what failed."""
-        done = tries = 0
-        while done < view.nbytes:
-            try:
-                moved = way.call(file.fd, view[done:], offset + done)
-                reason = f"only {done + moved} of {view.nbytes} bytes moved"
-            except OSError as error:
-                moved, reason, tries = 0, str(error.strerror or error), _ZERO_PROGRESS_TRIES
-            # O_DIRECT goes on at a page boundary only: a torn page is moved again.
-            whole = moved if done + moved == view.nbytes else moved // PAGE_BYTES * PAGE_BYTES
-            done += whole
-            tries = 0 if whole else tries + 1
-            if tries > _ZERO_PROGRESS_TRIES:
-                raise StoreError(
-                    f"could not {way.verb} {view.nbytes} bytes of {extent.label} at offset {offset} of the "
-                    f"spill file in {file.directory} ({reason}); {way.fate}. Check the disk or name another spill_dir."
-                )
+def _names(files: Sequence[SpillFile]) -> str:
+    return ", ".join(str(file.directory) for file in files)

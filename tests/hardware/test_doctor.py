@@ -18,11 +18,9 @@ from tencache_fx.planning.problem import Links
 pytestmark = pytest.mark.usefixtures("cache_folder")
 
 GB = 10**9
+RATES = Disk(write_bytes_per_s=3 * GB, read_bytes_per_s=2 * GB, direct=True)
 DISK = DiskReport(
-    directory=Path("/scratch"),
-    filesystem="xfs",
-    rates=Disk(write_bytes_per_s=3 * GB, read_bytes_per_s=2 * GB, direct=True),
-    free_bytes=900 * GB,
+    directory=Path("/scratch"), filesystem="xfs", rates=RATES, free_bytes=900 * GB, dealt_rates=RATES, share=1.0
 )
 LINKS = Links(
     d2h_bytes_per_s=54 * GB, h2d_bytes_per_s=51 * GB, d2h_duplex_bytes_per_s=44 * GB, h2d_duplex_bytes_per_s=40 * GB
@@ -66,6 +64,16 @@ def test_a_sound_machine_has_no_findings():
         assert expected in text
     for expected in ("0.3 s/GiB", "xfs, direct I/O, write 3 GB/s, read 2 GB/s, 900 GB free", "4 TB/s", "tf32"):
         assert expected in text
+
+
+def test_several_spill_directories_have_shares():
+    slow = Disk(write_bytes_per_s=GB, read_bytes_per_s=GB * 2 // 3, direct=True)
+    other = dataclasses.replace(DISK, directory=Path("/other"), rates=slow, dealt_rates=slow, share=0.25)
+    text = show_report(dataclasses.replace(SOUND, disks=(dataclasses.replace(DISK, share=0.75), other)))
+    assert "write 3 GB/s, read 2 GB/s, 900 GB free, gets 75.0% of what is spilled" in text
+    assert "write 1 GB/s, read 667 MB/s, 900 GB free, gets 25.0% of what is spilled" in text
+    assert "write 4 GB/s, read 2.67 GB/s\n" in text
+    assert "all spill_dirs" not in show_report(SOUND)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +134,15 @@ def test_a_finding_says_what_its_remedy_gains(changes, gain):
 
 @pytest.mark.timeout(120)
 def test_the_command_reports_on_this_machine(capsys, tmp_path, cache_folder):
-    spill = tmp_path / "spill"
+    spill, other = tmp_path / "spill", tmp_path / "other"
     spill.mkdir()
+    other.mkdir()
     precision = torch.backends.cuda.matmul.fp32_precision
     saved = tmp_path / "profile.json"
-    assert main(["doctor", "--device", "cpu", "--spill-dir", str(spill), "--save", str(saved)]) == 0
+    assert (
+        main(["doctor", "--device", "cpu", "--spill-dir", str(spill), "--spill-dir", str(other), "--save", str(saved)])
+        == 0
+    )
     profile = find_profile(str(saved))
     known = known_rates(torch.device("cpu"), [spill], calibrate=True, has_disk=True)
     assert (profile.roofline, profile.links) == (known.roofline, known.links)
@@ -138,8 +150,17 @@ def test_the_command_reports_on_this_machine(capsys, tmp_path, cache_folder):
     assert profile.links.has_disk
     assert not profile.roofline.of_gpu
     out = capsys.readouterr().out
-    for expected in ("device ", "matmul float32", "link out", "host memory", "host budget", f"spill_dir {spill}"):
+    for expected in (
+        "device ",
+        "matmul float32",
+        "link out",
+        "host memory",
+        "host budget",
+        f"spill_dir {spill}",
+        f"spill_dir {other}",
+    ):
         assert expected in out
+    assert out.count("gets 50.0% of what is spilled") == 2
     assert "* No CUDA device is used" in out
     assert list(spill.iterdir()) == []
     assert sorted(path.name.split("-")[0] for path in cache_folder.iterdir()) == ["disk", "links", "roofline"]

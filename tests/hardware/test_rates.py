@@ -84,6 +84,30 @@ def test_two_directories_of_one_filesystem_are_one_disk(spill):
     assert both.disk_write_bytes_per_s == FIXED_DISK.write_bytes_per_s
 
 
+def disk_of(write_rate, read_rate):
+    return Disk(write_bytes_per_s=write_rate, read_bytes_per_s=read_rate, direct=True)
+
+
+def test_the_rates_of_disks_together_are_those_of_bytes_dealt_by_rate():
+    assert disk.joint_rates([]) == (0, 0)
+    assert disk.joint_rates([disk_of(300, 600)]) == (300, 600)
+    assert disk.joint_rates([disk_of(rate, 2 * rate) for rate in (300, 600, 1200, 2400)]) == (4500, 9000)
+    uneven = [disk_of(1000, 1000), disk_of(1000, 9000)]
+    write_rate, read_rate = disk.joint_rates(uneven)  # shares are 5 / 14 and 9 / 14
+    assert (write_rate, read_rate) == (1000 * 1400 // 900, 1000 * 1400 // 500)
+
+
+def test_each_directory_has_its_part_of_what_its_filesystem_does(monkeypatch, tmp_path):
+    monkeypatch.setattr(rates_module, "filesystem_id", lambda directory: directory.name[0])
+    paths = [tmp_path / name for name in ("a1", "b1", "a2", "c1")]
+    for name, rate in (("a", 300), ("b", 90)):
+        cached({"what": "disk", "filesystem": name}, Disk, lambda rate=rate: disk_of(rate, 2 * rate))
+    found = rates_module.rates_by_directory(paths, rates_module.measured_disk)
+    assert found == {paths[0]: disk_of(150, 300), paths[1]: disk_of(90, 180), paths[2]: disk_of(150, 300)}
+    planned = rates_module.known_rates(CPU, paths[:3], calibrate=True, has_disk=True).links
+    assert (planned.disk_write_bytes_per_s, planned.disk_read_bytes_per_s) == (390, 780)
+
+
 def test_measured_compute_rates_are_plausible_and_kept_and_leave_the_random_numbers_as_they_are(cache_folder):
     torch.manual_seed(7)
     expected = torch.rand(3)

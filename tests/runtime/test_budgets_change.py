@@ -1,6 +1,7 @@
 """Budgets and directories of an open engine: who sets them, what is refused, and how to go on after a refusal."""
 
 import gc
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ from torch import Tensor, nn
 
 import tencache_fx
 from tencache_fx.errors import BudgetError, OptionError
+from tencache_fx.hardware.cache import cached
+from tencache_fx.hardware.disk import Disk
 from tencache_fx.model_state.modules import roomy_engine
 from tencache_fx.model_state.parameter_store import parameters_of
 from tencache_fx.optim import AdamW
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine_registry import engines, open_engine, usage
+from tencache_fx.units import format_bytes
 
 CPU = torch.device("cpu")
 HIDDEN = 192
@@ -270,6 +274,31 @@ def test_two_models_name_different_directories(tmp_path: Path) -> None:
         check(run)
         assert engine.store.written_bytes > before
         before = engine.store.written_bytes
+
+
+def test_several_directories_are_dealt_to_by_what_was_measured_of_them_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured of two file systems is made up: the directories' names stand for them."""
+    names = folders(tmp_path, "slow", "fast")
+    monkeypatch.setattr("tencache_fx.hardware.rates.filesystem_id", lambda directory: directory.name)
+    for name, rate in (("slow", 10**8), ("fast", 3 * 10**8)):
+        made_up = Disk(write_bytes_per_s=rate, read_bytes_per_s=rate, direct=True)
+        cached({"what": "disk", "filesystem": name}, Disk, lambda made_up=made_up: made_up)
+    options = spilling(spill_dir=names, host_budget=300_000, spill_budget="8MB")
+    run = torch.compile(tower(), backend="tencache", options=options)
+    check(run)
+    (engine,) = engines()
+    assert engine.store is not None
+    slow, fast = engine.store.uses()
+    assert slow.share == pytest.approx(0.25)
+    assert slow.written_bytes + fast.written_bytes > 0
+    counts = tencache_fx.stats()
+    assert [counts[f"disk_written_bytes:{name}"] for name in names] == [slow.written_bytes, fast.written_bytes]
+    assert counts["disk_written_bytes"] == engine.store.written_bytes
+    (row,) = re.findall(rf"^{re.escape(names[1])} .*$", tencache_fx.report(), re.MULTILINE)
+    assert "75.0%" in row
+    assert format_bytes(fast.written_bytes) in row
 
 
 def test_configured_directories_and_disk_budgets_count_at_once(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from tencache_fx.errors import BudgetError, OptionError, StoreError
+from tencache_fx.runtime.file_io import FileIO
 from tencache_fx.runtime.freelist import FreeList
-from tencache_fx.runtime.store import Extent, FileIO, Store
+from tencache_fx.runtime.store import Extent, Store
 from tencache_fx.units import PAGE_BYTES, round_up
 
 BUDGET_PAGES = 40

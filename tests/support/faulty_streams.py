@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tencache_fx.runtime.store import FileIO
+from tencache_fx.runtime.file_io import FileIO
 from tencache_fx.runtime.streams import CpuStreams, CudaStreams, Event, Lane
 
 POISON = 0xFF
