@@ -293,6 +293,7 @@ class Store:
         """
         left, rates = nbytes, {i: self._files[i].both_ways_bytes_per_s for i in self._current}
         while left:
+            assert left % PAGE_BYTES == 0, "no whole pages"
             if not rates:
                 files = [self._files[i] for i in self._current]
                 raise StoreError(
@@ -341,9 +342,9 @@ class Store:
         return self._io.free_bytes(file.fd) // PAGE_BYTES * PAGE_BYTES
 
     def _grow(self, index: int, nbytes: int) -> int:
-        """Grow a file by `nbytes`, or what budget and disk have room for; return by how much."""
+        """Grow a file by `nbytes`, or by the pages that budget and disk have room for; return by how much."""
         file = self._files[index]
-        nbytes = min(nbytes, self.budget_bytes - self.file_bytes)
+        nbytes = min(nbytes, (self.budget_bytes - self.file_bytes) // PAGE_BYTES * PAGE_BYTES)
         nbytes = min(nbytes, self._room_bytes(file)) if nbytes > 0 else 0
         if nbytes <= 0:
             return 0

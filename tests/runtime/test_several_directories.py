@@ -262,13 +262,13 @@ class RoomyIO(FileIO):
 rooms = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 1000)), min_size=1, max_size=4)
 
 
-@given(rooms, st.lists(st.integers(1, 30), max_size=12), st.integers(0, 40), st.integers(1, 150))
+@given(rooms, st.lists(st.integers(1, 30), max_size=12), st.integers(0, 40), st.integers(PAGE_BYTES, 150 * PAGE_BYTES))
 def test_what_one_directory_has_no_room_for_goes_to_the_others(
     tmp_path_factory: pytest.TempPathFactory,
     directories: list[tuple[int, int]],
     sizes: list[int],
     reserved: int,
-    budget: int,
+    budget_bytes: int,
 ) -> None:
     """A value has its bytes, whole pages, none twice, and it is refused only where all together have no room for it."""
     io = RoomyIO([pages for pages, _ in directories], refuses=False)
@@ -276,7 +276,7 @@ def test_what_one_directory_has_no_room_for_goes_to_the_others(
     paths = [folder / str(i) for i in range(len(directories))]
     for path in paths:
         path.mkdir()
-    store = Store(paths, budget * PAGE_BYTES, block_bytes=16 * PAGE_BYTES, io=io)
+    store = Store(paths, budget_bytes, block_bytes=16 * PAGE_BYTES, io=io)
     io.fds = [file.fd for file in store._files]
     store.expect_rates(
         {
@@ -284,7 +284,7 @@ def test_what_one_directory_has_no_room_for_goes_to_the_others(
             for path, (_, rate) in zip(paths, directories, strict=True)
         }
     )
-    total = min(budget, sum(pages for pages, _ in directories))
+    total = min(budget_bytes // PAGE_BYTES, sum(pages for pages, _ in directories))
     if reserved <= total:
         store.reserve(reserved * PAGE_BYTES)
         assert store.file_bytes == reserved * PAGE_BYTES
@@ -303,7 +303,8 @@ def test_what_one_directory_has_no_room_for_goes_to_the_others(
         assert all(piece.nbytes > 0 and piece.nbytes % PAGE_BYTES == 0 for piece in pieces)
         places = [(p.file, p.offset + i) for p in pieces for i in range(0, p.nbytes, PAGE_BYTES)]
         assert len(set(places)) == len(places) == used
-        assert store.acquired_bytes == used * PAGE_BYTES <= store.file_bytes <= budget * PAGE_BYTES
+        assert store.acquired_bytes == used * PAGE_BYTES <= store.file_bytes <= budget_bytes
+        assert store.file_bytes % PAGE_BYTES == 0
     store.close()
 
 
