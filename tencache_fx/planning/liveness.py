@@ -71,12 +71,15 @@ def _kept_bytes(problem: Problem) -> Profile:
     return kept
 
 
-def _changed(kept: Profile, changes: Iterable[tuple[int, int]]) -> Profile:
+def _changed(kept: Profile, changes: Sequence[tuple[int, int]]) -> Profile:
     """Return `kept` with so many bytes more from each of these steps on."""
-    delta = [0] * (kept.size + 1)
-    for step, nbytes in changes:
-        delta[step] += nbytes
-    return kept + np.cumsum(delta[:-1], dtype=np.int64)
+    if not changes:
+        return kept.copy()
+    steps, nbytes = np.array(changes, dtype=np.int64).T
+    delta = np.zeros(kept.size + 1, dtype=np.int64)
+    np.add.at(delta, steps, nbytes)
+    changed: Profile = kept + delta[:-1].cumsum()
+    return changed
 
 
 def device_changes(transfer: Transfer, storage: Storage) -> tuple[tuple[Step, int], tuple[Step, int]]:
@@ -157,9 +160,22 @@ def windows(problem: Problem) -> Sequence[Window]:
 
 
 def with_windows_of(problem: Problem, other: Problem) -> Problem:
-    """Return `problem`, which differs from `other` in nothing that its windows depend on, with the windows of that."""
+    """Return `problem`, which differs from `other` in nothing that its windows depend on, with the windows of that.
+
+    So it has `by_windows`, where both keep what they derive from windows alone.
+    """
     problem.derived["windows"], problem.derived["minimal windows"] = windows(other), _minimal_windows(other)
+    problem.derived["by windows"] = by_windows(other)
     return problem
+
+
+def by_windows(problem: Problem) -> dict[str, Any]:
+    """Return what was derived from the problem's windows, and from nothing that differs between those that share them.
+
+    Barriers are such a thing: windows depend on them.
+    """
+    known: dict[str, Any] = problem.derived.setdefault("by windows", {})
+    return known
 
 
 def _minimal_windows(problem: Problem) -> list[Window]:

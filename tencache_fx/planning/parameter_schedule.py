@@ -17,7 +17,7 @@ import numpy as np
 from tencache_fx.planning.liveness import Profile, least_bytes, with_windows_of
 from tencache_fx.planning.plan import CopyIn, CopyOut, Forecast, Transfer, TransferKind
 from tencache_fx.planning.problem import Kind, Links, Problem, Step, Storage, Tier
-from tencache_fx.planning.schedule import Barriers, copy_times, time_returns
+from tencache_fx.planning.schedule import Barriers, barriers_of, copy_times, time_returns
 from tencache_fx.planning.tuning import TUNING
 
 _NO_LIMIT = 1 << 62
@@ -38,7 +38,7 @@ def schedule_parameters(problem: Problem, lead: float) -> tuple[Transfer, ...]:
     memory = least_bytes(problem)
     durations = [op.duration_ns for op in problem.ops]
     starts_ns = np.concatenate([[0.0], np.cumsum(durations)]).tolist()
-    barriers = Barriers(problem)
+    barriers = barriers_of(problem)
     arrivals = [storage for storage in problem.storages if storage.kind is Kind.FETCHED]
     tight = [_arrival(problem, barriers, storage) for storage in arrivals]
     for transfer in tight:
@@ -50,7 +50,7 @@ def schedule_parameters(problem: Problem, lead: float) -> tuple[Transfer, ...]:
 
 def least_bytes_with_parameters(problem: Problem) -> Profile:
     """Return the device bytes in use at each step with every transfer without slack, those of parameters included."""
-    memory, barriers = least_bytes(problem), Barriers(problem)
+    memory, barriers = least_bytes(problem), barriers_of(problem)
     for storage in problem.storages:
         if storage.kind is Kind.FETCHED:
             memory[_latest_prefetch(problem, barriers, storage) : storage.birth] += storage.nbytes

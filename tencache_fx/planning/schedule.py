@@ -5,7 +5,7 @@ last one before the next one (`plan.clip_to_barriers`). They fit, but would stal
 memory allows it, barriers are kept, and memory stays within the budget at every step.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from tencache_fx.planning.liveness import Profile, live_bytes
+from tencache_fx.planning.liveness import Profile, by_windows, live_bytes
 from tencache_fx.planning.plan import Transfer
 from tencache_fx.planning.problem import Links, Problem, Step, Tier
 
@@ -41,34 +41,60 @@ def copy_times(links: Links, nbytes: int, tier: Tier) -> CopyTimes:
 
 
 class Barriers:
-    """The steps from which bytes may count as freed, and be prefetched: all of them, without scheduling barriers."""
+    """The steps from which bytes may count as freed, and be prefetched: all of them, without scheduling barriers.
+
+    Asked for one step after the other, so the answers for all steps, up to one behind the end, are kept as lists.
+    """
 
     def __init__(self, problem: Problem) -> None:
         steps = len(problem.ops)
         barriers = problem.barriers or tuple(map(Step, range(steps)))
-        self._freed = sorted({*barriers, problem.boundary, Step(steps)})
+        freed = sorted({*barriers, problem.boundary, Step(steps)})
         behind = {Step(0), problem.boundary, *(Step(barrier + 1) for barrier in problem.barriers)}
-        self._fetch = sorted(behind) if problem.barriers else self._freed
+        fetch = sorted(behind) if problem.barriers else freed
+        self._freed_from, self._freed_by = _nearest(freed, steps + 2)
+        self._fetch_from, self._fetch_by = _nearest(fetch, steps + 2)
 
     def freed_from(self, step: int) -> Step:
         """Return the first step at or after `step` from which bytes may count as freed."""
-        return self._freed[min(bisect_left(self._freed, step), len(self._freed) - 1)]
+        return self._freed_from[step]
 
     def freed_by(self, step: int) -> Step:
         """Return the last step at or before `step` from which bytes may count as freed, the first if there is none."""
-        return self._freed[max(0, bisect_right(self._freed, step) - 1)]
+        return self._freed_by[step]
 
     def may_be_freed(self, step: int) -> bool:
         """Whether bytes may count as freed from `step` on."""
-        return self.freed_from(step) == step
+        return self._freed_from[step] == step
 
     def fetch_by(self, step: int) -> Step:
         """Return the last step at or before `step` from which bytes may be fetched."""
-        return self._fetch[max(0, bisect_right(self._fetch, step) - 1)]
+        return self._fetch_by[step]
 
     def fetch_from(self, step: int) -> Step:
         """Return the first step at or after `step` from which bytes may be fetched."""
-        return self._fetch[min(bisect_left(self._fetch, step), len(self._fetch) - 1)]
+        return self._fetch_from[step]
+
+
+def barriers_of(problem: Problem) -> Barriers:
+    """Return the problem's barriers, which are worked out once."""
+    kept = by_windows(problem)
+    known: Barriers | None = kept.get("barriers")
+    if known is None:
+        known = kept["barriers"] = Barriers(problem)
+    return known
+
+
+def _nearest(steps: Sequence[Step], count: int) -> tuple[list[Step], list[Step]]:
+    """Return for each of `count` steps which of `steps` is the next one, and the one before; else the last, the first.
+
+    >>> _nearest([2, 3], 5)
+    ([2, 2, 2, 3, 3], [2, 2, 2, 3, 3])
+    """
+    given, asked = np.array(steps, dtype=np.int64), np.arange(count)
+    following = given[np.minimum(given.searchsorted(asked), given.size - 1)]
+    before = given[np.maximum(given.searchsorted(asked, side="right") - 1, 0)]
+    return following.tolist(), before.tolist()
 
 
 def crosses(problem: Problem, transfer: Transfer) -> bool:
@@ -101,7 +127,7 @@ class _Departures:
 
     def __init__(self, problem: Problem, memory: Profile, limit: int, staging_count: int) -> None:
         self.problem, self.memory, self.limit = problem, memory, limit
-        self.barriers = Barriers(problem)
+        self.barriers = barriers_of(problem)
         self.clock = self.link_free = self.disk_free = 0.0
         self.unissued: deque[Transfer] = deque()  # to NVMe, for want of a staging buffer
         self.flying: deque[tuple[float, Transfer]] = deque()  # (when the copy lands, transfer), in that order
@@ -115,23 +141,43 @@ class _Departures:
         arrivals: dict[int, list[Transfer]] = {}
         for transfer in sorted(tight, key=lambda s: (s.copy_out_after, s.freed_at, s.name)):
             arrivals.setdefault(transfer.copy_out_after + 1, []).append(transfer)
+        untils = self._untils()
         for k, op in enumerate(self.problem.ops):
-            step = Step(k)
-            for transfer in arrivals.get(k, ()):
-                if transfer.tier is Tier.NVME:
-                    self.unissued.append(transfer)
-                else:
-                    self._issue(transfer)
-            while self.unissued and self.buffers[0] <= self.clock:
-                self._issue(self.unissued.popleft().leaving(after=Step(k - 1)))
-            if self.barriers.may_be_freed(k):
-                self._release_landed(step)
-                if step == self.problem.boundary:
-                    self._end_forward(step)
-                self._fit(step, self.barriers.freed_from(k + 1))
+            if k in arrivals or self.unissued:
+                self._arrive(Step(k), arrivals.get(k, ()))
+            if k in untils:
+                self._release_landed(Step(k))
+                if k == self.problem.boundary:
+                    self._end_forward(Step(k))
+                if (until := untils[k]) is not None:
+                    self._fit(Step(k), until)
             self.starts_ns.append(self.clock)
             self.clock += op.duration_ns
         return self.released
+
+    def _untils(self) -> dict[int, Step | None]:
+        """Return for each step from which bytes may be freed the next one, if something has to be freed up to that.
+
+        Memory only falls.
+        """
+        steps = len(self.problem.ops)
+        found: dict[int, Step | None] = {}
+        step = self.barriers.freed_from(0)
+        while step < steps:
+            until = self.barriers.freed_from(step + 1)
+            found[step] = until if self.memory[step:until].max() > self.limit else None
+            step = until
+        return found
+
+    def _arrive(self, step: Step, arrivals: Sequence[Transfer]) -> None:
+        """Issue the copies out that begin before `step`, and those that a staging buffer is free for by now."""
+        for transfer in arrivals:
+            if transfer.tier is Tier.NVME:
+                self.unissued.append(transfer)
+            else:
+                self._issue(transfer)
+        while self.unissued and self.buffers[0] <= self.clock:
+            self._issue(self.unissued.popleft().leaving(after=Step(step - 1)))
 
     def _fit(self, step: Step, until: Step) -> None:
         """Wait at `step` for what has to be freed for the steps up to `until` to fit."""

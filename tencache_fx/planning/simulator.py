@@ -17,12 +17,13 @@ exactly: one replay is the steady state (`tests/test_simulate.py` replays two in
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, pairwise
 from math import inf
 from operator import itemgetter
 from typing import Literal
 
-from tencache_fx.planning.plan import PoolClass, Transfer, TransferKind
+from tencache_fx.planning.plan import PoolClass, Transfer
 from tencache_fx.planning.problem import Problem, Step, Tier
 
 Verb = Literal["offload", "release", "prefetch", "wait"]
@@ -89,9 +90,13 @@ class TransferTimes:
     stall_in_ns: int  # at the wait
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What `simulate` saw. `starts_ns[k]` is when step `k` started; `transfers` are in the order given."""
+    """What `simulate` saw. The times of single steps and transfers are worked out if they are asked for.
+
+    They follow from `runs`, one of each transfer, from `ends_ns`, of which number `k` is when step `k` would start if
+    none waited, and from `begun`: some steps, and when these started. Those behind each follow without a wait.
+    """
 
     makespan_ns: int
     ideal_ns: int
@@ -101,8 +106,23 @@ class Replay:
     h2d_bytes: int
     disk_write_bytes: int
     disk_read_bytes: int
-    starts_ns: tuple[int, ...]
-    transfers: tuple[TransferTimes, ...]
+    ends_ns: Sequence[int]
+    begun: Sequence[tuple[int, float]]
+    runs: Sequence["_Run"]
+
+    @cached_property
+    def starts_ns(self) -> tuple[int, ...]:
+        """When each step started."""
+        starts: list[float] = []
+        last = len(self.ends_ns) - 1, 0.0
+        for (step, now), (until, _) in pairwise((*self.begun, last)):
+            starts.extend(now + end - self.ends_ns[step] for end in self.ends_ns[step:until])
+        return tuple(map(round, starts))
+
+    @cached_property
+    def transfers(self) -> tuple[TransferTimes, ...]:
+        """The times of each transfer, in the order given."""
+        return tuple(run.times() for run in self.runs)
 
 
 def simulate(problem: Problem, transfers: Sequence[Transfer], staging: Sequence[PoolClass] = ()) -> Replay:
@@ -114,17 +134,17 @@ def simulate(problem: Problem, transfers: Sequence[Transfer], staging: Sequence[
     ends = list(accumulate((op.duration_ns for op in problem.ops), initial=0))
     machine = _Machine(problem, staging)
     runs = {transfer.name: _Run(transfer=transfer, pool=machine.pool_for(transfer)) for transfer in transfers}
-    starts: list[float] = []
     now = stall_out = stall_in = 0.0
     step = 0
+    begun: list[tuple[int, float]] = []
     for at, number, _, name, _ in _in_order(transfers):
         if at > step:
-            starts.extend([now + end - ends[step] for end in ends[max(len(starts), step) : at]])
+            begun.append((step, now))
             now += ends[at] - ends[step]
             step = at
         run = runs[name]
         machine.advance(now)
-        waited = machine.act(_VERBS[number], run)
+        waited = machine.act(number, run)
         if not waited:
             continue
         now += waited
@@ -134,19 +154,20 @@ def simulate(problem: Problem, transfers: Sequence[Transfer], staging: Sequence[
         else:
             run.stall_out += waited
             stall_out += waited
-    starts.extend([now + end - ends[step] for end in ends[len(starts) : -1]])
+    begun.append((step, now))
     on_disk = sum(transfer.nbytes for transfer in transfers if transfer.tier is Tier.NVME)
     return Replay(
         makespan_ns=round(now + ends[-1] - ends[step]),
         ideal_ns=ends[-1],
         stall_out_ns=round(stall_out),
         stall_in_ns=round(stall_in),
-        d2h_bytes=sum(transfer.nbytes for transfer in transfers if transfer.kind is not TransferKind.LOAD),
-        h2d_bytes=sum(transfer.nbytes for transfer in transfers if transfer.kind is not TransferKind.STORE),
+        d2h_bytes=sum(transfer.nbytes for transfer in transfers if transfer.back is None or transfer.out is not None),
+        h2d_bytes=sum(transfer.nbytes for transfer in transfers if transfer.back is not None),
         disk_write_bytes=on_disk,
         disk_read_bytes=on_disk,
-        starts_ns=tuple(map(round, starts)),
-        transfers=tuple(runs[transfer.name].times() for transfer in transfers),
+        ends_ns=ends,
+        begun=begun,
+        runs=tuple(runs[transfer.name] for transfer in transfers),
     )
 
 
@@ -237,20 +258,24 @@ class _Machine:
                 return index
         raise ValueError(f"storage {transfer.name} has {transfer.nbytes} bytes, more than every staging buffer.")
 
-    def act(self, verb: str, run: _Run) -> float:
-        """Carry out one runtime op; return how long compute waited for it."""
+    def act(self, number: int, run: _Run) -> float:
+        """Carry out one runtime op, by the number of its verb; return how long compute waited for it."""
         before = self.now
-        match verb:
+        match _VERBS[number]:
             case "offload":
                 if run.pool >= 0:
                     self.until(lambda: self.free[run.pool] > 0)
                     self.free[run.pool] -= 1
                 self.out.queue.append(run)
-            case "release":
-                self.until(lambda: run.out_end < inf)
             case "prefetch":
                 (self.into if run.pool < 0 else self.read).queue.append(run)
+            case "release":
+                if run.out_end < inf:
+                    return 0.0
+                self.until(lambda: run.out_end < inf)
             case "wait":
+                if run.in_end < inf:
+                    return 0.0
                 self.until(lambda: run.in_end < inf)
         self._start()
         return self.now - before
@@ -266,10 +291,12 @@ class _Machine:
         """Let the servers work until `until_ns`."""
         while (soonest := self._soonest_ns()) <= until_ns - self.now:
             self._pass(soonest)
-        passed = until_ns - self.now
+        if (passed := until_ns - self.now) <= 0:
+            return
         for server in self.servers:
             if server.serves is not None:
-                server.left = max(0.0, server.left - passed * server.rate)
+                left = server.left - passed * server.rate
+                server.left = left if left > 0.0 else 0.0
         self.now = until_ns
 
     def _soonest_ns(self) -> float:

@@ -8,7 +8,7 @@ direct storage access a transfer to NVMe takes the same link too), and a region 
 by the transfers with the least exposed time, where the paper leaves it to the runtime to stall.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heapreplace
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 
 from tencache_fx.planning.liveness import (
     Profile,
+    by_windows,
     earliest_offload,
     least_bytes,
     live_bytes,
@@ -26,7 +27,7 @@ from tencache_fx.planning.liveness import (
 )
 from tencache_fx.planning.plan import Transfer
 from tencache_fx.planning.problem import Problem, Step, Tier
-from tencache_fx.planning.schedule import Barriers, CopyTimes, copy_times, crosses, time_swaps
+from tencache_fx.planning.schedule import CopyTimes, barriers_of, copy_times, crosses, time_swaps
 from tencache_fx.planning.tier_capacity import TierCapacity
 from tencache_fx.planning.tuning import TUNING
 
@@ -57,18 +58,28 @@ def choose_teraio(problem: Problem, *, headroom: float = 0.0, lead: float = TUNI
     for anywhere in (False, True):  # start again from the transfers that reach the floor
         if not fits:
             greedy = _Greedy(problem, limit)
-            fits = greedy.take_exposed(_minimal_transfers(problem, only=minimal_swaps(problem)), anywhere=anywhere)
+            fits = greedy.take_exposed(_longest_transfers(problem), anywhere=anywhere)
     return time_swaps(problem, greedy.pruned(), greedy.capacity.staging_count, lead)
 
 
-def _minimal_transfers(problem: Problem, only: Sequence[Transfer] | None = None) -> tuple[Transfer, ...]:
-    """Return a transfer without slack for every inactive interval of every candidate, or for those of `only`."""
-    wanted = None if only is None else {(transfer.name, transfer.needed_at) for transfer in only}
-    return tuple(
-        swap_to_host(w.storage, earliest_offload(problem, w.storage, w.last_use), w.freed_at, w.prefetch_at, w.next_use)
-        for w in windows(problem)
-        if wanted is None or (w.storage.name, w.next_use) in wanted
-    )
+def _minimal_transfers(problem: Problem) -> tuple[Transfer, ...]:
+    """Return a transfer without slack for every inactive interval of every candidate."""
+    kept = by_windows(problem)
+    known: tuple[Transfer, ...] | None = kept.get("minimal transfers")
+    if known is None:  # asked for by every variant and repair
+        known = kept["minimal transfers"] = tuple(
+            swap_to_host(
+                w.storage, earliest_offload(problem, w.storage, w.last_use), w.freed_at, w.prefetch_at, w.next_use
+            )
+            for w in windows(problem)
+        )
+    return known
+
+
+def _longest_transfers(problem: Problem) -> list[Transfer]:
+    """Return of the transfers without slack the longest of every candidate: those that reach the floor."""
+    wanted = {(transfer.name, transfer.needed_at) for transfer in minimal_swaps(problem)}
+    return [each for each in _minimal_transfers(problem) if (each.name, each.needed_at) in wanted]
 
 
 class _Calendar:
@@ -89,14 +100,17 @@ class _Calendar:
     def charge(self, start: int, end: int, need_ns: float, *, late: bool = False) -> None:
         """Take up to `need_ns` of what is free during `[start, end)`, from its start, or from its end if `late`."""
         span = self.free[start:end][::-1] if late else self.free[start:end]
-        taken = np.cumsum(span)
+        taken = span.cumsum()
+        changed = int(taken.searchsorted(need_ns)) + 1  # the last of which may be left in part
+        span, taken = span[:changed], taken[:changed]
         np.minimum(taken, need_ns, out=taken)
         taken[1:] -= taken[:-1].copy()
-        np.subtract(span, taken, out=span)  # a view: this is `self.free`
+        span -= taken  # a view: this is `self.free`
         np.maximum(span, 0.0, out=span)
-        rest = self.before[start:]  # what is before it stays as it is
-        rest[1:] = self.free[start:]
-        np.cumsum(rest, out=rest)
+        first = max(start, end - changed) if late else start
+        rest = self.before[first:]  # what is before it stays as it is
+        rest[1:] = self.free[first:]
+        rest.cumsum(out=rest)
 
 
 class _Sums:
@@ -131,7 +145,7 @@ class _Greedy:
     def __init__(self, problem: Problem, limit: int) -> None:
         self.problem, self.limit = problem, limit
         self.memory: Profile = live_bytes(problem)
-        self.barriers = Barriers(problem)
+        self.barriers = barriers_of(problem)
         self.over: _Floats = (self.memory - limit).astype(np.float64)
         self.fullest = int(self.over.argmax())
         self.times: dict[tuple[int, Tier], CopyTimes] = {}
@@ -191,15 +205,18 @@ class _Greedy:
                 return self._score(placed, enough)
         return None
 
+    def _times(self, transfer: Transfer) -> CopyTimes:
+        size = transfer.nbytes, transfer.tier
+        if size not in self.times:
+            self.times[size] = copy_times(self.problem.links, *size)
+        return self.times[size]
+
     def _score(self, transfer: Transfer, enough: float) -> _Offer | None:
         """Return what `transfer` gives, None if it gives nothing or cannot be done without a stall.
 
         What is away for long and cannot give `enough` is not looked at closely: its score is then a bound.
         """
-        problem, size = self.problem, (transfer.nbytes, transfer.tier)
-        if size not in self.times:
-            self.times[size] = copy_times(problem.links, *size)
-        times = self.times[size]
+        problem, times = self.problem, self._times(transfer)
         start, end = transfer.copy_out_after + 1, transfer.needed_at
         gone = max(transfer.freed_at, self.out.earliest_end(start, times.out))
         fetch = self.into.latest_start(end, times.into)
@@ -207,9 +224,9 @@ class _Greedy:
             gone = max(gone, self.write.earliest_end(start, times.write))
             fetch = self.read.latest_start(max(fetch, 0), times.read) if fetch > 0 else -1
         gone, fetch = self.barriers.freed_from(gone), min(transfer.prefetch_at, self.barriers.fetch_by(max(fetch, 0)))
-        if crosses(problem, transfer) and (gone > problem.boundary or fetch < problem.boundary):
-            return None
         if gone >= fetch:
+            return None
+        if not gone <= problem.boundary <= fetch and crosses(problem, transfer):
             return None
         cost = times.out + times.write + times.read + times.into
         if fetch - gone > _LONG:
@@ -247,18 +264,15 @@ class _Greedy:
         """
         self.memory = live_bytes(self.problem, self.chosen.values())
         left = _Exposed(self.problem, [s for s in candidates if s.name not in self.chosen])
-        while self.memory.max() > self.limit:
-            step = int(self.memory.argmax())
-            transfer = left.pop(step, int(self.memory[step]) - self.limit, self.out, self.into)
-            if transfer is None:
+        while (over_bytes := int(self.memory[step := int(self.memory.argmax())]) - self.limit) > 0:
+            for transfer in left.cheapest(step, over_bytes, self.out, self.into):
+                placed = self.capacity.place(transfer) or (transfer if anywhere else None)
+                if placed is not None:
+                    break
+            else:
                 return False
-            placed = self.capacity.place(transfer)
-            if placed is None and anywhere:
-                placed = transfer
-            if placed is None:
-                continue
             left.drop(placed.name)
-            times = copy_times(self.problem.links, placed.nbytes, placed.tier)
+            times = self._times(placed)
             self.out.charge(placed.copy_out_after + 1, max(placed.freed_at, step), times.out)
             self.into.charge(step + 1, placed.needed_at, times.into, late=True)
             self.memory[placed.freed_at : placed.prefetch_at] -= placed.nbytes
@@ -282,38 +296,45 @@ class _Exposed:
     """The transfers still to be had when no free one is left, as columns."""
 
     def __init__(self, problem: Problem, transfers: Sequence[Transfer]) -> None:
-        self.boundary, self.transfers = problem.boundary, tuple(transfers)
-        times = [copy_times(problem.links, transfer.nbytes, Tier.HOST) for transfer in transfers]
-        self.names = np.array([transfer.name for transfer in transfers], dtype=object)
-        self.start = np.array([transfer.copy_out_after + 1 for transfer in transfers], dtype=np.int64)
-        self.gone = np.array([transfer.freed_at for transfer in transfers], dtype=np.int64)
-        self.fetch = np.array([transfer.prefetch_at for transfer in transfers], dtype=np.int64)
-        self.back = np.array([transfer.needed_at for transfer in transfers], dtype=np.int64)
-        self.nbytes = np.array([transfer.nbytes for transfer in transfers], dtype=np.int64)
-        self.crosses = np.array([crosses(problem, transfer) for transfer in transfers], dtype=np.bool_)
-        self.out_ns = np.array([t.out for t in times])
-        self.into_ns = np.array([t.into for t in times])
+        self.boundary, self.transfers = problem.boundary, transfers
+        steps = [(s.copy_out_after + 1, s.freed_at, s.prefetch_at, s.needed_at, s.nbytes) for s in transfers]
+        columns = np.array(steps, dtype=np.int64).reshape(-1, 5).T.copy()
+        self.start, self.gone, self.fetch, self.back, self.nbytes = columns
+        self.crosses = (self.gone <= problem.boundary) & (problem.boundary <= self.back)
+        times = {nbytes: copy_times(problem.links, nbytes, Tier.HOST) for nbytes in {s.nbytes for s in transfers}}
+        self.out_ns = np.array([times[transfer.nbytes].out for transfer in transfers])
+        self.into_ns = np.array([times[transfer.nbytes].into for transfer in transfers])
         self.there = np.ones(len(transfers), dtype=np.bool_)
+        self.places: dict[str, list[int]] = {}
+        for place, transfer in enumerate(transfers):
+            self.places.setdefault(transfer.name, []).append(place)
 
-    def pop(self, step: int, over_bytes: int, out: _Calendar, into: _Calendar) -> Transfer | None:
-        """Remove and return the transfer that is away at `step` for the least exposed time per byte; None if none is.
+    def cheapest(self, step: int, over_bytes: int, out: _Calendar, into: _Calendar) -> Iterator[Transfer]:
+        """Remove and yield the transfers that are away at `step`, that with the least exposed time per byte first.
 
-        Bytes count up to `over_bytes`; of equals the longest transfer is taken.
+        Bytes count up to `over_bytes`; of equals the longest transfer is first. Nothing else may change meanwhile.
         """
         able = np.flatnonzero(self.there & (self.gone <= step) & (step < self.fetch))
         if not able.size:
-            return None
+            return
         crossing = self.crosses[able]
         leave_by = np.where(crossing, min(step, self.boundary), step)
         return_from = np.where(crossing, max(step + 1, self.boundary), step + 1)
         free_out = out.before[leave_by] - out.before[self.start[able]]
         free_in = into.before[self.back[able]] - into.before[return_from]
         exposed = np.maximum(0, self.out_ns[able] - free_out) + np.maximum(0, self.into_ns[able] - free_in)
+        price = exposed / np.minimum(self.nbytes[able], over_bytes)
         length = out.before.size - (self.fetch[able] - self.gone[able])
-        best = int(able[np.lexsort((length, exposed / np.minimum(self.nbytes[able], over_bytes)))[0]])
-        self.there[best] = False
-        return self.transfers[best]
+        equal = np.flatnonzero(price == price.min())
+        first = int(equal[length[equal].argmin()])
+        yield self._taken(int(able[first]))
+        for other in np.lexsort((length, price))[1:]:  # the first of which is the one above, found in less time
+            yield self._taken(int(able[other]))
+
+    def _taken(self, place: int) -> Transfer:
+        self.there[place] = False
+        return self.transfers[place]
 
     def drop(self, name: str) -> None:
         """Remove the other transfers of one storage."""
-        self.there &= self.names != name
+        self.there[self.places[name]] = False
