@@ -13,6 +13,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from tencache_fx.errors import OptionError, TencacheError
+from tencache_fx.garbage import seldom_collected
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Problem
 from tencache_fx.records import RegionRecord, StepRecord
@@ -348,6 +349,7 @@ def _budget(name: str, text: str | None, otherwise: int | None) -> int | None:
     return size.nbytes
 
 
+@seldom_collected()
 def _fit(arguments: argparse.Namespace) -> str:
     profile = arguments.device_profile
     if (arguments.device == "cpu" or profile is not None) and "torch" not in sys.modules:

@@ -294,6 +294,11 @@ def any_number_of_compilations() -> contextlib.AbstractContextManager[None]:
     return torch._dynamo.config.patch(recompile_limit=most, accumulated_recompile_limit=most)  # type: ignore[no-any-return]
 
 
+def without_collecting() -> contextlib.AbstractContextManager[None]:
+    """Have Dynamo not look for garbage whenever it has compiled something."""
+    return torch._dynamo.config.patch(run_gc_after_compile=False)  # type: ignore[no-any-return]
+
+
 def runs_on_fakes(settings: Mapping[str, Any]) -> bool:
     """Return whether Inductor's code, generated with `settings`, sees to tensors without bytes; else it reads them."""
     name = "wrap_inductor_compiled_regions"

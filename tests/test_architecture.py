@@ -17,6 +17,7 @@ RANKS = (
     "errors",
     "renames",
     "units",
+    "garbage",
     "stages",
     "serialization",
     "tensors",

@@ -118,8 +118,8 @@ def find_config(name: str, settings: Mapping[str, object], *, dtype: str, sequen
         raise OptionError(
             f"{PREFIX}{name} needs transformers, which is not installed; pip install 'tencache_fx[models]'."
         ) from error
-    known = [each for each in dir(transformers) if each.endswith("Config")]
-    if name not in known:
+    if not name.endswith("Config") or not hasattr(transformers, name):  # to list all names takes longer
+        known = [each for each in dir(transformers) if each.endswith("Config")]
         raise OptionError(f"transformers has no {name};{nearest(name, dict.fromkeys(known))} name a configuration.")
     if dtype not in DTYPES:
         raise OptionError(f"dtype is {dtype!r};{nearest(dtype, DTYPES)} there are {listed(DTYPES)}.")

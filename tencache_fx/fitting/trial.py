@@ -53,7 +53,7 @@ class Trial:
         target = whole if loss_fn else model
         compiled: Any = torch.compile(target, backend=self._plan, dynamic=False)
         try:
-            with self._mode, torch.enable_grad(), compat.any_number_of_compilations():
+            with self._mode, torch.enable_grad(), compat.any_number_of_compilations(), compat.without_collecting():
                 returned = compiled(*self._made.inputs, **self._made.named_inputs)
         except TencacheError:
             raise

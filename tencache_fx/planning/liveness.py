@@ -11,6 +11,7 @@ from tencache_fx.planning.plan import CopyIn, CopyOut, Transfer, TransferKind
 from tencache_fx.planning.problem import Problem, Step, Storage, Tier
 
 Profile = np.ndarray[Any, np.dtype[np.int64]]
+Durations = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def inactive_intervals(storage: Storage) -> tuple[tuple[Step, Step], ...]:
@@ -23,6 +24,15 @@ def inactive_intervals(storage: Storage) -> tuple[tuple[Step, Step], ...]:
         pairs = ((Step(max(u, until - 1)), v) for u, v in pairs if u < until <= v)
     ready = storage.ready
     return tuple([(u, v) for u, v in pairs if v - u > 1 and u >= ready])
+
+
+def durations_ns(problem: Problem) -> Durations:
+    """Return how long each step takes; not to be written to."""
+    known: Durations | None = problem.derived.get("durations")
+    if known is None:
+        found = np.array([op.duration_ns for op in problem.ops], dtype=np.float64)
+        known = problem.derived["durations"] = found
+    return known
 
 
 def live_bytes(problem: Problem, transfers: Iterable[Transfer] = ()) -> Profile:
@@ -47,11 +57,14 @@ def live_bytes(problem: Problem, transfers: Iterable[Transfer] = ()) -> Profile:
 
 def least_bytes(problem: Problem) -> Profile:
     """Return the device bytes in use at each step with every candidate on its minimal swap."""
-    changes: list[tuple[int, int]] = []
-    for window in _minimal_windows(problem):
-        changes.append((window.freed_at, -window.storage.nbytes))
-        changes.append((window.prefetch_at, window.storage.nbytes))
-    return _changed(_kept_bytes(problem), changes)
+    known: Profile | None = problem.derived.get("least bytes")
+    if known is None:
+        changes: list[tuple[int, int]] = []
+        for window in _minimal_windows(problem):
+            changes.append((window.freed_at, -window.storage.nbytes))
+            changes.append((window.prefetch_at, window.storage.nbytes))
+        known = problem.derived["least bytes"] = _changed(_kept_bytes(problem), changes)
+    return known.copy()
 
 
 def _kept_bytes(problem: Problem) -> Profile:
@@ -160,12 +173,12 @@ def windows(problem: Problem) -> Sequence[Window]:
 
 
 def with_windows_of(problem: Problem, other: Problem) -> Problem:
-    """Return `problem`, which differs from `other` in nothing that its windows depend on, with the windows of that.
+    """Return `problem` with the windows of `other`, from which it differs in no op, and in nothing they depend on.
 
     So it has `by_windows`, where both keep what they derive from windows alone.
     """
     problem.derived["windows"], problem.derived["minimal windows"] = windows(other), _minimal_windows(other)
-    problem.derived["by windows"] = by_windows(other)
+    problem.derived["by windows"], problem.derived["durations"] = by_windows(other), durations_ns(other)
     return problem
 
 

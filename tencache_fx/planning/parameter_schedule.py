@@ -183,11 +183,9 @@ def first_parameters(problem: Problem, share: float, having: Kind = Kind.FETCHED
 
     Only those count of which there is a storage of kind `having`: that have a gradient, for STORED.
     """
-    sizes: dict[str, int] = {}
-    candidates = {storage.parameter for storage in problem.storages if storage.kind is having}
-    for storage in sorted(problem.storages, key=lambda s: (s.birth, s.name)):
-        if storage.kind is Kind.FETCHED and storage.parameter in candidates:
-            sizes.setdefault(storage.parameter, storage.nbytes)
+    sizes: dict[str, int] | None = problem.derived.get(("bytes in order of reading", having))
+    if sizes is None:  # many shares are tried
+        sizes = problem.derived["bytes in order of reading", having] = _bytes_in_order_of_reading(problem, having)
     left_bytes = int(sum(sizes.values()) * share)
     chosen: list[str] = []
     for parameter, nbytes in sizes.items():
@@ -195,6 +193,15 @@ def first_parameters(problem: Problem, share: float, having: Kind = Kind.FETCHED
             left_bytes -= nbytes
             chosen.append(parameter)
     return tuple(chosen)
+
+
+def _bytes_in_order_of_reading(problem: Problem, having: Kind) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    candidates = {storage.parameter for storage in problem.storages if storage.kind is having}
+    for storage in sorted(problem.storages, key=lambda s: (s.birth, s.name)):
+        if storage.kind is Kind.FETCHED and storage.parameter in candidates:
+            sizes.setdefault(storage.parameter, storage.nbytes)
+    return sizes
 
 
 def _arrival(problem: Problem, barriers: Barriers, storage: Storage) -> Transfer:

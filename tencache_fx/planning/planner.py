@@ -8,7 +8,14 @@ from types import MappingProxyType
 import numpy as np
 
 from tencache_fx.errors import BudgetError
-from tencache_fx.planning.liveness import clip_to_barriers, held_at, least_bytes, live_bytes, minimal_swaps
+from tencache_fx.planning.liveness import (
+    clip_to_barriers,
+    durations_ns,
+    held_at,
+    least_bytes,
+    live_bytes,
+    minimal_swaps,
+)
 from tencache_fx.planning.parameter_schedule import (
     given_bytes,
     has_offloaded,
@@ -214,7 +221,7 @@ def lower_bound_ns(problem: Problem) -> int:
     The bytes that are over the budget at step k were copied out before it and are copied in after it: k starts no
     sooner than the link can carry them out, and the region ends no sooner after k than the link can carry them in.
     """
-    durations = np.array([op.duration_ns for op in problem.ops], dtype=np.float64)
+    durations = durations_ns(problem)
     ideal = float(durations.sum())
     limit, links = problem.budgets.device_bytes, problem.links
     if limit is None or not durations.size or min(links.d2h_bytes_per_s, links.h2d_bytes_per_s) == 0:

@@ -207,7 +207,7 @@ class Problem:
             raise ValueError("there is a budget for a disk, and no rate of one.")
 
     @cached_property
-    def derived(self) -> dict[str, Any]:
+    def derived(self) -> dict[object, Any]:
         """What others have derived from it, whatever its budgets, and ask for again and again."""
         return {}
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from tencache_fx.planning.liveness import is_candidate
-from tencache_fx.planning.plan import Transfer
+from tencache_fx.planning.liveness import by_windows, is_candidate
+from tencache_fx.planning.plan import PoolClass, Transfer
 from tencache_fx.planning.pool_sizing import size_classes
 from tencache_fx.planning.problem import Problem, Step, Tier
 from tencache_fx.units import PAGE_BYTES, round_up
@@ -25,8 +25,8 @@ class TierCapacity:
     """
 
     def __init__(self, problem: Problem) -> None:
-        sizes = [storage.nbytes for storage in problem.storages if is_candidate(problem, storage)]
-        classes = size_classes([(Step(0), Step(1), nbytes) for nbytes in sizes])
+        sizes = _sizes(problem)
+        classes = _classes(problem)
         self._tops = sorted(pool.nbytes for pool in classes)
         self._gaps = len(problem.ops)
         self._in_use: dict[tuple[Tier, int], np.ndarray[Any, np.dtype[np.int32]]] = {}
@@ -87,3 +87,22 @@ class TierCapacity:
 
     def _key(self, transfer: Transfer) -> tuple[Tier, int]:
         return transfer.tier, bisect_left(self._tops, round_up(transfer.nbytes, PAGE_BYTES))
+
+
+def _sizes(problem: Problem) -> list[int]:
+    """Return the bytes of all candidates."""
+    kept = by_windows(problem)
+    known: list[int] | None = kept.get("sizes")
+    if known is None:  # every variant of a policy counts anew
+        known = kept["sizes"] = [storage.nbytes for storage in problem.storages if is_candidate(problem, storage)]
+    return known
+
+
+def _classes(problem: Problem) -> tuple[PoolClass, ...]:
+    """Return the buffers for all candidates at once."""
+    kept = by_windows(problem)
+    known: tuple[PoolClass, ...] | None = kept.get("classes")
+    if known is None:
+        spans = [(Step(0), Step(1), nbytes) for nbytes in _sizes(problem)]
+        known = kept["classes"] = size_classes(spans)
+    return known

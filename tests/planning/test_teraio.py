@@ -3,19 +3,22 @@
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from outcomes import Outcomes
 from problems import crowded_region, moving_problems, problems, transformer
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning.evaluation import Candidate, Evaluator
-from tencache_fx.planning.liveness import live_bytes
+from tencache_fx.planning.liveness import live_bytes, with_windows_of
 from tencache_fx.planning.plan import Plan, Transfer
 from tencache_fx.planning.planner import POLICIES, floor_bytes, plan_transfers
 from tencache_fx.planning.policies import teraio
 from tencache_fx.planning.policies.teraio import _Greedy, _minimal_transfers, _Offer, choose_teraio
 from tencache_fx.planning.problem import Problem
+from tencache_fx.planning.schedule import copy_times
 from tencache_fx.planning.tuning import TUNING
 
 SEEN = Outcomes()
@@ -135,3 +138,47 @@ def test_joint_is_the_same_whether_the_plan_of_teraio_is_known(problem: Problem)
     evaluator.evaluate(base)
     found = evaluator.evaluate(replace(base, policy="joint")).plan
     assert found == plan("joint")
+
+
+@given(
+    free=st.lists(st.integers(0, 50), min_size=1, max_size=30),
+    charges=st.lists(
+        st.tuples(st.integers(0, 30), st.integers(0, 30), st.floats(0, 200), st.booleans()), min_size=1, max_size=8
+    ),
+)
+def test_a_charge_takes_from_the_first_or_the_last_steps_what_they_have(
+    free: list[int], charges: list[tuple[int, int, float, bool]]
+) -> None:
+    calendar, left = teraio._Calendar(np.array(free, dtype=np.float64)), [float(each) for each in free]
+    for start, end, need_ns, late in charges:
+        start, end = sorted((min(start, len(free)), min(end, len(free))))
+        calendar.charge(start, end, need_ns, late=late)
+        for step in reversed(range(start, end)) if late else range(start, end):
+            taken = min(left[step], need_ns)
+            left[step], need_ns = left[step] - taken, need_ns - taken
+        assert calendar.free.tolist() == pytest.approx(left, abs=1e-9)
+        assert calendar.before.tolist() == [0.0, *np.cumsum(calendar.free)]
+
+
+def test_transfers_are_offered_by_their_price_and_each_once() -> None:
+    problem = crowded_region(0)
+    calendar = teraio._Calendar(np.zeros(len(problem.ops)))
+    step = int(live_bytes(problem).argmax())
+    left = teraio._Exposed(problem, _minimal_transfers(problem))
+    found = list(left.cheapest(step, 1 << 60, calendar, calendar))
+    assert len(found) > 2
+    assert all(transfer.freed_at <= step < transfer.prefetch_at for transfer in found)
+    ns = [copy_times(problem.links, transfer.nbytes, transfer.tier) for transfer in found]
+    prices = [(t.out + t.into) / each.nbytes for t, each in zip(ns, found, strict=True)]
+    lengths = [transfer.freed_at - transfer.prefetch_at for transfer in found]
+    assert sorted(zip(prices, lengths, strict=True)) == list(zip(prices, lengths, strict=True))
+    assert not list(left.cheapest(step, 1 << 60, calendar, calendar))
+
+
+def test_what_windows_decide_is_worked_out_once_for_all_leads_and_budgets() -> None:
+    problem = crowded_region(1)
+    other = with_windows_of(replace(problem, links=replace(problem.links, copy_latency_ns=1)), problem)
+    smaller = problem.within(device_bytes=1)
+    assert _minimal_transfers(problem) is _minimal_transfers(other) is _minimal_transfers(smaller)
+    assert _minimal_transfers(replace(problem)) == _minimal_transfers(problem)
+    assert _minimal_transfers(replace(problem)) is not _minimal_transfers(problem)

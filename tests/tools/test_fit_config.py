@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import importlib.util
 import json
 import sys
@@ -159,6 +160,37 @@ def test_few_layers_tell_what_all_of_them_do(name: str, monkeypatch: pytest.Monk
     for figure in ("peak_bytes", "whole_step_ns", "host_bytes", "all_on_device_bytes", "device_parameter_bytes"):
         assert getattr(few, figure) == pytest.approx(getattr(every, figure), rel=0.01), figure
     assert few.offloaded_bytes == every.offloaded_bytes
+
+
+@needs_transformers
+def test_two_micro_batches_are_traced_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[int] = []
+    make = fitness.ConfiguredModel.make
+
+    def counted(model: fitness.ConfiguredModel, micro_batch: int) -> object:
+        if model.depths["num_hidden_layers"] < 8:
+            traced.append(micro_batch)
+        return make(model, micro_batch)
+
+    monkeypatch.setattr(fitness.ConfiguredModel, "make", counted)
+    load = Workload(config="LlamaConfig", settings=CONFIGS["LlamaConfig"], samples=16, sequence=256)
+    found = fit_config(load, None, GIVEN | {"device_budget": "200MiB"}, profile="h100")
+    assert [setting.micro_batch for setting in found.settings] == [1, 2, 4, 8, 16]
+    assert traced == [2, 16]
+
+
+def test_garbage_is_looked_for_seldom_while_the_command_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = gc.get_threshold()
+    during: list[int] = []
+
+    def watched(*_: object, **__: object) -> None:
+        during.append(gc.get_threshold()[0])
+        raise OptionError("enough.")
+
+    monkeypatch.setattr(fitness, "fit_factory", watched)
+    assert main(["fit", "anything:at_all", "--device", "cpu"]) == 2
+    assert during[0] > 100 * before[0]
+    assert gc.get_threshold() == before
 
 
 @needs_transformers

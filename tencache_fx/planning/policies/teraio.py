@@ -18,6 +18,7 @@ import numpy as np
 from tencache_fx.planning.liveness import (
     Profile,
     by_windows,
+    durations_ns,
     earliest_offload,
     least_bytes,
     live_bytes,
@@ -149,7 +150,7 @@ class _Greedy:
         self.over: _Floats = (self.memory - limit).astype(np.float64)
         self.fullest = int(self.over.argmax())
         self.times: dict[tuple[int, Tier], CopyTimes] = {}
-        self.durations = np.array([op.duration_ns for op in problem.ops], dtype=np.float64)
+        self.durations = durations_ns(problem)
         self.sums = _Sums(self.over, self.durations)
         self.out, self.write, self.read, self.into = (_Calendar(self.durations) for _ in range(4))
         self.capacity = TierCapacity(problem)
