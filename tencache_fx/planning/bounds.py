@@ -30,6 +30,18 @@ _CELLS = 256  # m is searched in so many cells, twice
 _GLANCES = 9  # before, so many values of m are looked at: they tell of most steps that they do not matter
 
 
+def moves_too_much(problem: Problem) -> bool:
+    """Whether no plan fits without recomputing, as host memory and disk lack room for what is over the device budget.
+
+    What is over it at one step is in buffers then, of whatever plan: parameters that are pinned only make it more.
+    """
+    budgets = problem.budgets
+    if budgets.device_bytes is None:
+        return False
+    over_bytes = int(live_bytes(problem).max(initial=0)) - budgets.device_bytes
+    return over_bytes > budgets.host_bytes + budgets.disk_bytes
+
+
 def joint_lower_bound_ns(problem: Problem) -> int:
     """Return a time that no plan beats, whatever it keeps, moves to host memory or NVMe, or recomputes by `recipes`.
 

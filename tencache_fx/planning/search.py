@@ -23,8 +23,7 @@ problems have equal plans. A search of the level "recomputation" may spend 12 to
 of them (four starts, three turns); the level "parameters" is asked once for what each of them has found, and tries
 about 25 plans. What a search has planned, the others know.
 
-The level "turns" and those below it search a problem of many steps as a smaller one that stands for it
-(`coarsening.py`).
+The level "turns" and those below it search a problem of many steps as a smaller one (`coarsening.py`).
 
 Around all that a region is planned again when its generated code holds more than its graphs show (also at most `SPLITS`
 times, `region/compilation.py`), and when it is measured to be slower than forecast (`recalibration.py`).
@@ -36,6 +35,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tencache_fx.errors import BudgetError, OptionError
+from tencache_fx.planning.bounds import moves_too_much
 from tencache_fx.planning.coarsening import coarsen_within
 from tencache_fx.planning.evaluation import Candidate, Costs, Evaluator, Names
 from tencache_fx.planning.liveness import live_bytes
@@ -71,24 +71,25 @@ def make_plan(problem: Problem, policy: str, *, tuning: Tuning = TUNING) -> Plan
 def plan_region(captured: Problem, policy: str) -> tuple[Problem, Plan]:
     """Return the faster of two: `policy`'s plan for `captured`, and, under `joint`, for it with more recomputed.
 
-    The problem returned is the one the plan is for. Recomputing is modelled by `recompute`; the backend splits the
-    graph anew, and what torch makes of that may differ by some operations. Raises `OptionError` for an unknown policy,
-    and `BudgetError` if neither fits.
+    The problem returned is the one the plan is for. What the backend's split makes of recomputing may differ by some
+    operations. Raises `OptionError` for an unknown policy, and `BudgetError` if neither fits.
     """
     evaluator = Evaluator(captured)
     names = _choose_recomputed(evaluator) if policy == "joint" else ()
     planned: list[tuple[int, Problem, Plan]] = []
-    refusals: list[tuple[int, BudgetError]] = []
-    for recomputed in dict.fromkeys(((), names)):
+    refusals: list[tuple[int, bool, BudgetError]] = []
+    for recomputed in dict.fromkeys((names, ()) if moves_too_much(captured) else ((), names)):
+        if planned and not recomputed:
+            break  # that has no plan, and it takes long to say why
         base = Candidate(policy=policy, recomputed=recomputed)
         try:
             chosen = _settle(evaluator, base)
         except BudgetError as refusal:
-            refusals.append((floor_bytes(evaluator.problem_for(base)), refusal))
+            refusals.append((floor_bytes(evaluator.problem_for(base)), bool(recomputed), refusal))
         else:
             planned.append((_costs(evaluator, chosen).step_ns, *evaluator.stated(chosen)))
     if not planned:
-        raise min(refusals, key=lambda pair: pair[0])[1]
+        raise min(refusals, key=lambda each: each[:2])[2]
     return min(planned, key=lambda each: each[0])[1:]
 
 
@@ -113,8 +114,7 @@ def choose_for_region(captured: Problem) -> Names:
 
     With offloaded parameters the device's memory is for activations, for parameters, or for what updates need: room for
     these can be worth more recomputing. Searches beside parameters that are all copied, beside several rooms for state,
-    and beside parameters that are all pinned. What is best pinned depends on what is recomputed, and the other way
-    round, so from there on they are chosen in turns.
+    and beside parameters that are all pinned. What is best pinned depends on what is recomputed: they take turns.
     """
     return _choose_recomputed(Evaluator(captured))
 

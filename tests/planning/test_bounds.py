@@ -9,10 +9,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from outcomes import Outcomes
-from problems import GIB, links, make_region, make_storage, problems, transformer
+from problems import GIB, links, make_region, make_storage, moving_problems, problems, transformer
 
 from tencache_fx.errors import BudgetError
-from tencache_fx.planning.bounds import _Relaxation, joint_lower_bound_ns
+from tencache_fx.planning import search
+from tencache_fx.planning.bounds import _Relaxation, joint_lower_bound_ns, moves_too_much
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.planner import lower_bound_ns
@@ -205,3 +206,30 @@ def test_the_floor_of_a_policy_is_where_it_fits() -> None:
 def test_planning_a_region_imports_no_torch() -> None:
     code = "import sys, tencache_fx.planning.search, tencache_fx.planning.bounds; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@SEEN.reaching(0.1, "moves too much", "has a plan")
+@settings(max_examples=150, deadline=None)
+@given(problem=st.one_of(problems(), moving_problems()), share=st.floats(0, 1))
+def test_what_moves_too_much_has_no_plan(problem: Problem, share: float) -> None:
+    peak, limit = int(live_bytes(problem).max(initial=0)), problem.budgets.device_bytes
+    problem = problem.within(host_bytes=int(share * max(0, peak - (limit or 0)) * 1.2), disk_bytes=0)
+    try:
+        make_plan(problem, "joint")
+    except BudgetError:
+        SEEN.note("moves too much" if moves_too_much(problem) else "has none")
+    else:
+        SEEN.note("has a plan")
+        assert not moves_too_much(problem)
+
+
+def test_what_moves_too_much_is_not_planned_if_recomputing_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = transformer(layers=6)
+    problem = replace(problem, recipes=recipes_of_matmuls(problem))
+    limit = policy_floor_bytes(problem, "joint") * 5 // 4
+    problem = problem.within(device_bytes=limit, host_bytes=(int(live_bytes(problem).max()) - limit) // 2)
+    assert moves_too_much(problem)
+    found = plan_region(problem, "joint")
+    assert found[1].recomputed
+    monkeypatch.setattr(search, "moves_too_much", lambda problem: False)
+    assert plan_region(problem, "joint") == found
