@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import ctypes
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import _StopRecomputationError
 
 from tencache_fx.errors import InvariantError, TencacheError
@@ -22,6 +24,8 @@ from tencache_fx.runtime.rank_watch import RankWatch
 from tencache_fx.runtime.store import Store
 from tencache_fx.runtime.swap_points import SwapPoints
 
+log = logging.getLogger("tencache_fx")
+
 
 class Registry:
     """At most one open engine per device, and all that ever were, by index: an index is never used twice."""
@@ -31,6 +35,7 @@ class Registry:
         self._engines: dict[int, Engine] = {}
         self._points: dict[int, SwapPoints] = {}
         self._rank_watch: RankWatch | None = None
+        self._unwatched: object = None  # the default process group, if its ranks cannot be watched
         self._count = 0
 
     def by_id(self, index: int) -> Engine | SwapPoints:
@@ -93,8 +98,13 @@ class Registry:
         """
         with self._lock:
             watch = self._rank_watch
-            if several_ranks() and (watch is None or not watch.is_current):
-                watch = self._rank_watch = RankWatch()
+            group = dist.GroupMember.WORLD if several_ranks() else None
+            if group is not self._unwatched and group is not None and (watch is None or not watch.is_current):
+                try:
+                    watch = self._rank_watch = RankWatch()
+                except RuntimeError as error:
+                    self._unwatched = group
+                    log.warning("ranks that wait for one that fails will wait for their group's timeout: %s", error)
             if watch is None or watch.process != os.getpid():  # the latter in a forked child
                 return None
             return watch if watch.is_current or watch.cause is not None else None

@@ -42,6 +42,7 @@ class RankWatch:
     """Watches the other ranks of the default process group in a thread of its own, for as long as that exists."""
 
     def __init__(self) -> None:
+        """Begin to watch; raises `RuntimeError` if that group's store has no second connection."""
         self.process = os.getpid()
         self.cause: str | None = None  # why this rank's collectives were aborted
         self._group = dist.GroupMember.WORLD

@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch.distributed as dist
 from started_ranks import LIMIT_S, ROOT, SUPPORT
+from torch.utils.checkpoint import _StopRecomputationError
 
+from tencache_fx.runtime.engine_registry import RankStage
 from tencache_fx.runtime.rank_notes import RankNote, RankNotes
 
 COPY = "InvariantError: a copy between device and host memory failed: OSError(5, 'injected copy failure')."
@@ -97,3 +100,40 @@ def test_a_process_that_has_ended_is_written_down_for_other_hosts(monkeypatch):
     assert here.read() == there.read() == (note,)
     child.communicate()
     assert here.read() == (note,)
+
+
+def test_ranks_that_cannot_be_watched_run_and_are_told_once(monkeypatch, caplog, tmp_path):
+    """As with a store of the user's own, which cannot be connected to once more."""
+
+    def refused():
+        raise RuntimeError("no clone")
+
+    def run():
+        with RankStage("a test"):
+            return 1
+
+    monkeypatch.setattr("tencache_fx.runtime.engine_registry.several_ranks", dist.is_initialized)
+    monkeypatch.setattr("tencache_fx.runtime.rank_watch.store_connection", refused)
+    for group in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{group}", rank=0, world_size=1)
+        caplog.clear()
+        try:
+            assert run() == run() == 1
+            with pytest.raises(ZeroDivisionError), RankStage("a test"):
+                raise ZeroDivisionError
+        finally:
+            dist.destroy_process_group()
+        (told,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+        assert told.endswith("will wait for their group's timeout: no clone")
+    assert run() == 1
+
+
+def test_what_ends_a_recomputation_early_is_no_failure(monkeypatch):
+    told = []
+    watch = types.SimpleNamespace(go_on=lambda: None, fail=lambda error, what: told.append((type(error), what)))
+    monkeypatch.setattr("tencache_fx.runtime.engine_registry.Registry.rank_watch", lambda self: watch)
+    with pytest.raises(_StopRecomputationError), RankStage("a test"):
+        raise _StopRecomputationError
+    with pytest.raises(KeyboardInterrupt), RankStage("a test"):
+        raise KeyboardInterrupt
+    assert told == [(KeyboardInterrupt, "a test")]
