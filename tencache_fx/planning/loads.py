@@ -37,7 +37,7 @@ def loads_of(problem: Problem, plan: Plan) -> tuple[Load, ...]:
         Load(name="compute", busy_ns=count * forecast.ideal_ns, nbytes=0),
         Load(name="host memory", busy_ns=host_ns, nbytes=host_bytes if host_ns else 0),
         *(
-            Load(name=name, busy_ns=count * nbytes * 1_000_000_000 // rate if nbytes else 0, nbytes=count * nbytes)
+            Load(name=name, busy_ns=count * nbytes * 1_000_000_000 // rate if rate else 0, nbytes=count * nbytes)
             for name, (nbytes, rate) in moved.items()
         ),
     )

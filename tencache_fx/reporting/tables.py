@@ -71,7 +71,7 @@ def amount_rows(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
 
 def load_rows(loads: Sequence[Load], whole_ns: int) -> Iterator[tuple[str, str]]:
     """Yield what keeps a step of `whole_ns` from being shorter, and how long each resource is busy in it."""
-    if (bound := bound_of(loads)) is None:
+    if (bound := bound_of(loads)) is None or not bound.busy_ns:
         return
     share = bound.busy_ns / max(1, whole_ns)
     yield "bound", f"{bound.name}, {format_ns(bound.busy_ns)}: {share:.1%} of the step's {format_ns(whole_ns)}"

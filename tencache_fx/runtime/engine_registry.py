@@ -20,7 +20,7 @@ from tencache_fx.hardware.rates import measured_disk, rates_by_directory
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.process_groups import several_ranks
-from tencache_fx.runtime.rank_watch import RankWatch
+from tencache_fx.runtime.rank_watch import TORCH_ERRORS, RankWatch
 from tencache_fx.runtime.store import Store
 from tencache_fx.runtime.swap_points import SwapPoints
 
@@ -34,6 +34,7 @@ class Registry:
         self._lock = threading.Lock()
         self._engines: dict[int, Engine] = {}
         self._points: dict[int, SwapPoints] = {}
+        self._rank_lock = threading.Lock()
         self._rank_watch: RankWatch | None = None
         self._unwatched: object = None  # the default process group, if its ranks cannot be watched
         self._count = 0
@@ -96,13 +97,13 @@ class Registry:
 
         A group that was aborted is there no longer; whoever goes on nevertheless is to hear of it.
         """
-        with self._lock:
+        with self._rank_lock:  # its own: it may be held for as long as the store takes
             watch = self._rank_watch
             group = dist.GroupMember.WORLD if several_ranks() else None
             if group is not self._unwatched and group is not None and (watch is None or not watch.is_current):
                 try:
                     watch = self._rank_watch = RankWatch()
-                except RuntimeError as error:
+                except TORCH_ERRORS as error:
                     self._unwatched = group
                     log.warning("ranks that wait for one that fails will wait for their group's timeout: %s", error)
             if watch is None or watch.process != os.getpid():  # the latter in a forked child
@@ -120,7 +121,8 @@ class Registry:
         Their buffers are not mapped here (`MADV_DONTFORK`), and what has been mapped in their place since would be
         unmapped with them, even by the interpreter's own end: so each gets one reference that nobody drops.
         """
-        self._lock = threading.Lock()
+        self._lock, self._rank_lock = threading.Lock(), threading.Lock()
+        self._unwatched = dist.GroupMember.WORLD if several_ranks() else None  # the parent is the rank
         for engine in self._engines.values():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
 
@@ -145,8 +147,9 @@ class RankStage(contextlib.ContextDecorator):
         """Tell the others of an error; add to it what they have told."""
         if error is None or isinstance(error, _StopRecomputationError):  # the latter: all it needs has been saved
             return
-        if (watch := _REGISTRY.rank_watch()) is not None:
-            watch.fail(error, self._what)
+        with contextlib.suppress(*TORCH_ERRORS):  # the error itself is what its caller is to see
+            if (watch := _REGISTRY.rank_watch()) is not None:
+                watch.fail(error, self._what)
 
 
 def open_engine(

@@ -1,9 +1,12 @@
 """torch's process groups, where its public functions do not tell: collectives issued, the store, aborting."""
 
 import contextlib
+import socket
 from typing import Any
 
 import torch.distributed as dist
+
+_ANSWER_S = 2.0
 
 
 def several_ranks() -> bool:
@@ -19,6 +22,20 @@ def store_connection() -> Any:
     return dist.distributed_c10d._get_default_store().clone()
 
 
+def is_served(store: Any) -> bool:
+    """Return whether whoever keeps the store is still there: torch prints a trace when a request is not answered."""
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)  # those of a TCPStore
+    if host is None or port is None:
+        return True
+    try:
+        socket.create_connection((host, port), timeout=_ANSWER_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def issued_collectives() -> dict[str, int]:
     """Return how many collectives this rank has issued, by process group and backend; the same names on all ranks.
 
@@ -32,16 +49,6 @@ def issued_collectives() -> dict[str, int]:
                 backend: Any = group._get_backend(device)
                 counts[f"{name} on {device.type}"] = int(backend._get_sequence_number_for_group())
     return counts
-
-
-def groups_with(rank: int) -> frozenset[str]:
-    """Return the groups, named as `issued_collectives` does, that a rank is in together with this one."""
-    return frozenset(
-        f"{name} on {device.type}"
-        for group, name in list(dist.distributed_c10d._world.pg_names.items())
-        if rank in dist.distributed_c10d._world.pg_group_ranks[group]
-        for device in group._device_types
-    )
 
 
 def abort_collectives() -> None:

@@ -2,6 +2,7 @@
 
 tencache/ranks/changes              how often a note was written: all that a reader asks for while nothing happens
 tencache/ranks/note/RANK            a rank's note, or "none" once it is withdrawn
+tencache/ranks/issued/RANK          the collectives that it has issued, a second ago or less
 tencache/ranks/host/HOST/count      how many ranks have entered the list of their host
 tencache/ranks/host/HOST/INDEX      [rank, process, when that started]
 
@@ -13,21 +14,28 @@ import os
 import socket
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from tencache_fx.runtime.process_groups import is_served
 
 _KEY = "tencache/ranks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankNote:
-    """What has become of a rank; `issued` are the collectives that it had issued by then, by process group."""
+    """What has become of a rank.
+
+    `issued` are the collectives that it has issued, by process group; `moves` counts how often its main thread was seen
+    to have gone on since.
+    """
 
     rank: int
     state: Literal["failed", "ended", "killed"]
     told: str
     issued: Mapping[str, int] = field(default_factory=dict)
+    moves: int = 0
 
 
 class RankNotes:
@@ -39,16 +47,31 @@ class RankNotes:
         self._changes = 0
         self._notes: dict[int, RankNote] = {}
         self._host = f"{_KEY}/host/{_host()}"
+        self._issued: dict[str, int] | None = None
         self._entries = 0
         self._processes: dict[int, tuple[int, str]] = {}
         index = store.add(f"{self._host}/count", 1) - 1
         store.set(f"{self._host}/{index}", json.dumps([rank, os.getpid(), _start_of(os.getpid())]))
-        self.write(None)
+        if store.check([_note_key(rank)]):  # of a former process group
+            self.write(None)
+        store.add(f"{_KEY}/changes", 0)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether whoever keeps the store is still there."""
+        return is_served(self._store)
 
     def write(self, note: RankNote | None) -> None:
         """Write this rank's note, or withdraw it."""
         with self._lock:
             self._write(self._rank, note)
+
+    def write_issued(self, issued: Mapping[str, int]) -> None:
+        """Write which collectives this rank has issued: what is known of it if it is killed."""
+        with self._lock:
+            if issued != self._issued:
+                self._store.set(_issued_key(self._rank), json.dumps(issued))
+                self._issued = dict(issued)
 
     def read(self) -> tuple[RankNote, ...]:
         """Return the notes of all other ranks that have one; writes those of killed ones, for ranks of other hosts.
@@ -58,15 +81,16 @@ class RankNotes:
         with self._lock:
             self._read_processes()
             killed = self.killed()  # before notes are read: who ends in good order writes one first
-            changes = self._store.add(f"{_KEY}/changes", 0)
+            changes = int(self._store.get(f"{_KEY}/changes"))
             if changes != self._changes:
                 notes = [self._read(rank) for rank in range(self._size) if rank != self._rank]
                 self._notes = {note.rank: note for note in notes if note is not None}
                 self._changes = changes
             for note in killed:
-                if note.rank not in self._notes:
-                    self._notes[note.rank] = note
-                    self._write(note.rank, note)
+                if note.rank not in self._notes and self._store.check([_issued_key(note.rank)]):
+                    issued = json.loads(self._store.get(_issued_key(note.rank)))
+                    self._notes[note.rank] = replace(note, issued=issued)
+                    self._write(note.rank, self._notes[note.rank])
             return tuple(self._notes.values())
 
     def killed(self) -> tuple[RankNote, ...]:
@@ -88,7 +112,7 @@ class RankNotes:
         self._store.add(f"{_KEY}/changes", 1)
 
     def _read_processes(self) -> None:
-        count = self._store.add(f"{self._host}/count", 0)
+        count = int(self._store.get(f"{self._host}/count"))
         while self._entries < count and self._store.check([entry := f"{self._host}/{self._entries}"]):
             rank, process, start = json.loads(self._store.get(entry))
             self._processes[rank] = process, start
@@ -97,6 +121,10 @@ class RankNotes:
 
 def _note_key(rank: int) -> str:
     return f"{_KEY}/note/{rank}"
+
+
+def _issued_key(rank: int) -> str:
+    return f"{_KEY}/issued/{rank}"
 
 
 def _host() -> str:
@@ -115,8 +143,8 @@ def _link(path: str) -> str:
 def _start_of(process: int) -> str:
     """Return when a process started, in ticks since the host did; nothing of one that has ended (proc_pid_stat(5))."""
     try:
-        text = Path(f"/proc/{process}/stat").read_text()
+        text = Path(f"/proc/{process}/stat").read_bytes()
     except OSError:
         return ""
-    fields = text.rpartition(")")[2].split()
+    fields = text.rpartition(b")")[2].decode().split()
     return "" if fields[0] in "ZX" else fields[19]

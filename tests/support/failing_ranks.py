@@ -9,6 +9,7 @@ import logging
 import multiprocessing.util
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -28,7 +29,7 @@ from tencache_fx.optim import AdamW
 from tencache_fx.region import compilation
 from tencache_fx.runtime import rank_watch
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.engine_registry import install_engine
+from tencache_fx.runtime.engine_registry import RankStage, install_engine
 
 LIVES_ON_S = 40.0
 
@@ -208,6 +209,33 @@ def one_fails_and_nobody_waits() -> None:
     os._exit(0)  # gloo's own end may wait for the other one
 
 
+def one_fails_and_then_saves() -> None:
+    """It takes its time for something else, and comes to the others in the end."""
+    training = Training()
+    training.step()
+    if training.rank == 1:
+        with contextlib.suppress(RuntimeError):
+            training.optimizer.step(fails)
+        until = time.monotonic() + 3 * rank_watch.GRACE_S + rank_watch.LEAVE_S
+        while time.monotonic() < until:
+            sum(range(1000))
+    dist.barrier()
+
+
+def groups_come_and_go() -> None:
+    """The same address serves one process group after the other."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    for _ in range(3):
+        dist.init_process_group("gloo", init_method=os.environ["ADDRESS"], rank=rank, world_size=2)
+        with RankStage("a stage"):
+            dist.all_reduce(torch.ones(8))
+        assert sum(each.name == "tencache-ranks" for each in threading.enumerate()) >= 1
+        dist.destroy_process_group()
+    time.sleep(5 * rank_watch.POLL_S)
+    assert not [each for each in threading.enumerate() if each.name == "tencache-ranks"]
+
+
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (
@@ -223,6 +251,8 @@ CASES: dict[str, Callable[[], None]] = {
         all_fail_and_go_on,
         one_fails_and_tries_again,
         one_fails_and_nobody_waits,
+        one_fails_and_then_saves,
+        groups_come_and_go,
     )
 }
 
@@ -251,6 +281,9 @@ def become(rank: int, case: Callable[[], None], folder: Path) -> None:
 def main(folder: Path, names: list[str]) -> None:
     rank_watch.POLL_S, rank_watch.GRACE_S, rank_watch.LEAVE_S, rank_watch.LOST_S = 0.1, 1.0, 0.5, 1.0
     found: dict[str, object] = {}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ["ADDRESS"] = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     for name in names or CASES:
         begun = time.monotonic()
         children = {}

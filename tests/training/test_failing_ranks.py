@@ -1,5 +1,6 @@
 """A rank that fails, at any stage: those that wait for it end, and say why; all others go on."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -25,7 +26,13 @@ WAITED = {
     "one_fails_behind_a_reducer": COMPILE,
 }
 LEFT = {"one_is_killed": "has ended (process ", "one_ends_early": "has ended."}
-GOES_ON = ("all_fail_and_go_on", "one_fails_and_tries_again", "one_fails_and_nobody_waits")
+GOES_ON = (
+    "all_fail_and_go_on",
+    "one_fails_and_tries_again",
+    "one_fails_and_nobody_waits",
+    "one_fails_and_then_saves",
+    "groups_come_and_go",
+)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +93,7 @@ def test_a_process_that_has_ended_is_written_down_for_other_hosts(monkeypatch):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: child.pid)
-        RankNotes(store, 1, 3)
+        RankNotes(store, 1, 3).write_issued({"0 on cpu": 3})
     here = RankNotes(store, 0, 3)
     with monkeypatch.context() as patch:
         patch.setattr("tencache_fx.runtime.rank_notes._host", lambda: "another host")
@@ -97,9 +104,10 @@ def test_a_process_that_has_ended_is_written_down_for_other_hosts(monkeypatch):
     (note,) = here.killed()
     assert (note.rank, note.state) == (1, "killed")
     assert there.killed() == ()
-    assert here.read() == there.read() == (note,)
+    known = (dataclasses.replace(note, issued={"0 on cpu": 3}),)
+    assert here.read() == there.read() == known
     child.communicate()
-    assert here.read() == (note,)
+    assert here.read() == known
 
 
 def test_ranks_that_cannot_be_watched_run_and_are_told_once(monkeypatch, caplog, tmp_path):
