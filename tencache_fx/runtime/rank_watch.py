@@ -94,9 +94,9 @@ class RankWatch:
     def _note_end(self) -> None:
         """Write down that this process ends, in good order or not."""
         self._forget_exit()
-        if not self._notes.is_served:
-            return
         with contextlib.suppress(*TORCH_ERRORS):
+            if not self._notes.is_served:
+                return
             told = "has ended" if self._mine is None else f"{self._mine.told.rstrip('.')}; it has ended"
             issued = issued_collectives() if self.is_current else {}
             self._notes.write(RankNote(rank=self._rank, state="ended", told=told, issued=issued))
