@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import threading
@@ -121,10 +122,14 @@ class Registry:
         Their buffers are not mapped here (`MADV_DONTFORK`), and what has been mapped in their place since would be
         unmapped with them, even by the interpreter's own end: so each gets one reference that nobody drops.
         """
-        self._lock, self._rank_lock = threading.Lock(), threading.Lock()
-        self._unwatched = dist.GroupMember.WORLD if several_ranks() else None  # the parent is the rank
-        for engine in self._engines.values():
+        for engine in self._engines.values():  # first: whatever else is made here may have garbage collected
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+        self._lock, self._rank_lock = threading.Lock(), threading.Lock()
+        enabled = gc.isenabled()
+        gc.disable()
+        self._unwatched = dist.GroupMember.WORLD if several_ranks() else None  # the parent is the rank
+        if enabled:
+            gc.enable()
 
 
 _REGISTRY = Registry()
