@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import ctypes
-import gc
 import logging
 import os
 import threading
@@ -125,11 +124,6 @@ class Registry:
         for engine in self._engines.values():  # first: whatever else is made here may have garbage collected
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
         self._lock, self._rank_lock = threading.Lock(), threading.Lock()
-        enabled = gc.isenabled()
-        gc.disable()
-        self._unwatched = dist.GroupMember.WORLD if several_ranks() else None  # the parent is the rank
-        if enabled:
-            gc.enable()
 
 
 _REGISTRY = Registry()
