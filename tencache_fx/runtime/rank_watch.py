@@ -54,9 +54,7 @@ class RankWatch:
         """Begin to watch; raises `RuntimeError` if that group's store has no second connection."""
         self.process = os.getpid()
         self.cause: str | None = None  # why this rank's collectives were aborted
-        self._group = weakref.ref(
-            dist.GroupMember.WORLD
-        )  # a group that lives on keeps its ranks' addresses in the store
+        self._group = weakref.ref(dist.GroupMember.WORLD)  # kept alive, it would stand in the way of the next group
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._notes = RankNotes(store_connection(), self._rank, self._size)
         self._lock = threading.Lock()
