@@ -20,7 +20,7 @@ from tencache_fx.errors import InvariantError, UsageError
 from tencache_fx.model_state.grad_accumulation import GradientAccumulator
 from tencache_fx.model_state.shard import UNKNOWN, whole_norms
 from tencache_fx.model_state.sum_kernel import kernel_of
-from tencache_fx.runtime.buffers import Buffer
+from tencache_fx.runtime.buffers import Buffer, Use
 from tencache_fx.runtime.streams import Event
 from tencache_fx.runtime.transfers import Layout
 
@@ -34,27 +34,41 @@ class HostGradientBuffer:
     of which other ranks have the other parts of it: none for one that is whole, `UNKNOWN` where nobody knows.
     """
 
-    def __init__(
-        self,
-        additions: GradientAccumulator,
-        buffer: Buffer,
-        layout: Layout,
-        landed: Event,
-        norm: Tensor | None,
-        shard: str,
-    ) -> None:
+    def __init__(self, additions: GradientAccumulator, layout: Layout, shard: str) -> None:
         self.layout, self.shard = layout, shard
         self.factor: Tensor | None = None
-        self._norm = norm  # fp32 on the device, with the factor; None if it is not known
+        self._norm: Tensor | None = None  # fp32 on the device, with the factor; None if it is not known
         self._sum: Future[Tensor] | None = None  # until it is done, more is added; it gives the norm
         self._readers: list[Future[Any]] = []  # somebody reads `_host` until these are done
         self._on_device: Tensor | None = None
-        self._landed = landed
+        self._landed: Event | None = None
+        self._host: Tensor | None = None  # None until there is a buffer
         self._additions = additions
+
+    @classmethod
+    def copied_out(
+        cls, additions: GradientAccumulator, layout: Layout, shard: str, buffer: Buffer, landed: Event, norm: Tensor
+    ) -> "HostGradientBuffer":
+        """Return what is in `buffer` once `landed` has passed; this gives the buffer back."""
+        made = cls(additions, layout, shard)
+        made._take(buffer)
+        made._landed, made._norm = landed, norm
+        return made
+
+    @classmethod
+    def on_device(cls, additions: GradientAccumulator, value: Tensor, shard: str) -> "HostGradientBuffer":
+        """Return a gradient that stays on the device until somebody asks for it in host memory."""
+        made = cls(additions, Layout.of(value, "a gradient"), shard)
+        made._on_device = value
+        return made
+
+    def _take(self, buffer: Buffer) -> Tensor:
+        layout = self.layout
         self._host = torch.empty(0, dtype=layout.dtype, device="cpu").set_(
             buffer.memory.untyped_storage(), 0, layout.size, layout.stride
         )
-        weakref.finalize(self, additions.buffers.release_later, buffer).atexit = False
+        weakref.finalize(self, self._additions.buffers.release_later, buffer).atexit = False
+        return self._host
 
     def scale(self, factor: Tensor) -> None:
         """Multiply by a number, a tensor of one element that nobody changes, later."""
@@ -86,12 +100,12 @@ class HostGradientBuffer:
 
         def work() -> Tensor:
             try:
-                value, more = (each._host.as_strided((each._host.numel(),), (1,)) for each in buffers)
-                buffers[0]._landed.synchronize()
+                value, more = (each._memory for each in buffers)
+                buffers[0]._wait()
                 if before is not None:
                     before.result()
                 buffers[1].landed()
-                return kernel(value, more)
+                return kernel(*(each.as_strided((each.numel(),), (1,)) for each in (value, more)))
             finally:
                 buffers.clear()  # a buffer that nobody else has is free by the time that this is known to be done
 
@@ -109,11 +123,14 @@ class HostGradientBuffer:
     @property
     def has_landed(self) -> bool:
         """Return whether the gradient is in host memory, with all that is added to it, or never will be."""
-        return self._landed.query() and (self._sum is None or self._sum.done())
+        return (self._landed is None or self._landed.query()) and (self._sum is None or self._sum.done())
 
     def landed(self) -> Tensor:
-        """Return the gradient in host memory, but for its factor, to read only. Blocks the host."""
-        self._landed.synchronize()
+        """Return the gradient in host memory, but for its factor, to read only. Blocks the host.
+
+        Raises `BudgetError` for one that was on the device alone if the host budget has no room for it.
+        """
+        self._wait()
         error = None if self._sum is None else self._sum.exception()
         if error is not None:  # raised anew: its traceback will hold the gradient, which holds the old one
             size = tuple(self.layout.size)
@@ -121,7 +138,7 @@ class HostGradientBuffer:
                 f"a gradient of size {size} is lost, another one could not be added to it: {error!r}; set it to None, "
                 "and repeat the step."
             ) from error
-        return self._host
+        return self._memory
 
     def host(self) -> Tensor:
         """Return the gradient in host memory, with its factor. Blocks the host."""
@@ -152,6 +169,17 @@ class HostGradientBuffer:
         self._norm = self._sum = None
         return self._on_device
 
+    @property
+    def _memory(self) -> Tensor:
+        """The gradient's host memory, whatever is in it by now."""
+        if self._host is not None:
+            return self._host
+        return self._take(self._additions.buffers.acquire(self.layout.nbytes, Use.GRADIENT))
+
+    def _wait(self) -> None:
+        if self._landed is not None:
+            self._landed.synchronize()
+
     def _end_readers(self) -> None:
         for reader in self._readers:
             reader.exception()
@@ -171,13 +199,13 @@ def norm_of(value: Tensor) -> Tensor:
 
 
 class HostGradient(Tensor):
-    """A gradient of the device that is in host memory."""
+    """A gradient of the device that is in host memory, or a rank's part of one, be it on the device."""
 
     buffer: HostGradientBuffer
 
     @staticmethod
     def __new__(cls, buffer: HostGradientBuffer) -> "HostGradient":
-        """Return a gradient that lives in `lease`."""
+        """Return a gradient that lives in `buffer`."""
         layout = buffer.layout
         made: HostGradient = torch.Tensor._make_wrapper_subclass(
             cls, layout.size, strides=layout.stride, dtype=layout.dtype, device=layout.device
@@ -187,7 +215,8 @@ class HostGradient(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return a description without the values."""
-        return f"HostGradient(size={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, in host memory)"
+        place = "on the device" if self.buffer.changes else "in host memory"
+        return f"HostGradient(size={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, {place})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return an ordinary gradient, on the device."""

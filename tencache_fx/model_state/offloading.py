@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tencache_fx.errors import OptionError
+from tencache_fx.model_state.gradient_parts import PartHook
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.shard import RankGroup, Shard
@@ -128,7 +129,9 @@ class Offloading:
             should_offload(parameter, name, adapts=self._adapts)
             device = before.device
             offloaded = store.offload(parameter, name, self._device)
-            offloaded.shard = self.shards.get(parameter)
+            if (shard := self.shards.get(parameter)) is not None:
+                offloaded.shard = shard
+                self._undo.callback(PartHook(parameter, store.additions, shard.group.name).remove)
             del before  # its memory is to go
             self._undo.callback(_undo_offload, offloaded, None if parameter in self._new else device)
             return offloaded.nbytes

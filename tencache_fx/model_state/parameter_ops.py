@@ -20,6 +20,7 @@ from tencache_fx.errors import UsageError
 from tencache_fx.model_state.host_gradient import HostGradient, HostGradientBuffer, norm_of
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import parameters_of
+from tencache_fx.model_state.shard import UNKNOWN
 from tencache_fx.ops import LIBRARY
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
@@ -112,7 +113,9 @@ def offload_grad(engine: Engine, src: Tensor, label: str = "", param: str = "", 
             engine.check_open()
             transfer = lifecycle.begin(src, layout, label, Tier.HOST, buffer)
             undo.pop_all()
-            host_buffer = HostGradientBuffer(store.additions, buffer, layout, transfer.copied_out, norm, shard)
+            host_buffer = HostGradientBuffer.copied_out(
+                store.additions, layout, shard, buffer, transfer.copied_out, norm
+            )
             transfer.buffer, transfer.payload = None, host_buffer
             handle = lifecycle.table.add(transfer)
     engine.stats.add(offloads=1, d2h_bytes=layout.nbytes)
@@ -193,7 +196,7 @@ def _offload_grad(src: Tensor, engine: int, label: str, param: str, shard: str =
     if not isinstance(server, SwapPoints):
         return offload_grad(server, src, label, param, shard)
     owner = parameters_of(server.engine).pending.find(param)
-    if owner is not None and owner.updated_on_device and not shard:
+    if owner is not None and owner.updated_on_device and shard != UNKNOWN:
         return server.keep(label, src)
     return server.store(label, partial(offload_grad, server.engine, src, label, param, shard))
 

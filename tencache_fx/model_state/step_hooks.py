@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from tencache_fx.errors import UsageError
+from tencache_fx.model_state.gradient_parts import PartHook
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 
 
@@ -61,7 +62,8 @@ def step_hooks(parameter: Tensor) -> list[StepHook]:
 
 def is_hooked_once(parameter: Tensor) -> bool:
     """Return whether one hook is all that looks at a parameter's gradient before an optimizer does."""
-    return len(_living_hooks(parameter)) == 1 and not parameter._backward_hooks
+    others = [each for each in (parameter._backward_hooks or {}).values() if not isinstance(each, PartHook)]
+    return len(_living_hooks(parameter)) == 1 and not others
 
 
 def check_updates_in_backward(all_offloaded: Iterable[OffloadedParameter]) -> None:

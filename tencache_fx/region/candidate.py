@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -206,12 +206,9 @@ class RegionPlanner:
                     size,
                 )
                 return None
-        staying = write_markers(
-            capture,
-            capture.offloaded,
-            {name: each.state_bytes for name, each in self._offloaded.items()},
-            {name: _group_of(each, capture) for name, each in self._offloaded.items()},
-        )
+        shards = {name: _group_of(each, capture) for name, each in self._offloaded.items()}
+        state_bytes = {name: each.state_bytes for name, each in self._offloaded.items()}
+        staying = write_markers(capture, capture.offloaded, state_bytes, shards)
         staying_bytes = sum(self._offloaded[name].nbytes for name in staying)
         training = capture.backward is not None
         by_step = self._by_step and training
@@ -231,7 +228,7 @@ class RegionPlanner:
             extra_ns = max(0, known.duration_ns - first.analysis.duration_ns)
             bare = dataclasses.replace(stated.problem, recompute_ns=extra_ns)
         stated = dataclasses.replace(stated, problem=bare)
-        reserved, captured, plan = stated.plan(wanted, _planner_of(capture, options.policy, by_step=by_step))
+        reserved, captured, plan = stated.plan(wanted, _planner_of(shards.values(), options.policy, by_step=by_step))
         problem = captured
         if isinstance(plan, Plan):
             problem = keep_resident(captured, plan.resident, plan.updated_here)
@@ -382,9 +379,12 @@ def _group_of(offloaded: ParameterFacts, capture: RegionGraphs) -> str:
     return UNKNOWN if capture.scatters else ""
 
 
-def _planner_of(capture: RegionGraphs, policy: str, *, by_step: bool) -> Callable[[Problem], Plan]:
-    """Return the planner of a region: gradients that are shards are all offloaded, and nobody may take their norm."""
+def _planner_of(shards: Collection[str], policy: str, *, by_step: bool) -> Callable[[Problem], Plan]:
+    """Return the planner of a region whose parameters are spread over the groups `shards`.
+
+    Where nobody knows over which, all gradients are offloaded: one that stays would not show that it is a part.
+    """
     if by_step:
         return partial(plan_swap_points, policy=policy)
     make = partial(kept_plan, policy=policy)
-    return partial(make, tuning=dataclasses.replace(TUNING, state_shares=())) if capture.scatters else make
+    return partial(make, tuning=dataclasses.replace(TUNING, state_shares=())) if UNKNOWN in shards else make

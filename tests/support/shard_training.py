@@ -126,6 +126,7 @@ def train(
         ),
         "transfers": sum(len(record.plan.transfers) for record in records),
         "gradients in host memory": kinds == ({type(None)} if early else {HostGradient}),
+        "updated on the device": sum(each.updated_on_device for p in model.parameters() if (each := find_offloaded(p))),
         "host bytes": sum(each.nbytes for p in model.parameters() if (each := find_offloaded(p)) is not None),
         "bytes": sum(p.nbytes for p in blocks().parameters() if p.dim() == 2),
     }
@@ -139,6 +140,11 @@ def alone(model: nn.Module) -> nn.Module:
 def unlike(model: nn.Module) -> nn.Module:
     """Compile a model with all the room there is on one rank, and with hardly any on the others."""
     return compiled(model, device_budget="100MB" if dist.get_rank() == 0 else "4.2MB", recompute="auto")
+
+
+def roomy_blocks(model: nn.Module) -> nn.Module:
+    """Compile a model block by block, with room for the optimizer's state of some parameters, on one rank of more."""
+    return compiled(model, blockwise=True, scope="step", device_budget="9MB" if dist.get_rank() == 0 else "11MB")
 
 
 def late(model: nn.Module) -> nn.Module:
@@ -367,12 +373,13 @@ def refusals() -> Found:
 
 QUICK: dict[str, Callable[[], Found]] = {
     "compiled": train,
-    "other budgets": partial(train, unlike),
+    "other budgets, with room for state on one rank": partial(train, unlike, parts=2, clips=True),
     "uncompiled": partial(train, alone),
     "updated during backward": partial(train, early=True),
     "updated during backward, uncompiled": partial(train, alone, early=True),
     "accumulates and clips": partial(train, parts=2, clips=True),
     "accumulates and clips, uncompiled": partial(train, alone, parts=2, clips=True),
+    "blocks by step, with room for state": partial(train, roomy_blocks, clips=True),
 }
 
 OTHERS: dict[str, Callable[[], Found]] = {
