@@ -125,6 +125,8 @@ class Candidate:
         return 0, step_ns(self.problem, self.plan.forecast)
 
 
+_ROOM = 2  # times the floor of a region that is planned with its step: others of that are on the device as well
+
 Names = tuple[str, ...]
 
 SplitAgain = Callable[[frozenset[str], Names], tuple[ForwardBackward, Candidate | None]]
@@ -255,6 +257,13 @@ class RegionPlanner:
                 bytes_here += each.nbytes if each.on_device else 0
                 bytes_here += each.device_state_bytes
         return max(0, self._environment.held_bytes - bytes_here)
+
+    def is_tight(self, candidate: Candidate) -> bool:
+        """Return whether a candidate needs too much memory, or may where the region is planned with its step."""
+        limit = self._options.device_budget
+        if isinstance(candidate.plan, BudgetError) or limit is None:
+            return limit is not None
+        return self._by_step and _ROOM * floor_bytes(candidate.problem) > limit
 
     def recompute_more(self, first: Candidate, split: SplitAgain) -> tuple[ForwardBackward | None, Candidate]:
         """Return the best of `first` and of candidates that recompute more, with the graphs of one of those.

@@ -12,6 +12,7 @@ region/compilation.py          `compile_region()`: up to three attempts, each a 
   compat.py                       AOTAutograd traces the joint graph, and calls `Compilation.partition`
     passes/convolution_layouts.py    copies of inputs that convolutions read in another memory format
   region/joint_split.py           the joint graph -> forward and backward graphs
+    passes/collective_overlap.py     collectives begin early, and are waited for late
   region/candidate.py             `Candidate`: these graphs and their plan; the best one of several splits is taken
     passes/parameter_markers.py      markers where offloaded parameters are loaded, and their gradients stored
     region/analysis.py               `RegionAnalysis`: lifetimes of storages, costs of ops (more of passes/, hardware/)
@@ -51,6 +52,8 @@ from tencache_fx.hardware.device_memory import open_workspaces
 from tencache_fx.kept_code import KeptCode, Phase
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import open_update_room
+from tencache_fx.passes.collective_overlap import overlap_collectives
+from tencache_fx.passes.collectives import begins_collective
 from tencache_fx.passes.convolution_layouts import copy_for_convolutions
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.planning.tuning import SPLITS
@@ -147,6 +150,7 @@ class Compilation:
         self._source, self._planner, self._names = source, planner, names
         self._donated, self._lowering = donated, lowering
         self._lowers = False  # whether torch has asked for code
+        self._overlaps = True  # collectives are under way while kernels run, which takes memory
 
     def run(
         self, inputs: Sequence[Any], key: str | None = None, take_up: Callable[[list[KeptCode]], bool] | None = None
@@ -180,22 +184,38 @@ class Compilation:
         if self._source.options.compiler == "inductor":
             copy_for_convolutions(joint.graph)
         gather_again(joint.graph, self._names)
-        untouched = copy_joint(joint) if self._source.options.may_recompute else None
-        graphs, candidate = self._split(joint, joint_inputs, frozenset(), kwargs)
-        if untouched is not None and candidate is not None:
-            original, first = untouched, candidate
-
-            def again(nodes: frozenset[str], names: tuple[str, ...]) -> tuple[ForwardBackward, Candidate | None]:
-                copied = copy_joint(original)
-                return self._split(copied, joint_inputs, nodes, kwargs, first=first, recomputed=names)
-
-            better, candidate = self._planner.recompute_more(first, again)
-            graphs = better or graphs
+        communicates = any(map(begins_collective, joint.graph.nodes))
+        untouched = copy_joint(joint) if communicates or self._source.options.may_recompute else None
+        graphs, candidate = self._best_split(joint, untouched, joint_inputs, kwargs)
+        if communicates and candidate is not None and self._planner.is_tight(candidate):
+            assert untouched is not None
+            self._overlaps = False
+            graphs, candidate = self._best_split(copy_joint(untouched), untouched, joint_inputs, kwargs)
         if candidate is not None:
             self._lowering.write(candidate)
         for graph in graphs:
             graph.recompile()
         return graphs
+
+    def _best_split(
+        self,
+        joint: fx.GraphModule,
+        untouched: fx.GraphModule | None,
+        joint_inputs: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[ForwardBackward, Candidate | None]:
+        """Split the joint graph, and copies of it as it was, `untouched`, if more is to be recomputed."""
+        graphs, candidate = self._split(joint, joint_inputs, frozenset(), kwargs)
+        if untouched is None or candidate is None or not self._source.options.may_recompute:
+            return graphs, candidate
+        original, first = untouched, candidate
+
+        def again(nodes: frozenset[str], names: tuple[str, ...]) -> tuple[ForwardBackward, Candidate | None]:
+            copied = copy_joint(original)
+            return self._split(copied, joint_inputs, nodes, kwargs, first=first, recomputed=names)
+
+        better, candidate = self._planner.recompute_more(first, again)
+        return better or graphs, candidate
 
     def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
         """Lower one graph with `compile_graph`; a region that has no backward is planned here."""
@@ -203,18 +223,28 @@ class Compilation:
         if phase == "inference":
             if self._source.options.compiler == "inductor":
                 copy_for_convolutions(gm.graph)
-            capture = RegionGraphs(
-                forward=gm.graph,
-                backward=None,
-                num_outputs=1 << 30,
-                static_inputs=frozenset(),
-                device=self._source.device,
-                offloaded=self._names,
-            )
-            if (candidate := self._planner.plan(capture)) is not None:
+            communicates = any(map(begins_collective, gm.graph.nodes))
+            untouched = copy_joint(gm) if communicates else None
+            candidate = self._planner.plan(self._capture(gm.graph))
+            if untouched is not None and candidate is not None and self._planner.is_tight(candidate):
+                self._overlaps = False
+                gm.graph = untouched.graph
+                candidate = self._planner.plan(self._capture(gm.graph))
+            if candidate is not None:
                 self._lowering.write(candidate)
             gm.recompile()
         return self._lowering.lower(gm, example_inputs, compile_graph, phase=phase)
+
+    def _capture(self, forward: fx.Graph, backward: fx.Graph | None = None, **more: Any) -> RegionGraphs:
+        """Return the graphs of the region, with what is known of their inputs; collectives overlap if they are to."""
+        if self._overlaps:
+            for graph in (forward, backward):
+                if graph is not None:
+                    overlap_collectives(graph)
+        known = {"num_outputs": 1 << 30, "static_inputs": frozenset(), **more}
+        return RegionGraphs(
+            forward=forward, backward=backward, device=self._source.device, offloaded=self._names, **known
+        )
 
     def _split(
         self,
@@ -227,13 +257,11 @@ class Compilation:
         """Return forward and backward, `recomputed_nodes` computed in both, and the plan for them."""
         recompute = self._source.options.recompute
         forward, backward = split_joint(joint, joint_inputs, recompute=recompute, again=recomputed_nodes, **kwargs)
-        capture = RegionGraphs(
-            forward=forward.graph,
-            backward=backward.graph,
+        capture = self._capture(
+            forward.graph,
+            backward.graph,
             num_outputs=kwargs["num_fwd_outputs"],
             static_inputs=frozenset(kwargs.get("static_lifetime_input_indices") or ()),
-            device=self._source.device,
-            offloaded=self._names,
             donated=self._donated,
         )
         return (forward, backward), self._planner.plan(capture, **more)

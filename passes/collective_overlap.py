@@ -1,0 +1,90 @@
+"""Collectives under way while kernels run: each begins as early, and is waited for as late, as keeps their order.
+
+Torch's graph gathers a weight where it is read, and waits for each sum of gradients at once: kernels stand still for
+the whole of every collective. For a linear layer's backward, with `W` of the next layer to come:
+
+    before   dw = mm(..); a = gather(W); w = wait(a); dx = mm(.., w); s = scatter(dw); g = wait(s); h = div(g, 2)
+    after    a = gather(W); ...; dw = mm(..); s = scatter(dw); w = wait(a); dx = mm(.., w); ...; g = wait(s); ...
+
+A gather begins one ahead: behind the wait for the gather before it. A sum is waited for before the next one of its size
+begins. So there is one more weight, and one more gradient, whole on the device. Collectives begin in the order that the
+graph had: all ranks have to agree on that, and each may do this or not, as its memory allows (FSDP2 has the same
+prefetch, `torch/distributed/fsdp/_fully_shard`; Inductor's `comms.py` the same for a graph).
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import fx
+
+from tencache_fx.passes.collectives import begins_collective, begins_gathering, waits_behind
+from tencache_fx.passes.op_kinds import is_pointwise, is_view, nbytes_of
+
+_LIKE_SIZE = 10  # a sum is not waited for before one that is so many times smaller
+
+
+def overlap_collectives(graph: fx.Graph) -> None:
+    """Move the begins of collectives up, and waits for sums of gradients down. O(collectives x nodes)."""
+    order = list(graph.nodes)
+    starts = [node for node in order if begins_collective(node)]
+    if not starts:
+        return
+    _begin_early(order, starts)
+    _wait_late(order, starts)
+    for before, node in pairwise(order):
+        if before.next is not node:
+            before.append(node)
+    graph.lint()
+
+
+def _begin_early(order: list[fx.Node], starts: Sequence[fx.Node]) -> None:
+    """Move each begin behind what it reads, and the begin before it; a gather behind the wait for the last one, too."""
+    before: list[fx.Node] = []
+    gathered: list[fx.Node] = []
+    for start in starts:
+        is_gather = begins_gathering(start)
+        behind = [*start.all_input_nodes, *before, *(gathered if is_gather else ())]
+        given = [node for node in order if node.op == "placeholder"][-1:]
+        place = max((order.index(node) + 1 for node in (*behind, *given)), default=0)
+        if place < order.index(start):
+            order.remove(start)
+            order.insert(place, start)
+        before = [start]
+        if is_gather:
+            gathered = list(waits_behind(start))
+
+
+def _wait_late(order: list[fx.Node], starts: Sequence[fx.Node]) -> None:
+    """Move the waits for what is no gather, and what only reshapes or scales it, to where the next one begins."""
+    for place, start in enumerate(starts):
+        if begins_gathering(start):
+            continue
+        size = _nbytes(start)
+        later = (
+            each for each in starts[place + 1 :] if not begins_gathering(each) and _nbytes(each) * _LIKE_SIZE > size
+        )
+        until = order.index(next(later, order[-1]))
+        for wait in waits_behind(start):
+            moved, until = _movable(order, wait, until)
+            target = order[until]
+            for node in moved:
+                order.remove(node)
+                order.insert(order.index(target), node)
+
+
+def _movable(order: Sequence[fx.Node], wait: fx.Node, until: int) -> tuple[list[fx.Node], int]:
+    """Return the wait and those behind it that have to move with it, up to `until`; less far if one cannot."""
+    begin = order.index(wait)
+    moved = {wait: None}
+    for place in range(begin + 1, until):
+        node = order[place]
+        if moved.keys().isdisjoint(node.all_input_nodes):
+            continue
+        if not (is_pointwise(node) or is_view(node)):
+            return list(moved), place
+        moved[node] = None
+    return list(moved), until
+
+
+def _nbytes(start: fx.Node) -> int:
+    return sum(map(nbytes_of, start.all_input_nodes))
