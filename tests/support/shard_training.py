@@ -144,7 +144,7 @@ def unlike(model: nn.Module) -> nn.Module:
 
 def roomy_blocks(model: nn.Module) -> nn.Module:
     """Compile a model block by block, with room for the optimizer's state of some parameters, on one rank of more."""
-    return compiled(model, blockwise=True, scope="step", device_budget="9MB" if dist.get_rank() == 0 else "11MB")
+    return compiled(model, blockwise=True, scope="step", device_budget="12MB" if dist.get_rank() == 0 else "16MB")
 
 
 def late(model: nn.Module) -> nn.Module:
