@@ -9,6 +9,7 @@ lifetime, and kernels between two heavy ops are fused as ever, since only extern
     mm_1 | y = sin(mm_1) | offload(x) | mm_2      becomes      offload after y, mm_2 after offload
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,22 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 
 from tencache_fx import compat
-from tencache_fx.ops import OFFLOAD, OFFLOAD_GRAD, RELEASE, RUNTIME_OPS, WAIT, arguments_of
+from tencache_fx.ops import (
+    OFFLOAD,
+    OFFLOAD_GRAD,
+    REFRESH_PARAM,
+    RELEASE,
+    RUNTIME_OPS,
+    SYNC_PARAM,
+    WAIT,
+    arguments_of,
+)
 from tencache_fx.passes.graphs import step_nodes
 from tencache_fx.passes.inductor_model import InductorModel
 from tencache_fx.passes.op_kinds import base_of, count_flops, is_heavy, is_view, users_through
 from tencache_fx.tensors import storage_of, tensors_of
+
+_WRITES: Mapping[object, str] = {RELEASE: "src", SYNC_PARAM: "param", REFRESH_PARAM: "param"}
 
 
 class PinOrder(CustomGraphPass):
@@ -109,8 +121,8 @@ def _renew_sparse(graph: fx.Graph) -> None:
 def _trace_of(node: fx.Node) -> fx.Node:
     """Return the value by which Inductor knows that a node has run.
 
-    A release counts as writing its source; nobody reads the token that it returns, and dependencies on what nobody
-    reads are dropped (torch: `_inductor/scheduler.py: prune_weak_deps`).
+    Of an op that counts as writing what it takes, that is what it writes: nobody reads the token that it returns, and
+    dependencies on what nobody reads are dropped (torch: `_inductor/scheduler.py: prune_weak_deps`).
     """
-    written: fx.Node = arguments_of(node)["src"] if node.target is RELEASE else node
+    written: fx.Node = arguments_of(node)[_WRITES[node.target]] if node.target in _WRITES else node
     return written

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from tencache_fx.ops import OFFLOAD, RELEASE
+from tencache_fx.ops import OFFLOAD, REFRESH_PARAM, RELEASE, SYNC_PARAM, key_tensor
 from tencache_fx.passes.barriers import PinOrder
 from tencache_fx.planning.liveness import clip_to_barriers, inactive_intervals, is_candidate
 from tencache_fx.planning.plan import Plan, Transfer
@@ -210,3 +210,20 @@ def test_a_release_follows_no_reader_of_what_is_in_memory_already() -> None:
     (release,) = (node for node in module.graph.nodes if node.name.startswith("release"))
     followed, *_ = release.args  # of torch's `control_deps`
     assert {node.name for node in followed} == {"mm_default_1", "relu_default", "cos_default"}
+
+
+@pytest.mark.parametrize("op", [SYNC_PARAM, REFRESH_PARAM])
+def test_what_comes_behind_an_op_that_writes_follows_what_it_wrote(op: torch._ops.OpOverload) -> None:
+    graph = fx.Graph()
+    with FakeTensorMode():
+        weight, x = graph.placeholder("weight"), graph.placeholder("x")
+        weight.meta["val"] = x.meta["val"] = torch.empty(8, 8)
+        token = graph.call_function(op, (weight, 0, "weight"))
+        token.meta["val"] = key_tensor()
+        product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+        product.meta["val"] = torch.empty(8, 8)
+        graph.output((product,))
+    PinOrder()(fx.GraphModule({}, graph).graph)
+    (product,) = (node for node in graph.nodes if node.name.startswith("mm"))
+    followed, *_ = product.args  # of torch's `control_deps`
+    assert followed == (weight,)  # Inductor drops what is held by the token: nobody reads that

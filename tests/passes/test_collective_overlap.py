@@ -1,0 +1,159 @@
+"""Collectives that overlap with kernels: their order stays, each value is made before it is read, and gaps open."""
+
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tencache_fx.passes.collective_overlap import overlap_collectives
+from tencache_fx.passes.collectives import begins_collective, begins_gathering, is_collective_wait, waits_behind
+from tencache_fx.passes.op_kinds import is_heavy
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+SIZE = 64
+
+
+class Graph:
+    """A graph of squares, which collectives gather from halves and scatter to halves."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.graph, self._mode = fx.Graph(), mode
+
+    def value(self, node: fx.Node, rows: int, columns: int = SIZE) -> fx.Node:
+        with self._mode:
+            node.meta["val"] = torch.empty(rows, columns)
+        return node
+
+    def given(self, name: str, rows: int = SIZE) -> fx.Node:
+        return self.value(self.graph.placeholder(name), rows)
+
+    def mm(self, one: fx.Node, other: fx.Node) -> fx.Node:
+        return self.value(self.graph.call_function(aten.mm.default, (one, other)), SIZE)
+
+    def gathered(self, part: fx.Node) -> fx.Node:
+        work = self.graph.call_function(c10d.all_gather_into_tensor.default, (part, 2, "0"))
+        return self.value(self.graph.call_function(c10d.wait_tensor.default, (self.value(work, SIZE),)), SIZE)
+
+    def mean(self, whole: fx.Node) -> fx.Node:
+        work = self.graph.call_function(c10d.reduce_scatter_tensor.default, (whole, "sum", 2, "0"))
+        total = self.graph.call_function(c10d.wait_tensor.default, (self.value(work, SIZE // 2),))
+        divided = self.graph.call_function(aten.div.Tensor, (self.value(total, SIZE // 2), 2))
+        return self.value(divided, SIZE // 2)
+
+    def small_sum(self, whole: fx.Node) -> fx.Node:
+        row = self.value(self.graph.call_function(aten.mean.dim, (whole, [0], True)), 1)
+        work = self.value(self.graph.call_function(c10d.all_reduce.default, (row, "sum", "0")), 1)
+        return self.value(self.graph.call_function(c10d.wait_tensor.default, (work,)), 1)
+
+
+def heavy_between(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
+    """Yield each begin of a collective, with the matrix products between it and the wait for it."""
+    order = list(graph.nodes)
+    for start in filter(begins_collective, order):
+        (wait,) = waits_behind(start)
+        yield start, sum(map(is_heavy, order[order.index(start) : order.index(wait)]))
+
+
+def backward_of_layers(layers: int) -> fx.Graph:
+    """Linear layers' backward as torch writes it: the gradient of the weight first, the gather behind it."""
+    with FakeTensorMode() as mode:
+        made = Graph(mode)
+        parts = [made.given(f"part{i}", SIZE // 2) for i in range(layers)]
+        saved = [made.given(f"x{i}") for i in range(layers)]
+        gradient, outputs = made.given("dy"), []
+        for part, x in zip(parts, saved, strict=True):
+            of_weight = made.mm(gradient, x)
+            gradient = made.mm(gradient, made.gathered(part))
+            outputs += [made.mean(of_weight), made.small_sum(gradient)]
+        made.graph.output((*outputs, gradient))
+    return made.graph
+
+
+def test_collectives_of_linear_layers_are_under_way_while_products_run():
+    graph = backward_of_layers(4)
+    before = {start.name: count for start, count in heavy_between(graph)}
+    assert set(before.values()) == {0}
+    overlap_collectives(graph)
+    after = {start.name: count for start, count in heavy_between(graph)}
+    large = [count for name, count in after.items() if "all_reduce" not in name]
+    assert min(large) >= 1, after
+    assert max(large) <= 3, "one weight, and one gradient, more than before is whole"
+
+
+def test_a_gather_does_not_begin_before_the_last_one_is_waited_for():
+    with FakeTensorMode() as mode:
+        made = Graph(mode)
+        parts = [made.given(f"part{i}", SIZE // 2) for i in range(5)]
+        x = made.given("x")
+        for part in parts:
+            x = made.mm(x, made.gathered(part))
+        made.graph.output((x,))
+    overlap_collectives(made.graph)
+    order, most = list(made.graph.nodes), 0
+    under_way: set[fx.Node] = set()
+    for node in order:
+        if begins_gathering(node):
+            under_way.add(node)
+        elif is_collective_wait(node):
+            under_way -= {*node.all_input_nodes}
+        most = max(most, len(under_way))
+    assert most == 1
+    assert [count for _, count in heavy_between(made.graph)] == [0, 1, 1, 1, 1]
+
+
+def test_what_cannot_move_holds_the_wait_before_it():
+    with FakeTensorMode() as mode:
+        made = Graph(mode)
+        x = made.given("x")
+        total = made.small_sum(made.mm(x, x))
+        norm = made.value(made.graph.call_function(aten.linalg_vector_norm.default, (total,)), 1)
+        made.graph.output((made.mm(x, x), made.mm(x, x), norm))
+    order = list(made.graph.nodes)
+    overlap_collectives(made.graph)
+    assert list(made.graph.nodes) == order, "the norm is computed where it was, and it reads the sum"
+
+
+@given(st.lists(st.tuples(st.sampled_from("gsamp"), st.integers(0, 99), st.integers(0, 99)), max_size=30))
+def test_any_graph_computes_the_same_in_the_same_order_of_collectives(deeds):
+    with FakeTensorMode() as mode:
+        made = Graph(mode)
+        parts = [made.given(f"part{i}", SIZE // 2) for i in range(3)]
+        squares = [made.given("x")]
+        results = []
+        for deed, one, other in deeds:
+            square = squares[one % len(squares)]
+            if deed == "g":
+                squares.append(made.gathered(parts[other % 3]))
+            elif deed == "s":
+                parts.append(made.mean(square))
+                results.append(parts[-1])
+            elif deed == "a":
+                results.append(made.small_sum(square))
+            elif deed == "m":
+                squares.append(made.mm(square, squares[other % len(squares)]))
+            else:
+                squares.append(made.value(made.graph.call_function(aten.sin.default, (square,)), SIZE))
+        made.graph.output((*results, squares[-1]))
+    before = [node for node in made.graph.nodes if begins_collective(node)]
+    count = len(made.graph.nodes)
+    gaps = dict(heavy_between(made.graph)) if all(len(list(waits_behind(each))) == 1 for each in before) else {}
+    overlap_collectives(made.graph)
+    made.graph.lint()  # each value is made before it is read
+    assert [node for node in made.graph.nodes if begins_collective(node)] == before
+    assert len(made.graph.nodes) == count
+    if gaps:
+        assert all(found >= gaps[start] for start, found in heavy_between(made.graph))
+    order = list(made.graph.nodes)
+    overlap_collectives(made.graph)
+    assert [n for n in order if begins_collective(n)] == [n for n in made.graph.nodes if begins_collective(n)]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_few_layers_are_left_right(layers):
+    graph = backward_of_layers(layers)
+    overlap_collectives(graph)
+    graph.lint()
