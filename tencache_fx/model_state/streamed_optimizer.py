@@ -25,13 +25,12 @@ from tencache_fx.model_state.offloading import LEAST_BYTES
 from tencache_fx.model_state.optimizer_checks import check_group, check_params
 from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.model_state.step_kernel import MASTER, check_class
-from tencache_fx.model_state.streamed_update import ROOM_BYTES, StreamedUpdate, UpdateStream
+from tencache_fx.model_state.streamed_update import Chunk, Done, StreamedUpdate, UpdateStream
 from tencache_fx.model_state.update import unhook, weakly
+from tencache_fx.model_state.update_chunks import Wanted, cut_chunks
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import RankStage
-
-_DEPTH = 4  # parameters whose copies in have begun: the host waits within the `step` of some classes
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
@@ -64,7 +63,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._held: dict[Tensor, HeldTensors] = {}  # the tensors in `state`, where these are kept
         self._versions: dict[Tensor, tuple[weakref.ref[OffloadedParameter], int]] = {}  # as the last step left them
         weight = nn.Parameter(torch.zeros(1, 1, device="cpu"))
-        super().__init__(params, self._made_for(weight, {}).defaults)
+        super().__init__(params, self._made_for([weight], {}).defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for torch; raises `OptionError` when its options or its parameters cannot be used."""
@@ -75,8 +74,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
             if len(set(group["params"])) < len(group["params"]):
                 raise OptionError("a parameter is in a group twice, and would be updated twice; give each one once.")
             for parameter in group["params"]:
-                _check_whole(parameter)
-                self._made_for(nn.Parameter(torch.empty_like(parameter, device="meta")), group)
+                _check_whole(find_offloaded(parameter))
+                self._made_for([nn.Parameter(torch.empty_like(parameter, device="meta"))], group)
         except OptionError:
             self.param_groups.pop()
             raise
@@ -100,13 +99,18 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        todo = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for parameter, _ in todo:
-            _check_whole(parameter)
-            if parameter.grad.is_sparse:
+        todo = [
+            Wanted(p, group, find_offloaded(p))
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        for parameter, _, offloaded in todo:
+            _check_whole(offloaded)
+            if parameter.grad is not None and parameter.grad.is_sparse:
                 raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
-        for device in dict.fromkeys(parameter.device for parameter, _ in todo):
-            self._update([pair for pair in todo if pair[0].device == device], roomy_engine(device))
+        for device in dict.fromkeys(wanted.parameter.device for wanted in todo):
+            self._update([wanted for wanted in todo if wanted.parameter.device == device], roomy_engine(device))
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -138,87 +142,114 @@ class StreamedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._held, self._versions = {}, {}
 
-    def _made_for(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """Return an object of the class for one parameter; raises `OptionError` if it refuses that or its options."""
+    def _made_for(self, parameters: list[nn.Parameter], group: Mapping[str, Any]) -> torch.optim.Optimizer:
+        """Return an object of the class for some parameters; raises `OptionError` if it refuses them or its options."""
         options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         try:
-            made = self._class([{**options, "params": [parameter]}], **self._options)
+            made = self._class([{**options, "params": parameters}], **self._options)
         except (RuntimeError, TypeError, ValueError) as error:
             name, said = self._class.__name__, str(error).rstrip(".")
             raise OptionError(f"{name} cannot be made with these options and parameters: {said}.") from error
         made.updates_on_host = True  # type: ignore[attr-defined]  # it may be given memory of an offloaded parameter
         return made
 
-    def _update(self, todo: list[tuple[Tensor, dict[str, Any]]], engine: Engine) -> None:
+    def _update(self, todo: list[Wanted], engine: Engine) -> None:
         """Update parameters of one device; returns when their copies are done."""
         stream = UpdateStream(engine)
-        started: deque[StreamedUpdate] = deque()
-        here = deque(pair for pair in todo if _is_here(pair[0]))
-        copied = [pair for pair in todo if not _is_here(pair[0])]
+        started: deque[Chunk] = deque()
+        places = [(wanted, _is_here(wanted.parameter, wanted.offloaded)) for wanted in todo]
+        here = deque(cut_chunks([(wanted, 4 * wanted.parameter.numel()) for wanted, is_here in places if is_here]))
+        copied = cut_chunks([(wanted, self._work_bytes(wanted)) for wanted, is_here in places if not is_here])
         try:
-            for left, pair in zip(range(len(copied), 0, -1), copied, strict=True):
-                update = self._prepared(*pair)
-                while started and (len(started) >= _DEPTH or stream.held_bytes + update.nbytes > ROOM_BYTES):
+            for left, some in zip(range(len(copied), 0, -1), copied, strict=True):
+                chunk = self._prepared(some)
+                while not stream.has_room(chunk):
                     self._finish(started.popleft(), stream)
-                stream.start(update)
-                started.append(update)
+                stream.start(chunk)
+                started.append(chunk)
                 for _ in range(-(-len(here) // left)):  # the links are busy meanwhile
-                    self._update_here(*here.popleft(), stream)
+                    self._update_here(here.popleft(), stream)
             while started:
                 self._finish(started.popleft(), stream)
             while here:
-                self._update_here(*here.popleft(), stream)
+                self._update_here(here.popleft(), stream)
         finally:
             stream.end()
 
-    def _update_here(self, parameter: Tensor, group: dict[str, Any], stream: UpdateStream) -> None:
-        """Update a parameter whose state is on its device."""
-        update = self._prepared(parameter, group)
-        stream.start(update)
-        self._finish(update, stream)
+    def _work_bytes(self, wanted: Wanted) -> int:
+        """Return about how many bytes an update takes on the device: fp32 weight, its state, gradient, and weight."""
+        held, fp32_bytes = self._held.get(wanted.parameter), 4 * wanted.parameter.numel()
+        return max(0 if held is None else held.nbytes, fp32_bytes) + fp32_bytes + wanted.parameter.nbytes
 
-    def _prepared(self, parameter: Tensor, group: dict[str, Any]) -> "StreamedUpdate":
-        """Return a parameter's update, before anything is copied; its state is where it belongs."""
-        offloaded = find_offloaded(parameter)
-        if offloaded is not None:
-            offloaded.wait_update()
-            offloaded.evict()  # loaded by a module that ran by itself, whose backward is over
-            if offloaded.on_device:  # a plan, or `summon`, keeps it there
-                offloaded.load()
-            else:
-                offloaded.sync_host()
-        self._ready(parameter)
-        assert parameter.grad is not None
-        return StreamedUpdate(
-            parameter, group, offloaded, self._held.get(parameter), self._is_fresh(parameter, offloaded)
-        )
+    def _update_here(self, some: list[Wanted], stream: UpdateStream) -> None:
+        """Update parameters whose states are on their device."""
+        chunk = self._prepared(some)
+        stream.start(chunk)
+        self._finish(chunk, stream)
 
-    def _finish(self, update: "StreamedUpdate", stream: "UpdateStream") -> None:
-        """Update a parameter whose copies in have begun, and begin to copy out what came of it."""
-        parameter, held = update.parameter, update.held
-        stream.arrive(update)
-        weight = nn.Parameter(update.master)
-        weight.grad = update.change
-        optimizer = self._made_for(weight, update.group)
-        before = self.state.get(parameter, {})
-        state = {name: update.arrays[name] if name in update.arrays else _copied(each) for name, each in before.items()}
-        state.pop(MASTER, None)
-        if state:
-            optimizer.state[weight] = state
-        optimizer.step()
-        self._check_group(optimizer, update.group)
-        after = dict(optimizer.state[weight])
-        arrays = _arrays_of(after)
-        if parameter.dtype != torch.float32:
-            arrays[MASTER] = update.master
-        if held is None or not held.fits(arrays):
-            held = self._hold(parameter, arrays)  # there may be no room: nothing is written yet
-        stream.depart(update, held, arrays)
-        self._held[parameter] = held
-        rest = {name: _copied(value) for name, value in after.items() if name not in arrays}
-        self.state[parameter] = {**rest, **held.tensors}
-        if (offloaded := update.offloaded) is not None:
-            self._versions[parameter] = weakref.ref(offloaded), offloaded.version
+    def _prepared(self, some: list[Wanted]) -> Chunk:
+        """Return the updates of parameters of one group, before anything is copied; states are where they belong."""
+        updates = []
+        for wanted in some:
+            parameter, offloaded = wanted.parameter, wanted.offloaded
+            if offloaded is not None:
+                offloaded.wait_update()
+                offloaded.evict()  # loaded by a module that ran by itself, whose backward is over
+                if offloaded.on_device:  # a plan, or `summon`, keeps it there
+                    offloaded.load()
+                else:
+                    offloaded.sync_host()
+            self._ready(parameter)
+            fresh = self._is_fresh(parameter, offloaded)
+            updates.append(StreamedUpdate(parameter, offloaded, self._held.get(parameter), fresh))
+        return Chunk(some[0].group, updates)
+
+    def _finish(self, chunk: Chunk, stream: UpdateStream) -> None:
+        """Update parameters whose copies in have begun, and begin to copy out what came of it."""
+        stream.arrive(chunk)
+        weights = [nn.Parameter(update.master) for update in chunk.updates]
+        for weight, update in zip(weights, chunk.updates, strict=True):
+            weight.grad = update.change
+        optimizer = self._made_for(weights, chunk.group)
+        for weight, update in zip(weights, chunk.updates, strict=True):
+            if state := self._carried(update):
+                optimizer.state[weight] = state
+        with stream.scalars:
+            optimizer.step()
+        self._check_group(optimizer, chunk.group)
+        done: list[Done] = []
+        try:  # there may be no room for a state: those before it are updated, and nothing is written of the others
+            for weight, update in zip(weights, chunk.updates, strict=True):
+                after = dict(optimizer.state[weight])
+                arrays = _arrays_of(after)
+                if update.parameter.dtype != torch.float32:
+                    arrays[MASTER] = update.master
+                held = update.held
+                if held is None or not held.fits(arrays):
+                    held = self._hold(update.parameter, arrays)
+                rest = {name: _copied(value) for name, value in after.items() if name not in arrays}
+                done.append(Done(update, held, arrays, rest))
+        finally:
+            self._keep(done, stream)
+
+    def _carried(self, update: StreamedUpdate) -> dict[str, Any]:
+        """Return what the class has of a parameter, for it to change."""
+        before = self.state.get(update.parameter, {})
+        return {
+            name: update.arrays[name] if name in update.arrays else _copied(each)
+            for name, each in before.items()
+            if name != MASTER
+        }
+
+    def _keep(self, done: list[Done], stream: UpdateStream) -> None:
+        """Write what has come of updates to where it is kept."""
+        stream.depart(done)
+        for each in done:
+            parameter, offloaded = each.update.parameter, each.update.offloaded
+            self._held[parameter] = each.held
+            self.state[parameter] = {**each.rest, **each.held.tensors}
+            if offloaded is not None:
+                self._versions[parameter] = weakref.ref(offloaded), offloaded.version
 
     def _check_group(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
         """Raise `UsageError` if a step has changed an option: the next parameter's object would not know of it."""
@@ -234,31 +265,32 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def _ready(self, parameter: Tensor) -> None:
         """Have the tensors of a parameter's state, if there are any, where they belong."""
-        state, held = self.state.get(parameter), self._held.get(parameter)
+        state, held, offloaded = self.state.get(parameter), self._held.get(parameter), find_offloaded(parameter)
         if not state:
             self._held.pop(parameter, None)
             return
         arrays = _arrays_of(state)
-        if held is None or held.place != _place_of(parameter) or not _is_kept(parameter, held, arrays):
+        if held is None or held.place != _place_of(parameter, offloaded) or not _is_kept(parameter, held, arrays):
             held = self._hold(parameter, arrays)
             for name, value in arrays.items():
                 held.tensors[name].copy_(value)
             self._held[parameter] = held
             self.state[parameter] = {**state, **held.tensors}
-        self._tell(parameter, held)
+        self._tell(parameter, offloaded, held)
 
     def _hold(self, parameter: Tensor, arrays: Mapping[str, Tensor]) -> HeldTensors:
         """Return memory for these tensors of a parameter's state; raises `BudgetError` where there is none."""
         like = {name: _laid_out(each, parameter) for name, each in arrays.items()}
-        on_device = _place_of(parameter) is Tier.DEVICE
+        offloaded = find_offloaded(parameter)
+        on_device = _place_of(parameter, offloaded) is Tier.DEVICE
         buffers = roomy_engine(parameter.device).object_buffers
         held = HeldTensors(buffers, like, parameter.device if on_device else None)
-        self._tell(parameter, held)
+        self._tell(parameter, offloaded, held)
         return held
 
-    def _tell(self, parameter: Tensor, held: HeldTensors) -> None:
+    def _tell(self, parameter: Tensor, offloaded: OffloadedParameter | None, held: HeldTensors) -> None:
         """Let an offloaded parameter know of its state."""
-        if (offloaded := find_offloaded(parameter)) is not None:
+        if offloaded is not None:
             offloaded.state_bytes = held.nbytes
             offloaded.optimizer_state = weakref.ref(held)
             offloaded.place_state = weakly(self._ready, parameter)
@@ -304,21 +336,21 @@ def _wide(value: Any) -> Any:
     return _copied(value)
 
 
-def _place_of(parameter: Tensor) -> Tier:
+def _place_of(parameter: Tensor, offloaded: OffloadedParameter | None) -> Tier:
     """Return where a parameter's state belongs: small ones' stays on the device, as does what plans leave there."""
-    if (offloaded := find_offloaded(parameter)) is not None:
+    if offloaded is not None:
         return Tier.DEVICE if offloaded.updated_on_device else Tier.HOST
     return Tier.DEVICE if parameter.nbytes < LEAST_BYTES else Tier.HOST
 
 
-def _is_here(parameter: Tensor) -> bool:
+def _is_here(parameter: Tensor, offloaded: OffloadedParameter | None) -> bool:
     """Return whether all that a parameter's update needs is on its device."""
-    return _place_of(parameter) is Tier.DEVICE and not isinstance(parameter.grad, HostGradient)
+    return _place_of(parameter, offloaded) is Tier.DEVICE and not isinstance(parameter.grad, HostGradient)
 
 
-def _check_whole(parameter: Tensor) -> None:
+def _check_whole(offloaded: OffloadedParameter | None) -> None:
     """Raise `OptionError` for a parameter of which there are other parts elsewhere."""
-    if (offloaded := find_offloaded(parameter)) is not None and offloaded.shard is not None:
+    if offloaded is not None and offloaded.shard is not None:
         raise OptionError(
             f"{offloaded.name} is spread over ranks, each with some of its rows, and this optimizer looks at whole "
             "matrices; leave shard out, or use OffloadedOptimizer with a class that updates each element by itself."

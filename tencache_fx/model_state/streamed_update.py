@@ -1,10 +1,11 @@
-"""One parameter's update on the device by a whole gradient, weight and state that are copied there and back."""
+"""Updates on the device by whole gradients, weights and states that are copied there and back, some at a time."""
 
 import contextlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.autograd.graph import increment_version
 from tencache_fx.model_state.host_gradient import HostGradient
 from tencache_fx.model_state.host_state import HeldTensors
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+from tencache_fx.model_state.scalar_reads import read_past_copies
 from tencache_fx.model_state.step_kernel import MASTER
 from tencache_fx.model_state.update import dense_like, flat, set_master
 from tencache_fx.planning.problem import Tier
@@ -21,7 +23,12 @@ from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.streams import Event, Lane
 
 ROOM_BYTES = 512 << 20
-"""How much of the device copies under way may take together; one parameter alone may take more."""
+"""How much of the device updates under way may take together; a parameter that takes more than its part adds to that.
+
+Half of it is for copies in, a quarter for what is updated, and a quarter for copies out.
+"""
+
+_DEPTH = 4  # chunks whose copies in have begun: the host waits within the `step` of some classes
 
 _Pairs = list[tuple[Tensor, Tensor]]
 
@@ -36,7 +43,6 @@ class StreamedUpdate:
     """
 
     parameter: Tensor
-    group: dict[str, Any]
     offloaded: OffloadedParameter | None
     held: HeldTensors | None
     fresh: bool
@@ -47,37 +53,133 @@ class StreamedUpdate:
     gradient: Tensor | None = None
     factor: Tensor | None = None
     weight: Tensor | None = None
-    arrived: Event | None = None
 
     def __post_init__(self) -> None:
         self.is_on_host = self.offloaded is not None and not self.offloaded.on_device
+        if self.held is not None:
+            self.arrays = dict(self.held.tensors)
 
     @property
-    def nbytes(self) -> int:
-        """About how many bytes it takes on the device: gradient, weight, both in fp32 again, and the state."""
-        parameter, state_bytes = self.parameter, 0 if self.held is None else self.held.nbytes
-        return 2 * parameter.nbytes + 8 * parameter.numel() + max(state_bytes, 4 * parameter.numel())
+    def host_state(self) -> Mapping[str, Tensor]:
+        """The tensors of the state that are copied in."""
+        return {} if self.held is None or self.held.place is Tier.DEVICE else self.held.tensors
+
+    @property
+    def reads_weight(self) -> bool:
+        """Whether the weight is copied in: its master says what it is, once there is one that is up to date."""
+        return self.is_on_host and (self.fresh or MASTER not in self.arrays)
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Updates of parameters of one group, all by one `step`; their copies are queued together, with one event."""
+
+    group: dict[str, Any]
+    updates: list[StreamedUpdate]
+    arrived: Event | None = None
+
+    @property
+    def in_bytes(self) -> int:
+        """About how many bytes of the device its copies in take."""
+        total = 0
+        for update in self.updates:
+            if isinstance(update.parameter.grad, HostGradient):
+                total += update.parameter.nbytes
+            if update.reads_weight:
+                total += update.parameter.nbytes
+            total += 0 if update.held is None or update.held.place is Tier.DEVICE else update.held.nbytes
+        return total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Done:
+    """An update that is computed: the tensors of the state, `arrays`, where they are `held`, and the `rest` of it."""
+
+    update: StreamedUpdate
+    held: HeldTensors
+    arrays: Mapping[str, Tensor]
+    rest: Mapping[str, Any]
 
 
 class UpdateStream:
-    """The copies of updates, to the device and back, in order with the compute stream of the thread that makes it."""
+    """The copies of updates, to the device and back, in order with the compute stream of the thread that makes it.
+
+    What a copy in writes is allocated in the order of the compute stream, and the copy waits for that. What a copy out
+    reads is kept until the compute stream waits for the copy, or until it is known to be done.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._streams = engine, engine.streams
-        self._coming: deque[StreamedUpdate] = deque()
+        self.scalars = read_past_copies(engine.streams.device)  # for steps that read numbers
+        self._coming: dict[Chunk, int] = {}  # with the bytes of their copies in
         self._arrivals: list[Event] = []
-        self._going: deque[tuple[Event, list[Tensor]]] = deque()  # the device memory that copies out read
+        self._going: deque[tuple[Event, list[Tensor], int]] = deque()  # the device memory that copies out read
         self._ending: list[tuple[Event, OffloadedParameter, Future[None]]] = []
 
-    @property
-    def held_bytes(self) -> int:
-        """About how many bytes are on the device for copies in that have begun."""
-        return sum(update.nbytes for update in self._coming)
+    def has_room(self, chunk: Chunk) -> bool:
+        """Return whether the copies in of a chunk can begin beside those that are under way."""
+        coming_bytes = sum(self._coming.values())
+        return not self._coming or (len(self._coming) < _DEPTH and coming_bytes + chunk.in_bytes <= ROOM_BYTES // 2)
 
-    def start(self, update: StreamedUpdate) -> None:
-        """Begin to copy in what the update needs."""
-        parameter, device = update.parameter, self._streams.device
+    def start(self, chunk: Chunk) -> None:
+        """Begin to copy in what the chunk needs."""
+        nbytes = chunk.in_bytes
+        self._drop_landed()
         pairs: _Pairs = []
+        for update in chunk.updates:
+            self._take(update, pairs)
+        if pairs:
+            chunk.arrived = self._streams.copy_all(Lane.UPDATE_IN, pairs, (self._streams.record_compute(),))
+            self._arrivals.append(chunk.arrived)
+            self._engine.stats.add(h2d_bytes=sum(source.nbytes for _, source in pairs))
+        self._coming[chunk] = nbytes
+
+    def arrive(self, chunk: Chunk) -> None:
+        """Have the compute stream wait for the copies in; make the fp32 weights and gradients."""
+        del self._coming[chunk]
+        if chunk.arrived is not None:
+            self._streams.wait_compute(chunk.arrived)
+        for update in chunk.updates:
+            _widen(update)
+
+    def depart(self, done: Sequence[Done]) -> None:
+        """Write the weights and the states to where they are kept; copies out begin."""
+        pairs: _Pairs = []
+        written: list[OffloadedParameter] = []
+        for each in done:
+            for name, target in each.held.tensors.items():
+                if each.held.place is Tier.HOST:
+                    pairs.append((flat(target), flat(dense_like(target, each.arrays[name]))))
+                elif target is not each.arrays[name]:
+                    target.copy_(each.arrays[name])
+            update, parameter = each.update, each.update.parameter
+            if update.is_on_host:
+                assert update.offloaded is not None
+                pairs.append((update.offloaded.elements, flat(update.master.to(parameter.dtype))))
+                written.append(update.offloaded)
+            elif update.master.data_ptr() != parameter.data_ptr():
+                parameter.data.copy_(update.master)  # whose version counts by itself
+        if pairs:
+            sources = [source for _, source in pairs]
+            self._going.append((self._write_out(written, pairs), sources, sum(source.nbytes for source in sources)))
+        for each in done:
+            _count(each.update)
+        out_bytes = sum(target.nbytes for target, _ in pairs)
+        self._engine.stats.add(updates=len(done), device_updates=len(done), d2h_bytes=out_bytes)
+        self._free()
+
+    def end(self) -> None:
+        """Wait for all copies, and end the updates, even if one has failed; raises what a copy raised."""
+        with contextlib.ExitStack() as steps:
+            steps.callback(self._streams.wait_host, self._arrivals)  # sources may be released behind this
+            for event, _, _ in self._going:
+                steps.callback(event.synchronize)
+            for event, offloaded, future in reversed(self._ending):  # the last one first: it ends them in their order
+                steps.callback(self._end_update, event, offloaded, future)
+
+    def _take(self, update: StreamedUpdate, pairs: _Pairs) -> None:
+        """Give an update device memory for what is on the host, and add the copies to `pairs`."""
+        parameter, device = update.parameter, self._streams.device
         gradient = parameter.grad
         assert gradient is not None
         if isinstance(gradient, HostGradient) and gradient.buffer.changes:
@@ -88,81 +190,15 @@ class UpdateStream:
             gradient = torch.empty_like(landed, device=device)
             pairs.append((flat(gradient), flat(landed)))
         update.gradient = gradient
-        on_host = {} if update.held is None or update.held.place is Tier.DEVICE else update.held.tensors
-        update.arrays = {} if update.held is None else dict(update.held.tensors)
-        for name, tensor in on_host.items():
+        for name, tensor in update.host_state.items():
             update.arrays[name] = torch.empty_like(tensor, device=device)
             pairs.append((flat(update.arrays[name]), flat(tensor)))
         if not update.is_on_host:
             update.weight = parameter.detach()
-        elif update.fresh or MASTER not in update.arrays:
+        elif update.reads_weight:
             assert update.offloaded is not None
             update.weight = torch.empty_like(parameter)
             pairs.append((flat(update.weight), update.offloaded.elements))
-        after = (self._streams.record_compute(),)
-        if pairs:
-            update.arrived = self._streams.copy_all(Lane.UPDATE_IN, pairs, after)
-            self._arrivals.append(update.arrived)
-        self._coming.append(update)
-        self._engine.stats.add(h2d_bytes=sum(source.nbytes for _, source in pairs))
-
-    def arrive(self, update: StreamedUpdate) -> None:
-        """Have the compute stream wait for the copies in; make the fp32 weight and gradient."""
-        self._coming.remove(update)
-        if update.arrived is not None:
-            self._streams.wait_compute(update.arrived)
-        parameter, weight, gradient = update.parameter, update.weight, update.gradient
-        assert gradient is not None
-        if MASTER in update.arrays:
-            update.master = update.arrays[MASTER]
-            if weight is not None and update.fresh:
-                set_master(flat(update.master), flat(weight))
-        else:
-            assert weight is not None
-            # A weight that is read where it is must not change before its state is known to have room.
-            update.master = weight.to(torch.float32, copy=not update.is_on_host)
-        change = gradient.to(torch.float32)
-        if update.factor is not None:
-            change = change * update.factor.to(change.device)
-        update.change = dense_like(parameter, change)
-        update.weight = update.gradient = None
-
-    def depart(self, update: StreamedUpdate, held: HeldTensors, arrays: Mapping[str, Tensor]) -> None:
-        """Write the weight and the state to where they are kept; copies out begin."""
-        parameter, offloaded, pairs = update.parameter, update.offloaded, []
-        for name, target in held.tensors.items():
-            if held.place is Tier.HOST:
-                pairs.append((flat(target), flat(dense_like(target, arrays[name]))))
-            elif target is not arrays[name]:
-                target.copy_(arrays[name])
-        if offloaded is not None and update.is_on_host:
-            pairs.append((offloaded.elements, flat(update.master.to(parameter.dtype))))
-        elif update.master.data_ptr() != parameter.data_ptr():
-            parameter.data.copy_(update.master)  # whose version counts by itself
-        self._free(0 if update.nbytes > ROOM_BYTES // 2 else 1)
-        written = self._streams.record_compute()
-        if offloaded is not None and update.is_on_host:
-            event = self._write_home(offloaded, pairs, written)
-            offloaded.count_update()
-        else:
-            event = self._streams.copy_all(Lane.UPDATE_OUT, pairs, (written,)) if pairs else written
-            if offloaded is None:
-                increment_version(parameter)
-            else:
-                offloaded.mark_device_newer()
-                offloaded.count_update()
-        self._going.append((event, [source for _, source in pairs]))
-        out_bytes = sum(target.nbytes for target, _ in pairs)
-        self._engine.stats.add(updates=1, device_updates=1, d2h_bytes=out_bytes)
-
-    def end(self) -> None:
-        """Wait for all copies, and end the updates, even if one has failed; raises what a copy raised."""
-        with contextlib.ExitStack() as steps:
-            steps.callback(self._streams.wait_host, self._arrivals)  # sources may be released behind this
-            for event, _ in self._going:
-                steps.callback(event.synchronize)
-            for event, offloaded, future in reversed(self._ending):  # the last one first: it ends them in their order
-                steps.callback(self._end_update, event, offloaded, future)
 
     def _end_update(self, event: Event, offloaded: OffloadedParameter, future: "Future[None]") -> None:
         try:
@@ -173,21 +209,65 @@ class UpdateStream:
             raise
         future.set_result(None)
 
-    def _write_home(self, offloaded: OffloadedParameter, pairs: _Pairs, written: Event) -> Event:
-        """Begin to copy out an offloaded parameter's weight and state, once nothing reads its host copy."""
-        future: Future[None] = Future()
-        offloaded.begin_update(lambda: future, written)
-        reading = () if offloaded.last_read is None else (offloaded.last_read,)
+    def _write_out(self, written: Sequence[OffloadedParameter], pairs: _Pairs) -> Event:
+        """Begin to copy out weights and states, once nothing reads the host copies of the parameters written."""
+        computed = self._streams.record_compute()
+        futures: list[Future[None]] = []
         try:
-            event = self._streams.copy_all(Lane.UPDATE_OUT, pairs, (written, *reading))
+            for offloaded in written:
+                futures.append(Future())
+                offloaded.begin_update(partial(futures.__getitem__, -1), computed)
+            reading = [each.last_read for each in written if each.last_read is not None]
+            event = self._streams.copy_all(Lane.UPDATE_OUT, pairs, (computed, *reading))
         except BaseException as error:
-            future.set_exception(error)
+            for future in futures:
+                future.set_exception(error)
             raise
-        self._ending.append((event, offloaded, future))
+        self._ending += [(event, *each) for each in zip(written, futures, strict=True)]
         return event
 
-    def _free(self, rest: int) -> None:
-        """Let the compute stream have the memory of all copies out but the last `rest` ones, behind these."""
-        while len(self._going) > rest:
-            event, _ = self._going.popleft()
-            self._streams.wait_compute(event)
+    def _free(self) -> None:
+        """Let the compute stream have the memory of the oldest copies out, behind these, where all take too much."""
+        self._drop_landed()
+        while len(self._going) > 1 and sum(nbytes for _, _, nbytes in self._going) > ROOM_BYTES // 4:
+            self._release()
+
+    def _drop_landed(self) -> None:
+        """Release what copies out have read, if the host knows that they are done."""
+        while self._going and self._going[0][0].query():
+            self._release()
+
+    def _release(self) -> None:
+        event, sources, _ = self._going.popleft()
+        self._streams.wait_compute(event)  # raises what the copy raised
+        for source in sources:
+            self._streams.after_release(source)
+
+
+def _widen(update: StreamedUpdate) -> None:
+    """Make the fp32 weight and gradient of an update whose copies in are done."""
+    parameter, weight, gradient = update.parameter, update.weight, update.gradient
+    assert gradient is not None
+    if MASTER in update.arrays:
+        update.master = update.arrays[MASTER]
+        if weight is not None and update.fresh:
+            set_master(flat(update.master), flat(weight))
+    else:
+        assert weight is not None
+        # A weight that is read where it is must not change before its state is known to have room.
+        update.master = weight.to(torch.float32, copy=not update.is_on_host)
+    change = gradient.to(torch.float32)
+    if update.factor is not None:
+        change = change * update.factor.to(change.device)
+    update.change = dense_like(parameter, change)
+    update.weight = update.gradient = None
+
+
+def _count(update: StreamedUpdate) -> None:
+    """Note that a parameter has been updated, where others look."""
+    if update.offloaded is None:
+        increment_version(update.parameter)
+        return
+    if not update.is_on_host:
+        update.offloaded.mark_device_newer()
+    update.offloaded.count_update()
