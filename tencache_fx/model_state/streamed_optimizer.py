@@ -1,9 +1,10 @@
-"""Any torch optimizer with its state in host memory: each parameter is updated on the device, one behind the other.
+"""Any torch optimizer with its state in host memory: parameters are updated on the device, some at a time.
 
-For optimizers that look at whole matrices, such as Muon and Adafactor. A parameter's gradient, weight and state are
-copied in while the one before is updated, and its weight and state are copied out while the next one is. What updates
-it is an object of the class itself, made for this parameter and this step, with the state carried over: so the
-arithmetic is the class's own.
+For optimizers that look at whole matrices, such as Muon and Adafactor. Gradients, weights and states of a chunk of
+parameters, which is a large one or many small ones, are copied in while the chunk before is updated, and weights and
+states are copied out while the next one is. What updates them is an object of the class itself, made for these
+parameters and this step, with their states carried over: so the arithmetic is the class's own. To make an object takes
+some 20 us, and one that was kept would have to be told of new weights, which few classes allow.
 """
 
 import copy
@@ -40,15 +41,17 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     `options` are those of `optimizer_class`; they may differ by group. For classes that update each element by itself
     `OffloadedOptimizer` takes less time. `params` are bf16, fp16 or fp32 parameters, offloaded ones and others, as for
-    torch; the state of small ones stays on the device. `step` returns when all parameters are updated. Copies under way
-    take up to 512 MiB of the device, more for a larger parameter, and the class takes what it needs besides.
+    torch; the state of small ones stays on the device. `step` returns when all parameters are updated. Updates under
+    way take up to 512 MiB of the device, more for parameters that take over 128 MiB each, and the class takes what it
+    needs besides for as many parameters as take 128 MiB.
 
     `state_dict` is that of the class, with the fp32 master weights of bf16 and fp16 parameters beside it; either loads
     the other's.
 
     Only what a class keeps in `state` of each parameter is carried from step to step. One that changes an option of its
-    groups in `step`, or looks at several parameters at once, is not for this. Hooks that torch calls for the steps of
-    all optimizers are called for each parameter, too.
+    groups in `step`, or looks at several parameters at once, is not for this: each object of the class is given some
+    parameters of one group, small ones together, in an order of its own. Hooks that torch calls for the steps of all
+    optimizers are called for each of these objects, too.
 
     Raises `OptionError` for options it cannot use, for parameters that are spread over ranks, and for a class whose
     `step` needs a closure.
@@ -93,7 +96,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient; return what `closure`, which is called first, returns.
 
         Raises `UsageError` for a sparse gradient, before anything is updated, and `BudgetError` when the host budget
-        has no room for a parameter's state: that parameter and those behind it are as they were.
+        has no room for a parameter's state. Each parameter is updated then, or as it was, with the state that it had:
+        that one and those not reached are as they were. After an error of the class itself so are all that this object
+        of the class was given, but for state that stays on the device, which the class may have changed.
         """
         loss = None
         if closure is not None:
@@ -157,22 +162,31 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Update parameters of one device; returns when their copies are done."""
         stream = UpdateStream(engine)
         started: deque[Chunk] = deque()
-        places = [(wanted, _is_here(wanted.parameter, wanted.offloaded)) for wanted in todo]
-        here = deque(cut_chunks([(wanted, 4 * wanted.parameter.numel()) for wanted, is_here in places if is_here]))
-        copied = cut_chunks([(wanted, self._work_bytes(wanted)) for wanted, is_here in places if not is_here])
+        sized = [(_is_here(wanted.parameter, wanted.offloaded), wanted, self._work_bytes(wanted)) for wanted in todo]
+        copied = cut_chunks([(wanted, nbytes) for is_here, wanted, nbytes in sized if not is_here])
+        here = cut_chunks([(wanted, nbytes) for is_here, wanted, nbytes in sized if is_here])
+        moves, rest = 2 * len(copied), deque(here)  # a chunk's copies in begin, and its copies out
+
+        def moved() -> None:
+            nonlocal moves
+            moves -= 1
+            while 2 * len(rest) * len(copied) > len(here) * moves:  # spread evenly: the links are busy meanwhile
+                self._update_here(rest.popleft(), stream)
+
         try:
-            for left, some in zip(range(len(copied), 0, -1), copied, strict=True):
+            for some in copied:
                 chunk = self._prepared(some)
                 while not stream.has_room(chunk):
                     self._finish(started.popleft(), stream)
+                    moved()
                 stream.start(chunk)
                 started.append(chunk)
-                for _ in range(-(-len(here) // left)):  # the links are busy meanwhile
-                    self._update_here(here.popleft(), stream)
+                moved()
             while started:
                 self._finish(started.popleft(), stream)
-            while here:
-                self._update_here(here.popleft(), stream)
+                moved()
+            while rest:
+                self._update_here(rest.popleft(), stream)
         finally:
             stream.end()
 
@@ -252,7 +266,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 self._versions[parameter] = weakref.ref(offloaded), offloaded.version
 
     def _check_group(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
-        """Raise `UsageError` if a step has changed an option: the next parameter's object would not know of it."""
+        """Raise `UsageError` if a step has changed an option: the object for the next ones would not know of it."""
         for name, value in optimizer.param_groups[0].items():
             before = group.get(name)
             if name in ("params", "param_names") or value is before:
@@ -260,7 +274,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             if isinstance(value, Tensor) or isinstance(before, Tensor) or value != before:
                 raise UsageError(
                     f"{self._class.__name__} changes {name} in its step, which is for all parameters of a group; "
-                    "StreamedOptimizer has it update one parameter at a time, and keeps only what it has of that."
+                    "StreamedOptimizer has it update some parameters at a time, and keeps only what it has of each."
                 )
 
     def _ready(self, parameter: Tensor) -> None:

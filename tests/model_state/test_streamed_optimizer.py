@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import tencache_fx
 from tencache_fx.errors import BudgetError, InvariantError, OptionError, TencacheError, UsageError
 from tencache_fx.hardware.devices import resolve_device
-from tencache_fx.model_state import streamed_optimizer
+from tencache_fx.model_state import streamed_optimizer, update_chunks
 from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.optim import AdamW, Muon, StreamedOptimizer
 from tencache_fx.runtime.engine import Engine
@@ -274,7 +274,9 @@ def test_without_room_for_its_state_a_parameter_is_as_it_was(
 
 
 @pytest.mark.parametrize("failing", range(6))
-def test_a_copy_that_fails_is_told(failing: int) -> None:
+def test_a_copy_that_fails_is_told(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each matrix is updated by itself."""
+    monkeypatch.setattr(update_chunks, "CHUNK_BYTES", 0)
     torch.manual_seed(0)
     streams = FaultyCpuStreams(failing=())
     install_engine(Engine(torch.device("cpu"), host_budget_bytes=1 << 26, streams=streams))
