@@ -4,9 +4,11 @@
     python examples/bench/muon.py --device cpu --layers 2 --hidden 128 --batch 2 --seq 64 --budget 64MiB
 
 The blocks' matrices are trained by Muon or Adafactor, all else by AdamW; weights are bf16. A way is `resident` (torch's
-optimizers, on bf16 weights, plain torch.compile) or `offloaded`. Prints a JSON line a way: the time of a step and, of
-it, of the whole-matrix optimizer's `step()`, the bytes that this copies out and in, how long these alone would take at
-the links' measured rates, and the device's peak.
+optimizers, on bf16 weights, plain torch.compile), `masters` (torch's optimizer alone, on fp32 weights and gradients
+that stay on the device) or `offloaded`. Prints a JSON line a way: the time of a step and, of it, of the whole-matrix
+optimizer's `step()`, and the device's peak. Of `offloaded` also the bytes that this copies out and in, how long these
+alone would take at the links' measured rates, the bound, which is that or the resident `step()` if this takes longer,
+and the share of the bound that was reached.
 """
 
 import argparse
@@ -39,6 +41,23 @@ def copied_bytes() -> tuple[int, int]:
     """Return the bytes that were copied out and in since the last call."""
     counts = [engine.stats.take() for engine in engines()]
     return sum(int(each["d2h_bytes"]) for each in counts), sum(int(each["h2d_bytes"]) for each in counts)
+
+
+def measure_masters(cls: type[torch.optim.Optimizer], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the time of the optimizer's steps alone, on fp32 copies of the blocks' matrices."""
+    device = torch.device(arguments.device)
+    with torch.device("meta"):
+        model = Decoder(layers=arguments.layers, hidden=arguments.hidden, vocabulary=VOCABULARY)
+    shapes = [p.shape for p in model.blocks.parameters() if p.dim() == 2]
+    matrices = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+    for p in matrices:
+        p.grad = torch.randn_like(p)
+    optimizer, update_ns = cls(matrices), []
+    for _ in range(arguments.warm_up + arguments.steps):
+        begun_ns = synchronized_ns(device)
+        optimizer.step()
+        update_ns.append(synchronized_ns(device) - begun_ns)
+    return {"update_ns": int(statistics.median(update_ns[arguments.warm_up :]))}
 
 
 def measure(way: str, cls: type[torch.optim.Optimizer], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -98,7 +117,8 @@ def measure(way: str, cls: type[torch.optim.Optimizer], arguments: argparse.Name
 def main() -> None:
     """Measure each way, and print a line for it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", nargs="+", choices=("resident", "offloaded"), default=["resident", "offloaded"])
+    ways = ("resident", "masters", "offloaded")
+    parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
     parser.add_argument("--optimizer", choices=("Muon", "Adafactor"), default="Muon")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--budget", default="12GiB")
@@ -106,8 +126,15 @@ def main() -> None:
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
+    resident_ns = 0
     for way in arguments.ways:
-        line = measure(way, getattr(torch.optim, arguments.optimizer), arguments)
+        cls = getattr(torch.optim, arguments.optimizer)
+        line = measure_masters(cls, arguments) if way == "masters" else measure(way, cls, arguments)
+        if way == "resident":
+            resident_ns = line["update_ns"]
+        elif way == "offloaded":
+            bound_ns = max(line["copies_ns"], resident_ns)
+            line |= {"bound_ns": bound_ns, "share": round(bound_ns / line["update_ns"], 3)}
         about = {"torch": torch.__version__, **vars(arguments), "way": way}
         del about["ways"]
         print(json.dumps(about | line), flush=True)

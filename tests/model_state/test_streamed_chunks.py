@@ -1,11 +1,13 @@
 """Parameters that a whole-matrix optimizer updates together: weights and states are torch's, and steps are few."""
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from faulty_streams import FaultyCpuStreams
+from faulty_streams import FaultyCpuStreams, FaultyCudaStreams
 from harness import faulty_engine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,12 +15,14 @@ from torch import Tensor, nn
 
 import tencache_fx
 from tencache_fx.errors import BudgetError, InvariantError, TencacheError
+from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.model_state import offloading, streamed_optimizer, streamed_update, update_chunks
 from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.model_state.update_chunks import Wanted, cut_chunks
 from tencache_fx.optim import StreamedOptimizer
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import engines, install_engine
+from tencache_fx.runtime.streams import CpuStreams, Lane
 
 SHAPES = [(64, 48), (48,), (48, 96), (96,), (96, 32), (32,), (8, 8), (80, 64), (64,)]
 CLASSES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
@@ -58,7 +62,7 @@ def set_gradients(parameters: list[nn.Parameter], step: int, dtype: torch.dtype)
     generator = torch.Generator().manual_seed(step)
     for index, p in enumerate(parameters):
         change = torch.randn(p.shape, generator=generator).to(dtype)
-        p.grad = None if (index + step) % 3 == 0 and step % 2 else change.to(p.dtype)
+        p.grad = None if (index + step) % 3 == 0 and step % 2 else change.to(p.device, p.dtype)
 
 
 def trained(
@@ -289,6 +293,36 @@ def test_a_copy_of_a_chunk_that_fails_is_told_of_each_parameter(failing: int, to
     assert found == told
 
 
+class SlowIn(CpuStreams):
+    """What is copied in for others than updates begins late."""
+
+    def transfer(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        if threading.current_thread().name.startswith(f"tencache-{Lane.IN}_"):
+            time.sleep(0.1)
+        super().transfer(pairs)
+
+
+def test_weights_are_written_when_nobody_reads_them_any_more() -> None:
+    """Of all parameters of a chunk."""
+    install_engine(Engine(torch.device("cpu"), host_budget_bytes=1 << 26, streams=SlowIn()))
+    model = tencache_fx.offload(Weights([(64, 64)] * 3), "cpu")
+    optimizer = StreamedOptimizer(model.parameters(), torch.optim.SGD, lr=0.5)
+    before = [value.clone() for value in model.state_dict().values()]
+    for p in model.all:
+        p.grad = torch.ones(64, 64)
+    read = [torch.empty(64, 64) for _ in model.all]
+    events = []
+    for p, target in zip(model.all, read, strict=True):
+        offloaded = find_offloaded(p)
+        assert offloaded is not None
+        events.append(offloaded.copy_in(target, ()))
+    optimizer.step()
+    engines()[0].streams.wait_host(events)
+    for target, value, old in zip(read, model.state_dict().values(), before, strict=True):
+        assert torch.equal(target, old)
+        assert torch.equal(value, old - 0.5)
+
+
 class Measured(FaultyCpuStreams):
     """It counts the device memory of copies to and fro, and what copies out still hold when others begin."""
 
@@ -331,3 +365,29 @@ def test_what_is_under_way_has_its_room(side: int, monkeypatch: pytest.MonkeyPat
     assert (one_bytes if side < 128 else 0) < max(coming) <= max(room_bytes // 2, one_bytes)
     assert one_bytes <= max(going) <= max(room_bytes // 4, one_bytes)
     assert streams.released_bytes > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk_bytes", [0, 128 << 20])
+@pytest.mark.parametrize("cls", [torch.optim.Muon, torch.optim.Adafactor])
+def test_fifty_steps_on_a_gpu(
+    cls: type[torch.optim.Optimizer], chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With late copies, poisoned memory, and so little room that copies out are waited for."""
+    monkeypatch.setattr(update_chunks, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(streamed_update, "ROOM_BYTES", 1 << 23)
+    shapes = [(512, 384), (384, 768), (768, 128)] if cls is torch.optim.Muon else [(512, 384), (384,), (384, 768)]
+    plain = [nn.Parameter(p.detach().float().cuda()) for p in Weights(shapes, torch.bfloat16).all]
+    trained(plain, cls, {"lr": 0.01}, torch.bfloat16, 50)
+    device = resolve_device(torch.device("cuda"))
+    streams = FaultyCudaStreams(device, delay_cycles=300_000)
+    engine = Engine(device, host_budget_bytes=1 << 28, streams=streams)
+    install_engine(engine)
+    try:
+        model = tencache_fx.offload(Weights(shapes, torch.bfloat16).cuda(), "cuda")
+        mine = trained(list(model.all), lambda groups: StreamedOptimizer(groups, cls), {"lr": 0.01}, torch.bfloat16, 50)
+        for state, expected in zip(states(mine), [*plain[::2], *plain[1::2]], strict=True):
+            torch.testing.assert_close(state["master"].cpu(), expected.detach().cpu(), rtol=1e-4, atol=1e-5)
+        del model, mine, state
+    finally:
+        engine.close()

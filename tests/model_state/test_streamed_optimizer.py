@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import tencache_fx
 from tencache_fx.errors import BudgetError, InvariantError, OptionError, TencacheError, UsageError
 from tencache_fx.hardware.devices import resolve_device
-from tencache_fx.model_state import streamed_optimizer, update_chunks
+from tencache_fx.model_state import streamed_optimizer, streamed_update, update_chunks
 from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.optim import AdamW, Muon, StreamedOptimizer
 from tencache_fx.runtime.engine import Engine
@@ -514,8 +514,15 @@ def test_who_reads_a_weight_is_told_if_waiting_fails_too(monkeypatch: pytest.Mon
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("chunk_bytes", [0, 1 << 24, 128 << 20])
 @pytest.mark.parametrize("cls", [torch.optim.Muon, torch.optim.Adafactor])
-def test_weights_on_a_gpu_are_those_of_torch(cls: type[torch.optim.Optimizer]) -> None:
+def test_weights_on_a_gpu_are_those_of_torch(
+    cls: type[torch.optim.Optimizer], chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With late copies, poisoned memory, and so little room that copies out are waited for."""
+    monkeypatch.setattr(update_chunks, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(streamed_update, "ROOM_BYTES", 1 << 25)
+
     def net() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(*(Block(1024) for _ in range(3))).cuda()
