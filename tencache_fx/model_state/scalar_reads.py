@@ -72,7 +72,8 @@ class MappedNumber:
 
     def _mapped(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Return host memory for an integer, as it is for the host and as it is for the device."""
-        host = torch.zeros(1, dtype=dtype, device="cpu", pin_memory=True)
+        with torch.cuda.device(self._device):
+            host = torch.zeros(1, dtype=dtype, device="cpu", pin_memory=True)
         code = "|u1" if dtype == torch.uint8 else f"<i{dtype.itemsize}"
         try:
             mapped = torch.as_tensor(_Exported(host, code), device=self._device)

@@ -243,6 +243,33 @@ def test_an_error_of_the_class_leaves_what_it_was_given_as_it_was(
         del model, optimizer, p
 
 
+class Numbers(torch.optim.AdamW):
+    """It keeps a number that is a part of the gradient, counts its steps, and fails at the second one."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            assert p.grad is not None
+            self.state[p]["first"] = p.grad.flatten()[0]
+            if self.state[p]["step"] == 2:
+                raise ArithmeticError("no good")
+
+
+def test_numbers_are_as_they_were_after_an_error_and_keep_nothing_alive() -> None:
+    model = tencache_fx.offload(Weights([(64, 64)] * 3), "cpu")
+    optimizer = StreamedOptimizer(model.parameters(), Numbers)
+    set_gradients(list(model.all), 0, torch.float32)
+    optimizer.step()
+    weights = [value.clone() for value in model.state_dict().values()]
+    with pytest.raises(ArithmeticError, match="no good"):
+        optimizer.step()
+    for state, value, old in zip(states(optimizer), model.state_dict().values(), weights, strict=True):
+        assert state["step"] == 1
+        assert state["first"].untyped_storage().nbytes() == 4
+        assert torch.equal(value, old)
+
+
 @pytest.mark.parametrize("room_for", range(4))
 def test_without_room_for_a_state_in_a_chunk_those_before_it_are_updated(
     room_for: int, new_engine: Callable[..., Engine]
