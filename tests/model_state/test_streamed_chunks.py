@@ -22,7 +22,7 @@ from tencache_fx.model_state.update_chunks import Wanted, cut_chunks
 from tencache_fx.optim import StreamedOptimizer
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import engines, install_engine
-from tencache_fx.runtime.streams import CpuStreams, Lane
+from tencache_fx.runtime.streams import CpuStreams, Event, Lane
 
 SHAPES = [(64, 48), (48,), (48, 96), (96,), (96, 32), (32,), (8, 8), (80, 64), (64,)]
 CLASSES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
@@ -318,6 +318,30 @@ def test_a_copy_of_a_chunk_that_fails_is_told_of_each_parameter(failing: int, to
         except InvariantError:
             found += 1
     assert found == told
+
+
+class Refusing(CpuStreams):
+    """It takes no copies out of updates."""
+
+    def copy_all(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Event] = ()) -> Event:
+        if lane is Lane.UPDATE_OUT:
+            raise RuntimeError("refused")
+        return super().copy_all(lane, pairs, after)
+
+
+def test_copies_out_that_cannot_begin_are_told_of_each_parameter() -> None:
+    install_engine(Engine(torch.device("cpu"), host_budget_bytes=1 << 26, streams=Refusing()))
+    model = tencache_fx.offload(Weights([(64, 64)] * 3), "cpu")
+    for p in model.all:
+        p.grad = torch.ones(64, 64)
+    with pytest.raises(RuntimeError, match="refused"):
+        StreamedOptimizer(model.parameters(), torch.optim.SGD).step()
+    for p in model.all:
+        offloaded = find_offloaded(p)
+        assert offloaded is not None
+        assert not offloaded.updating
+        with pytest.raises(InvariantError, match="refused"):
+            offloaded.wait_update()
 
 
 class SlowIn(CpuStreams):
