@@ -50,3 +50,6 @@ def tencache(
         own_budget="device_budget" in (options or {}),
     )
     return compile_region_or_pieces(source, example_inputs)
+
+
+tencache.reset = compat.forget_callers  # type: ignore[attr-defined]  # torch.compiler.reset() calls it

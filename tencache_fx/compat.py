@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._dynamo import convert_frame
-from torch._dynamo.utils import calculate_time_spent, counters
+from torch._dynamo.utils import calculate_time_spent, counters, get_metrics_context
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
 from torch._inductor import config, list_mode_options
@@ -24,6 +24,7 @@ from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
 from torch._inductor.pattern_matcher import compute_mutation_region_ids
 from torch._inductor.utils import BoxedBool
+from torch.fx.graph import _BoxedCodeGen
 
 from tencache_fx.errors import OptionError
 from tencache_fx.kept_code import KeptCode, loaded_codes
@@ -36,7 +37,6 @@ _aten = torch.ops.aten
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 Lower = Callable[..., Any]
-
 
 PLANNED: Mapping[str, Any] = MappingProxyType(
     {
@@ -55,7 +55,6 @@ COMPILER_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeEr
 _ALONE: dict[str, Any] = {"_sync_decision_cross_ranks": False}  # how often a graph is split is each rank's own affair
 
 _OURS = ("custom_partitioner_fn", "post_grad_custom_post_pass")
-_UNLISTED = ("force_disable_caches",)  # a setting that torch's own list leaves out
 
 
 def inductor_settings(mode: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +67,7 @@ def inductor_settings(mode: str | None, given: Mapping[str, Any]) -> dict[str, A
     if mode is not None and mode not in modes:
         raise OptionError(f"mode={mode!r} is unknown;{nearest(mode, modes)} the modes are: {', '.join(modes)}.")
     for name, value in given.items():
-        if name not in known and name not in _UNLISTED:
+        if name not in known and name != "force_disable_caches":  # torch's own list leaves this one out
             raise OptionError(
                 f"inductor setting {name} is unknown;{nearest(name, known)} torch._inductor.list_options() returns all."
             )
@@ -275,8 +274,6 @@ def _drawing_whole() -> dict[Any, Callable[..., Any]]:
 
 def _run_boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """Return a function that runs `gm` and drops each value after its last use, its arguments included."""
-    from torch.fx.graph import _BoxedCodeGen
-
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
     forward = gm.forward
@@ -308,6 +305,11 @@ def runs_on_fakes(settings: Mapping[str, Any]) -> bool:
 def ends_at_graph_break(gm: fx.GraphModule) -> bool:
     """Return whether Dynamo's graph ends where it could not go on, with code behind (`_dynamo/output_graph.py`)."""
     return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+
+
+def forget_callers() -> None:
+    """Drop the code of those that called compilations of this thread: torch keeps it for good, with regions it runs."""
+    get_metrics_context()._edits.clear()
 
 
 def compile_lock() -> contextlib.AbstractContextManager[object]:

@@ -12,6 +12,7 @@ from harness import faulty_engine
 from problems import links as slow_links
 from test_step_parameters import LARGE, offloaded, once
 from test_step_plans import BUDGETS, blocks, equal, gradients, inputs, one_by_one, recorder, wanted
+from torch import Tensor, nn
 
 import tencache_fx
 from tencache_fx.hardware import rates
@@ -108,3 +109,25 @@ def test_parameters_that_stayed_leave(engine: Engine) -> None:
     for step in range(4):
         once(model, optimizer, step)
     assert points.resident_bytes > 0
+
+
+class Halves(nn.Module):
+    """Two regions: torch compiles the second one while the code of the first runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        return self.second(x).tanh()
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_region_ends_though_another_was_compiled_from_its_code() -> None:
+    """torch keeps, of each compilation, the code of all callers: it would live on, and all that was planned for it."""
+    torch.compile(Halves(), backend="tencache", options={"compiler": "eager"})(torch.ones(2, 8)).sum().backward()
+    assert len(tencache_fx.regions()) == 2
+    reset()
+    assert tencache_fx.regions() == ()
