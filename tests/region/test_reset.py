@@ -111,7 +111,7 @@ def test_parameters_that_stayed_leave(engine: Engine) -> None:
     assert points.resident_bytes > 0
 
 
-class Halves(nn.Module):
+class Interrupted(nn.Module):
     """Two regions: torch compiles the second one while the code of the first runs."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Halves(nn.Module):
 @pytest.mark.usefixtures("engine")
 def test_a_region_ends_though_another_was_compiled_from_its_code() -> None:
     """torch keeps, of each compilation, the code of all callers: it would live on, and all that was planned for it."""
-    torch.compile(Halves(), backend="tencache", options={"compiler": "eager"})(torch.ones(2, 8)).sum().backward()
+    torch.compile(Interrupted(), backend="tencache", options={"compiler": "eager"})(torch.ones(2, 8)).sum().backward()
     assert len(tencache_fx.regions()) == 2
     reset()
     assert tencache_fx.regions() == ()
