@@ -1,4 +1,4 @@
-"""How often Python looks for garbage in cycles."""
+"""When Python looks for garbage in cycles."""
 
 import contextlib
 import gc
@@ -20,3 +20,21 @@ def seldom_collected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+class CollectorPause:
+    """Has no garbage in cycles looked for between `begin` and `end`; of several at once the first `end` counts."""
+
+    def __init__(self) -> None:
+        self._was_on = False
+
+    def begin(self) -> None:
+        """Look for none, in whatever thread."""
+        self._was_on |= gc.isenabled()
+        gc.disable()
+
+    def end(self) -> None:
+        """Look for it again, if it was looked for before."""
+        if self._was_on:
+            self._was_on = False
+            gc.enable()

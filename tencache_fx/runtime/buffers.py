@@ -1,7 +1,10 @@
 """Page-aligned host memory that copies to and from the device go through: one mapping, or a piece of one."""
 
+import ctypes
 import mmap
+import os
 import warnings
+import weakref
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -63,10 +66,35 @@ class Buffer:
         )
 
 
+class Mappings:
+    """The mappings there are, for as long as anything has a view of them. One instance exists."""
+
+    def __init__(self) -> None:
+        self._live: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+    def add(self, mapping: mmap.mmap) -> None:
+        """Have forked processes leave `mapping` alone."""
+        mapping.madvise(mmap.MADV_DONTFORK)  # else every fork (a data loader's worker) copies all pinned pages at once
+        self._live.add(mapping)
+
+    def keep_in_child(self) -> None:
+        """Have a forked child never unmap any of its parent's, where something else may be by then.
+
+        Neither when it collects what was garbage already, nor by the interpreter's own end: each gets one reference
+        that nobody drops.
+        """
+        for mapping in self._live:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+
+
+_MAPPINGS = Mappings()
+os.register_at_fork(after_in_child=_MAPPINGS.keep_in_child)
+
+
 def map_buffer(nbytes: int, use: Use, streams: Streams, *, warn: bool) -> Buffer:
     """Return new memory, a mapping of its own, pinned; one that the driver refuses to pin is not, which may `warn`."""
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapping.madvise(mmap.MADV_DONTFORK)  # else every fork (a data loader's worker) copies all pinned pages at once
+    _MAPPINGS.add(mapping)
     raw = np.frombuffer(mapping, dtype=np.uint8)
     with STAGES.stage("pinning"):
         pinned = streams.pin(raw)

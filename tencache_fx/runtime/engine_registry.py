@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import _StopRecomputationError
 
 from tencache_fx.errors import InvariantError, TencacheError
+from tencache_fx.garbage import CollectorPause
 from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.hardware.rates import measured_disk, rates_by_directory
 from tencache_fx.runtime.buffers import Use
@@ -118,17 +119,21 @@ class Registry:
     def reset_in_child(self) -> None:
         """Make a forked child's copy safe: its lock is free, and the parent's engines are never taken apart.
 
-        Their buffers are not mapped here (`MADV_DONTFORK`), and what has been mapped in their place since would be
-        unmapped with them, even by the interpreter's own end: so each gets one reference that nobody drops.
+        They have threads, streams and copies under way that are not there: each gets one reference that nobody drops,
+        not even the interpreter's own end.
         """
-        for engine in self._engines.values():  # first: whatever else is made here may have garbage collected
+        for engine in self._engines.values():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
         self._lock, self._rank_lock = threading.Lock(), threading.Lock()
 
 
 _REGISTRY = Registry()
+_PAUSE = CollectorPause()
 atexit.register(_REGISTRY.close_all)
 os.register_at_fork(after_in_child=_REGISTRY.reset_in_child)
+# Destructors count on what the handlers of a fork, ours and those of others, have yet to make anew in the child.
+# Registered last, these are the first of those that run before a fork, and the last of those behind it.
+os.register_at_fork(before=_PAUSE.begin, after_in_parent=_PAUSE.end, after_in_child=_PAUSE.end)
 
 
 class RankStage(contextlib.ContextDecorator):

@@ -289,7 +289,10 @@ def test_a_disk_without_room_is_told_before_anything_runs(bench: Callable[..., B
 
 
 FORKING = """
-import multiprocessing, os, pathlib, sys, torch
+import gc, multiprocessing, os, pathlib, sys, torch
+collected = []  # whether garbage is, when another library's handlers run: before a fork, behind it, and in the child
+note = lambda: collected.append(gc.isenabled())
+os.register_at_fork(before=note, after_in_parent=note, after_in_child=note)
 from torch import nn
 import tencache_fx
 from tencache_fx.planning.problem import Tier
@@ -337,10 +340,15 @@ for work, code in ((call_and_tell, 3), (compile_anew, 4)):
     assert child.exitcode == code, (work, child.exitcode)
 loader = torch.utils.data.DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork", timeout=60)
 assert [int(batch[0, 0]) for batch in loader] == [0, 1, 2, 3]
-child = os.fork()
-if child == 0:  # ends as a whole interpreter does
-    sys.exit(5)
-assert os.waitpid(child, 0)[1] >> 8 == 5
+for told in ([False] * 2 + [True], [False] * 3):
+    del collected[:]
+    child = os.fork()
+    if child == 0:  # ends as a whole interpreter does
+        sys.exit(5 if collected + [gc.isenabled()] == told else 1)
+    assert os.waitpid(child, 0)[1] >> 8 == 5
+    assert collected + [gc.isenabled()] == told, collected
+    gc.disable()
+gc.enable()
 assert not list(pathlib.Path(sys.argv[2]).rglob("measured*")), "written by a child"
 out.sum().backward()
 call()

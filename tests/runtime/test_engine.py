@@ -1,7 +1,6 @@
 """Transfers through the engine, with late copies, poisoned memory and a bad disk: values stay right, nothing leaks."""
 
 import errno
-import os
 import random
 import threading
 import time
@@ -12,6 +11,7 @@ import pytest
 import torch
 from conftest import eventually, settled
 from faulty_streams import FaultyCpuStreams, FaultyIO
+from forked import exit_code, forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -534,10 +534,9 @@ def test_a_forked_child_is_told_at_once(new_engine: EngineMaker) -> None:
     handle = depart(engine, torch.ones(10), Tier.HOST)
     streams.gate = threading.Event()
     ticket = engine.prefetch(handle)
-    with engine._lock:  # as another thread may have it when the process forks
-        child = os.fork()
-    if child == 0:
-        told = 0
+
+    def told() -> int:
+        count = 0
         for deed in (
             lambda: engine.offload(torch.zeros(1), Tier.HOST),
             lambda: engine.release(handle, torch.zeros(1)),
@@ -548,12 +547,16 @@ def test_a_forked_child_is_told_at_once(new_engine: EngineMaker) -> None:
             try:
                 deed()
             except TencacheError as error:
-                told += "forked" in str(error) and "spawn" in str(error)
+                count += "forked" in str(error) and "spawn" in str(error)
         engine.close()
-        os._exit(told)
-    assert eventually(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None)
-    assert os.waitpid(child, 0)[1] >> 8 == 5
-    streams.gate.set()
+        return count
+
+    try:
+        with engine._lock:  # as another thread may have it when the process forks
+            child = forked(told)
+        assert exit_code(child) == 5
+    finally:
+        streams.gate.set()
     assert torch.equal(engine.wait(ticket), torch.ones(10))
 
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import eventually, open_files
+from forked import exit_code, forked
 
 from tencache_fx.errors import InvariantError, OptionError, TencacheError
 from tencache_fx.planning.plan import PoolClass
@@ -99,11 +99,12 @@ def test_a_forked_child_leaves_the_engines_alone() -> None:
     registry = Registry()
     engine = Engine(CPU, host_budget_bytes=4096)
     registry.install(engine)
-    child = os.fork()
-    if child == 0:
+
+    def left() -> int:
         registry.close_all()
-        os._exit(int(engine.closed) + len(registry.open_engines()))
-    assert os.waitpid(child, 0)[1] == 0
+        return int(engine.closed) + len(registry.open_engines())
+
+    assert exit_code(forked(left)) == 0
     registry.close_all()
     assert engine.closed
 
@@ -113,27 +114,35 @@ def is_mapped(address: int) -> bool:
     return any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges)
 
 
-def test_a_forked_child_never_unmaps_its_parents_buffers() -> None:
-    """They are not mapped there, and something else may be by the time the child takes everything apart at its end."""
-    registry = Registry()
+def map_at(address: int, nbytes: int) -> None:
+    """Map new memory there."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    read_write, private_fixed_anonymous = 0x3, 0x32
+    libc.mmap(address, nbytes, read_write, private_fixed_anonymous, -1, 0)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_forked_child_never_unmaps_its_parents_buffers(*, closed: bool) -> None:
+    """They are not mapped there, and something else may be by the time the child takes apart what it has of them."""
     engine = Engine(CPU, host_budget_bytes=1 << 20)
-    registry.install(engine)
     engine.reserve(pool=[PoolClass(nbytes=1 << 20, count=1)], staging=[], disk_bytes=0)
-    address = engine.pool.acquire(1 << 20, Use.SWAP).memory.data_ptr()
-    child = os.fork()
-    if child == 0:
+    memory = engine.pool.acquire(1 << 20, Use.SWAP).memory
+    address = memory.data_ptr()
+    if closed:  # whoever has a view of a buffer keeps it
+        engine.close()
+
+    def end() -> int:
+        nonlocal engine, memory
         empty = not is_mapped(address)
-        registry.reset_in_child()
-        libc = ctypes.CDLL(None)
-        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-        read_write, private_fixed_anonymous = 0x3, 0x32
-        libc.mmap(address, 1 << 20, read_write, private_fixed_anonymous, -1, 0)
+        map_at(address, 1 << 20)
         occupied = is_mapped(address)
-        del registry, engine
+        del engine, memory
         gc.collect()
-        os._exit(empty + 2 * occupied + 4 * is_mapped(address))
-    assert os.waitpid(child, 0)[1] >> 8 == 7
-    registry.close_all()
+        return empty + 2 * occupied + 4 * is_mapped(address)
+
+    assert exit_code(forked(end)) == 7
+    engine.close()
 
 
 def test_a_process_that_ends_in_the_middle_ends_well(tmp_path: Path) -> None:
