@@ -27,8 +27,8 @@ each_model = pytest.mark.parametrize(
 
 
 @torch._inductor.config.patch(fallback_random=True)  # random numbers as torch draws them without a compiler
-def expected(each: Layered, backend: str = "aot_eager_decomp_partition") -> Outcome:
-    outcome = train(each.case, lambda model: torch.compile(model, backend=backend), STEPS)
+def expected(each: Layered) -> Outcome:
+    outcome = train(each.case, lambda model: torch.compile(model, backend="aot_eager_decomp_partition"), STEPS)
     torch.compiler.reset()
     return outcome
 
@@ -78,7 +78,7 @@ def test_layers_are_equal(each: Layered) -> None:
 
 @pytest.mark.parametrize("each", [pytest.param(ALL[0], marks=pytest.mark.slow), ALL[5]], ids=["gpt2", "llama"])
 def test_layers_are_equal_in_generated_code(each: Layered) -> None:
-    wanted = expected(each, "inductor")
+    wanted = expected(each)
     with faulty_engine(host_budget_bytes=1 << 28):
         assert_equal(trained(each, {**INDUCTOR, "device_budget": ROOMY}), wanted, exact=False)
         assert calls_of_regions() == each.calls
