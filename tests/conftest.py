@@ -35,6 +35,9 @@ from tencache_fx.runtime.streams import Streams
 
 MIB = 1 << 20
 
+# MKL's sums depend on where in memory a matrix lies, on some processors, unless it is told otherwise before its first.
+os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
+
 # Workers that share the cores take one share each: threads that wait for a core that another worker has cost time.
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if WORKERS > 1:

@@ -117,7 +117,7 @@ def test_layers_without_a_backward() -> None:
     model = Gpt2(layers=LAYERS)
     before = {record.region for record in tencache_fx.regions()}
     found = compiled(model, {**EAGER, **ONCE, "device_budget": ROOMY})(*text(0))
-    assert torch.equal(found, model(*text(0)))
+    torch.testing.assert_close(found, model(*text(0)))
     assert len({record.region for record in tencache_fx.regions()} - before) == 3
 
 
