@@ -9,17 +9,20 @@ the whole of every collective. For a linear layer's backward, with `W` of the ne
 A gather begins one ahead: behind the wait for the gather before it. A sum is waited for before the next one of its size
 begins. So there is one more weight, and one more gradient, whole on the device. Collectives begin in the order that the
 graph had: all ranks have to agree on that, and each may do this or not, as its memory allows (FSDP2 has the same
-prefetch, `torch/distributed/fsdp/_fully_shard`; Inductor's `comms.py` the same for a graph).
+prefetch, `torch/distributed/fsdp/_fully_shard`; Inductor's `comms.py` the same for a graph). So nothing moves across an
+op that may communicate by itself, nor across one that writes to what exists: a collective may still read that.
 """
 
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
 from torch import fx
 
-from tencache_fx.passes.collectives import begins_collective, begins_gathering, waits_behind
-from tencache_fx.passes.op_kinds import is_pointwise, is_view, nbytes_of
+from tencache_fx.passes.collectives import begins_collective, begins_gathering, is_collective_wait, waits_behind
+from tencache_fx.passes.op_kinds import is_mutating, is_pointwise, is_view, nbytes_of
 
+_KNOWN = ("aten", "prims", "inductor", "rngprims", "_c10d_functional")  # namespaces of ops that tell what they do
 _LIKE_SIZE = 10  # a sum is not waited for before one that is so many times smaller
 
 
@@ -44,9 +47,10 @@ def _begin_early(order: list[fx.Node], starts: Sequence[fx.Node]) -> None:
     for start in starts:
         is_gather = begins_gathering(start)
         behind = [*start.all_input_nodes, *before, *(gathered if is_gather else ())]
-        given = [node for node in order if node.op == "placeholder"][-1:]
-        place = max((order.index(node) + 1 for node in (*behind, *given)), default=0)
-        if place < order.index(start):
+        own = order.index(start)
+        fixed = (place + 1 for place in range(own - 1, -1, -1) if _is_fixed(order[place]))
+        place = max([order.index(node) + 1 for node in behind] + [next(fixed, 0)])
+        if place < own:
             order.remove(start)
             order.insert(place, start)
         before = [start]
@@ -65,6 +69,8 @@ def _wait_late(order: list[fx.Node], starts: Sequence[fx.Node]) -> None:
         )
         until = order.index(next(later, order[-1]))
         for wait in waits_behind(start):
+            if until <= order.index(wait):  # the next one begins before
+                break
             moved, until = _movable(order, wait, until)
             target = order[until]
             for node in moved:
@@ -78,12 +84,25 @@ def _movable(order: Sequence[fx.Node], wait: fx.Node, until: int) -> tuple[list[
     moved = {wait: None}
     for place in range(begin + 1, until):
         node = order[place]
+        if _is_fixed(node):
+            return list(moved), place
         if moved.keys().isdisjoint(node.all_input_nodes):
             continue
         if not (is_pointwise(node) or is_view(node)):
             return list(moved), place
         moved[node] = None
     return list(moved), until
+
+
+def _is_fixed(node: fx.Node) -> bool:
+    """Return whether a node stays where it is with regard to collectives: an input, or an op that may do anything."""
+    if node.op != "call_function":
+        return True
+    if begins_collective(node) or is_collective_wait(node):
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace not in _KNOWN or is_mutating(node)
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _nbytes(start: fx.Node) -> int:

@@ -23,18 +23,30 @@ def seldom_collected() -> Iterator[None]:
 
 
 class CollectorPause:
-    """Has no garbage in cycles looked for between `begin` and `end`; of several at once the first `end` counts."""
+    """Has no garbage in cycles looked for between `begin` and `end`; of several at once the last `end` counts."""
 
     def __init__(self) -> None:
         self._was_on = False
+        self._begun = 0
 
     def begin(self) -> None:
         """Look for none, in whatever thread."""
         self._was_on |= gc.isenabled()
+        self._begun += 1
         gc.disable()
 
     def end(self) -> None:
         """Look for it again, if it was looked for before."""
+        self._begun -= 1
+        if self._begun <= 0:
+            self._resume()
+
+    def end_in_child(self) -> None:
+        """Look for it again, in a process that has no other thread."""
+        self._resume()
+
+    def _resume(self) -> None:
+        self._begun = 0
         if self._was_on:
             self._was_on = False
             gc.enable()

@@ -31,6 +31,11 @@ class GradientAccumulator:
             self.buffers.expect(begun)  # it gives the second gradient's buffer back
             return begun
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is added any more."""
+        return self._closed
+
     def stop(self) -> None:
         """Finish all that has begun, and join the thread."""
         with self._lock:

@@ -17,13 +17,14 @@ class PartHook:
     def __init__(self, parameter: Tensor, additions: GradientAccumulator, shard: str) -> None:
         self._additions, self._shard, self._stride = additions, shard, parameter.stride()
         is_frozen = not parameter.requires_grad
-        parameter.requires_grad_(True)  # torch takes hooks of others only; this one may be trained later
-        self.remove = parameter.register_hook(self).remove
-        parameter.requires_grad_(not is_frozen)
+        if parameter.is_floating_point() or parameter.is_complex():  # else it never has a gradient
+            parameter.requires_grad_(True)  # torch takes hooks of others only; this one may be trained later
+            parameter.register_hook(self)
+            parameter.requires_grad_(not is_frozen)
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
-        """Return a gradient that is known as a part; None for one that is already."""
-        if isinstance(gradient, HostGradient):
+        """Return a gradient that is known as a part; None for one that is already, and where nothing is offloaded."""
+        if isinstance(gradient, HostGradient) or self._additions.closed:
             return None
         value = gradient.detach()
         if value.stride() != self._stride:

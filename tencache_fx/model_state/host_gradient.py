@@ -174,7 +174,7 @@ class HostGradientBuffer:
         """The gradient's host memory, whatever is in it by now."""
         if self._host is not None:
             return self._host
-        return self._take(self._additions.buffers.acquire(self.layout.nbytes, Use.GRADIENT))
+        return self._take(self._additions.buffers.acquire_settled(self.layout.nbytes, Use.GRADIENT))
 
     def _wait(self) -> None:
         if self._landed is not None:
@@ -270,10 +270,16 @@ def _add(gradient: Any, other: Any, *, alpha: float = 1) -> Any:
     if gradient.buffer.changes:
         return NotImplemented
     if alpha != 1 or not isinstance(other, HostGradient) or not gradient.buffer.add(other.buffer):
-        more = other.buffer.host() if isinstance(other, HostGradient) else other.cpu()
-        gradient.buffer.write().add_(more, alpha=alpha)
+        gradient.buffer.write().add_(_in_host_memory(other), alpha=alpha)
         gradient.buffer.shard = gradient.buffer.shard or (other.buffer.shard if isinstance(other, HostGradient) else "")
     return gradient
+
+
+def _in_host_memory(gradient: Tensor) -> Tensor:
+    """Return a gradient's values in host memory, to read only; one on the device stays there."""
+    if not isinstance(gradient, HostGradient):
+        return gradient.cpu()
+    return gradient.buffer.device().cpu() if gradient.buffer.changes else gradient.buffer.host()
 
 
 def _is_euclidean(order: Any) -> bool:

@@ -129,11 +129,11 @@ class Offloading:
             should_offload(parameter, name, adapts=self._adapts)
             device = before.device
             offloaded = store.offload(parameter, name, self._device)
+            self._undo.callback(_undo_offload, offloaded, None if parameter in self._new else device)
             if (shard := self.shards.get(parameter)) is not None:
                 offloaded.shard = shard
-                self._undo.callback(PartHook(parameter, store.additions, shard.group.name).remove)
+                PartHook(parameter, store.additions, shard.group.name)
             del before  # its memory is to go
-            self._undo.callback(_undo_offload, offloaded, None if parameter in self._new else device)
             return offloaded.nbytes
         parameter.data = parameter.data.to(self._device)
         self._undo.callback(setattr, parameter, "data", before)

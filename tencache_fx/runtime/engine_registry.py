@@ -133,7 +133,7 @@ atexit.register(_REGISTRY.close_all)
 os.register_at_fork(after_in_child=_REGISTRY.reset_in_child)
 # Destructors count on what the handlers of a fork, ours and those of others, have yet to make anew in the child.
 # Registered last, these are the first of those that run before a fork, and the last of those behind it.
-os.register_at_fork(before=_PAUSE.begin, after_in_parent=_PAUSE.end, after_in_child=_PAUSE.end)
+os.register_at_fork(before=_PAUSE.begin, after_in_parent=_PAUSE.end, after_in_child=_PAUSE.end_in_child)
 
 
 class RankStage(contextlib.ContextDecorator):

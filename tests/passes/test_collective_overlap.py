@@ -1,9 +1,9 @@
 """Collectives that overlap with kernels: their order stays, each value is made before it is read, and gaps open."""
 
+import operator
 from collections.abc import Iterator
 
 import hypothesis.strategies as st
-import pytest
 import torch
 from hypothesis import given
 from torch import fx
@@ -152,8 +152,51 @@ def test_any_graph_computes_the_same_in_the_same_order_of_collectives(deeds):
     assert [n for n in order if begins_collective(n)] == [n for n in made.graph.nodes if begins_collective(n)]
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_few_layers_are_left_right(layers):
-    graph = backward_of_layers(layers)
-    overlap_collectives(graph)
-    graph.lint()
+def opaque(value: torch.Tensor) -> torch.Tensor:
+    return value.clone()
+
+
+OPAQUE = torch.library.custom_op("tencache_test::opaque", opaque, mutates_args=(), schema="(Tensor value) -> Tensor")
+
+
+def test_nothing_moves_across_an_op_that_may_communicate_by_itself():
+    with FakeTensorMode() as mode:
+        made = Graph(mode)
+        part, x = made.given("part", SIZE // 2), made.given("x")
+        total = made.mean(x)
+        unknown = made.value(made.graph.call_function(torch.ops.tencache_test.opaque.default, (x,)), SIZE)
+        product = made.mm(made.mm(unknown, x), made.gathered(part))
+        made.graph.output((product, total))
+    overlap_collectives(made.graph)
+    names = [node.name.removesuffix("_default") for node in made.graph.nodes]
+    assert names.index("wait_tensor") < names.index("opaque") < names.index("all_gather_into_tensor")
+    assert names.index("all_gather_into_tensor") < names.index("mm")
+
+
+def test_no_wait_moves_behind_a_write_to_what_the_collective_may_still_read():
+    with FakeTensorMode() as mode:
+        made = Graph(mode)
+        buffer, x = made.given("buffer"), made.given("x")
+        total = made.mean(buffer)
+        product = made.mm(x, x)
+        written = made.value(made.graph.call_function(aten.copy_.default, (buffer, product)), SIZE)
+        made.graph.output((written, total))
+    overlap_collectives(made.graph)
+    names = [node.name.removesuffix("_default") for node in made.graph.nodes]
+    assert names.index("mm") < names.index("wait_tensor") < names.index("copy_")
+
+
+def test_a_wait_behind_the_next_begin_is_left_alone():
+    """The sum of several tensors names its results behind that, and what needs nothing begins early."""
+    with FakeTensorMode() as mode:
+        made = Graph(mode)
+        x, y = made.given("x"), made.given("y")
+        several = made.graph.call_function(c10d.reduce_scatter_tensor_coalesced.default, ([x], "sum", 2, "0"))
+        with mode:
+            several.meta["val"] = [torch.empty(SIZE // 2, SIZE)]
+        first = made.graph.call_function(operator.getitem, (several, 0))
+        first.meta["val"] = several.meta["val"][0]
+        total = made.value(made.graph.call_function(c10d.wait_tensor.default, (first,)), SIZE // 2)
+        made.graph.output((total, made.mean(y), made.mm(x, y)))
+    overlap_collectives(made.graph)
+    made.graph.lint()

@@ -236,6 +236,20 @@ def tied() -> Found:
     return {"off by": (parameter.grad.clone() - part).abs().max().item(), "parts": len(list(model.parameters()))}
 
 
+def frozen_integers() -> Found:
+    """Frozen parameters of integers, as quantized weights are, are spread, too."""
+
+    class Quantized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.levels = nn.Parameter(torch.randint(9, (642, HIDDEN)), requires_grad=False)
+
+    want, model = Quantized().levels.detach(), spread(Quantized())
+    part = find_offloaded(model._parameters["levels"])
+    return {"off by": off_by(model, {"levels": want}), "part": list(part.shard.local_size)}
+
+
 def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, seen: range) -> None:
     """Train a step on what these ranks see."""
     optimizer.zero_grad()
@@ -386,6 +400,7 @@ OTHERS: dict[str, Callable[[], Found]] = {
     "meta": made_on_meta,
     "summon": summoned,
     "tied": tied,
+    "frozen integers": frozen_integers,
     "checkpoints": checkpoints,
     "scaled": scaled,
     "refusals": refusals,

@@ -65,6 +65,11 @@ def test_a_tied_parameter_is_spread_once(others):
         assert found["parts"] == 1
 
 
+def test_frozen_integers_are_spread(others):
+    for found in (each["frozen integers"] for each in others):
+        assert found == {"off by": 0, "part": [321, 161]}
+
+
 def test_no_rank_takes_a_step_that_overflows_on_one(others):
     first, second = (each["scaled"] for each in others)
     assert first == second
