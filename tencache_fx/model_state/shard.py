@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tencache_fx.errors import OptionError
 from tencache_fx.option_values import shown
+from tencache_fx.runtime.process_groups import resolve
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -108,14 +109,6 @@ class Shard:
     def gather(self, part: Tensor) -> Tensor:
         """Return the whole of which each rank gives its `part`; a collective."""
         return _gather(part, self.group.size, self.group.name)[: self.size[0]]
-
-
-def resolve(name: str) -> "dist.ProcessGroup":
-    """Return the process group of that name."""
-    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
-
-    found: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]
-    return found
 
 
 def find_group(shard: object, device: torch.device) -> RankGroup | None:

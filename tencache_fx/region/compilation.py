@@ -53,13 +53,13 @@ from tencache_fx.kept_code import KeptCode, Phase
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import open_update_room
 from tencache_fx.passes.collective_overlap import overlap_collectives
-from tencache_fx.passes.collectives import begins_collective
 from tencache_fx.passes.convolution_layouts import copy_for_convolutions
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.planning.tuning import SPLITS
 from tencache_fx.records import RegionRecord
 from tencache_fx.region.ambient_state import remember
 from tencache_fx.region.candidate import Candidate, ForwardBackward, RegionPlanner
+from tencache_fx.region.collective_order import find_order
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Monitor, Placement, Request
 from tencache_fx.region.environment import Environment
 from tencache_fx.region.graph_copy import copy_joint, copy_module
@@ -70,6 +70,7 @@ from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
 from tencache_fx.reporting.dump import write_region
 from tencache_fx.reporting.tables import show_summary
+from tencache_fx.runtime.process_groups import may_overlap
 
 log = logging.getLogger("tencache_fx")
 
@@ -150,7 +151,7 @@ class Compilation:
         self._source, self._planner, self._names = source, planner, names
         self._donated, self._lowering = donated, lowering
         self._lowers = False  # whether torch has asked for code
-        self._overlaps = True  # collectives are under way while kernels run, which takes memory
+        self._overlaps = False  # collectives are under way while kernels run, which takes memory
 
     def run(
         self, inputs: Sequence[Any], key: str | None = None, take_up: Callable[[list[KeptCode]], bool] | None = None
@@ -184,10 +185,10 @@ class Compilation:
         if self._source.options.compiler == "inductor":
             copy_for_convolutions(joint.graph)
         gather_again(joint.graph, self._names)
-        communicates = any(map(begins_collective, joint.graph.nodes))
-        untouched = copy_joint(joint) if communicates or self._source.options.may_recompute else None
+        self._overlaps = self._may_overlap(joint.graph)
+        untouched = copy_joint(joint) if self._overlaps or self._source.options.may_recompute else None
         graphs, candidate = self._best_split(joint, untouched, joint_inputs, kwargs)
-        if communicates and candidate is not None and self._planner.is_tight(candidate):
+        if self._overlaps and candidate is not None and self._planner.is_tight(candidate):
             assert untouched is not None
             self._overlaps = False
             graphs, candidate = self._best_split(copy_joint(untouched), untouched, joint_inputs, kwargs)
@@ -223,8 +224,8 @@ class Compilation:
         if phase == "inference":
             if self._source.options.compiler == "inductor":
                 copy_for_convolutions(gm.graph)
-            communicates = any(map(begins_collective, gm.graph.nodes))
-            untouched = copy_joint(gm) if communicates else None
+            self._overlaps = self._may_overlap(gm.graph)
+            untouched = copy_joint(gm) if self._overlaps else None
             candidate = self._planner.plan(self._capture(gm.graph))
             if untouched is not None and candidate is not None and self._planner.is_tight(candidate):
                 self._overlaps = False
@@ -234,6 +235,11 @@ class Compilation:
                 self._lowering.write(candidate)
             gm.recompile()
         return self._lowering.lower(gm, example_inputs, compile_graph, phase=phase)
+
+    def _may_overlap(self, graph: fx.Graph) -> bool:
+        """Return whether there are collectives that may be under way at once."""
+        groups, order = find_order((graph,))
+        return bool(order) and may_overlap(groups, self._source.device)
 
     def _capture(self, forward: fx.Graph, backward: fx.Graph | None = None, **more: Any) -> RegionGraphs:
         """Return the graphs of the region, with what is known of their inputs; collectives overlap if they are to."""

@@ -2,8 +2,10 @@
 
 import contextlib
 import socket
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 _ANSWER_S = 2.0
@@ -49,6 +51,30 @@ def issued_collectives() -> dict[str, int]:
                 backend: Any = group._get_backend(device)
                 counts[f"{name} on {device.type}"] = int(backend._get_sequence_number_for_group())
     return counts
+
+
+def resolve(name: str) -> "dist.ProcessGroup":
+    """Return the process group of that name."""
+    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+    found: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]
+    return found
+
+
+def may_overlap(groups: Iterable[str], device: torch.device) -> bool:
+    """Return whether several collectives of the groups of these names may be under way on `device` at once.
+
+    Gloo's threads write one string without a lock: where there are several, the heap is corrupted (torch 2.11 to 2.14:
+    `ProcessGroupGloo.cpp: runLoop`).
+    """
+    for name in groups:
+        group = resolve(name)
+        if device not in group._device_types and torch.device(device.type) not in group._device_types:
+            return False
+        backend: Any = group._get_backend(device)
+        if backend.name() == "gloo" and backend.options._threads > 1:
+            return False
+    return True
 
 
 def abort_collectives() -> None:

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 from harness import capture_of
 from test_refreshes import graph_of
 from test_verify_graph import Written, breaks, carry_out
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import tencache_fx
 from tencache_fx.errors import InvariantError
 from tencache_fx.ops import REFRESH_PARAM, SYNC_PARAM
 from tencache_fx.passes.fake_aliasing import repair_view_fakes
@@ -25,10 +27,13 @@ from tencache_fx.passes.lifetimes import StorageNodes, measure_lifetimes
 from tencache_fx.passes.parameter_transfers import write_refreshes
 from tencache_fx.passes.verify_parameters import check_parameters
 from tencache_fx.planning.liveness import inactive_intervals
+from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.problem import Kind, Step
 from tencache_fx.region.collective_order import compare, find_order
+from tencache_fx.runtime.process_groups import may_overlap
 
 COLLECTIVES = torch.ops._c10d_functional
+WIDTH = 256
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -291,3 +296,35 @@ def test_ranks_of_two_rows_of_a_mesh_have_one_order_whatever_their_groups_are_ca
     assert ordered("3", "5")[1] == ordered("4", "6")[1]
     assert ordered("3", "5", "3")[1] != ordered("3", "5", "5")[1]
     assert ordered() == ([], [])
+
+
+def test_a_region_overlaps_its_collectives_unless_that_is_unsafe_or_its_budget_has_no_room() -> None:
+    """Over gloo several at once corrupt the heap, so another backend stands in for those that overlap."""
+    fake = dist.new_group([0], backend="fake")
+    try:
+        gloo = dist.group.WORLD
+        assert not may_overlap([gloo.group_name], torch.device("cpu"))
+        assert may_overlap([fake.group_name], torch.device("cpu"))
+        parts = [torch.randn(WIDTH, WIDTH) for _ in range(3)]
+
+        def begins_ahead(group: dist.ProcessGroup, device_budget: int) -> bool:
+            def program(x: Tensor, *parts: Tensor) -> Tensor:
+                for part in parts:
+                    whole = COLLECTIVES.all_gather_into_tensor(part, 1, group.group_name)
+                    x = torch.tanh(x @ COLLECTIVES.wait_tensor(whole))
+                return x
+
+            torch.compiler.reset()
+            options = {"compiler": "eager", "calibrate": False, "device_budget": device_budget}
+            with torch.no_grad():
+                torch.compile(program, backend="tencache", options=options)(torch.randn(8, WIDTH), *parts)
+            names = [op.name for op in tencache_fx.regions()[-1].problem.ops]
+            return names.index("all_gather_into_tensor_1") < names.index("mm")
+
+        assert not begins_ahead(gloo, 1 << 30)
+        least = floor_bytes(tencache_fx.regions()[-1].problem)
+        assert begins_ahead(fake, 1 << 30)
+        assert not begins_ahead(fake, least)
+    finally:
+        torch.compiler.reset()
+        dist.destroy_process_group(fake)
