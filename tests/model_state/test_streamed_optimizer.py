@@ -7,19 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from failing_copies import step_with_failing_copy
 from faulty_streams import FaultyCpuStreams, FaultyCudaStreams
 from harness import Block, faulty_engine
 from tied_model import TIGHT, compiled, network, train
 from torch import Tensor, nn
 
 import tencache_fx
-from tencache_fx.errors import BudgetError, InvariantError, OptionError, TencacheError, UsageError
+from tencache_fx.errors import BudgetError, OptionError, UsageError
 from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.model_state import streamed_optimizer, streamed_update, update_chunks
 from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.optim import AdamW, Muon, StreamedOptimizer
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.engine_registry import engines, install_engine
+from tencache_fx.runtime.engine_registry import install_engine
 
 CLASSES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.Muon, {"lr": 0.01}),
@@ -278,29 +279,8 @@ def test_a_copy_that_fails_is_told(failing: int, monkeypatch: pytest.MonkeyPatch
     """Each matrix is updated by itself."""
     monkeypatch.setattr(update_chunks, "CHUNK_BYTES", 0)
     torch.manual_seed(0)
-    streams = FaultyCpuStreams(failing=())
-    install_engine(Engine(torch.device("cpu"), host_budget_bytes=1 << 26, streams=streams))
-    model = tencache_fx.offload(nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(3))), "cpu")
-    optimizer = Muon(model.parameters())
-    for _ in range(2):
-        model(torch.ones(2, 128)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model(torch.ones(2, 128)).square().mean().backward()
-    engines()[0].streams.wait_host([])
-    streams._failing = frozenset({streams.copies + failing})
-    with pytest.raises(TencacheError, match="failed"):
-        optimizer.step()
-    streams._failing = frozenset()
-    found: list[Exception] = []
-    for parameter in model.parameters():  # who reads a weight that may be half written is told, once
-        try:
-            offloaded = find_offloaded(parameter)
-            assert offloaded is not None
-            offloaded.wait_update()
-        except InvariantError as error:
-            found.append(error)
-    assert len(found) == (failing in {3, 4, 5})  # copies out; the others are copies in
+    model, told = step_with_failing_copy(failing)
+    assert told == (failing in {3, 4, 5})  # copies out; the others are copies in
     with tencache_fx.summon(model):
         assert all(p.isfinite().all() for p in model.parameters())
 

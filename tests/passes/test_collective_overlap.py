@@ -197,6 +197,9 @@ def test_a_wait_behind_the_next_begin_is_left_alone():
         first = made.graph.call_function(operator.getitem, (several, 0))
         first.meta["val"] = several.meta["val"][0]
         total = made.value(made.graph.call_function(c10d.wait_tensor.default, (first,)), SIZE // 2)
-        made.graph.output((total, made.mean(y), made.mm(x, y)))
+        other = made.mean(y)
+        made.graph.output((total, other, made.mm(x, y)))
     overlap_collectives(made.graph)
-    made.graph.lint()
+    order = list(made.graph.nodes)
+    (begun,) = (node for node in order if node.target is c10d.reduce_scatter_tensor.default)
+    assert order.index(several) < order.index(begun) < order.index(first) < order.index(total)
