@@ -35,6 +35,7 @@ that were named last.
 """
 
 import dataclasses
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -62,6 +63,8 @@ from tencache_fx.option_values import (
     shown_path,
 )
 from tencache_fx.units import format_bytes
+
+log = logging.getLogger("tencache_fx")
 
 if TYPE_CHECKING:
     import torch
@@ -264,7 +267,20 @@ def _device_budget(size: Size | None, device: "torch.device") -> int | None:
     space = device_space(device)
     if size is AUTO:
         return space.available_bytes * 9 // 10  # the allocator leaves gaps between tensors
-    return _fit("device_budget", size, space.total_bytes, f"the memory of {device}")
+    asked_bytes = _fit("device_budget", size, space.total_bytes, f"the memory of {device} that torch may take")
+    if device.type != "cuda" or asked_bytes <= space.available_bytes // 2:
+        return asked_bytes  # far below the limit, whatever gaps there are
+    from tencache_fx.hardware.device_memory import tensor_bytes  # here, because options are read without torch, too
+
+    limit_bytes = tensor_bytes(device)
+    if limit_bytes >= asked_bytes:
+        return asked_bytes
+    log.log(
+        logging.WARNING if space.available_bytes < asked_bytes else logging.INFO,
+        "device_budget is %s, but torch may take %s of %s now, gaps between tensors included: plans hold %s.",
+        *(format_bytes(asked_bytes), format_bytes(space.available_bytes), device, format_bytes(limit_bytes)),
+    )
+    return limit_bytes
 
 
 def _host_budget(size: Size | None, own_bytes: int) -> int:

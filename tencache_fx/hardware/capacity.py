@@ -23,15 +23,16 @@ class Space:
 
 
 def device_space(device: "torch.device") -> Space:
-    """Return the memory of `device`; what torch's allocator already holds counts as available to this process.
+    """Return the memory of `device` that torch may take; what its allocator already holds counts as available.
 
-    A CPU "device" is the host's memory.
+    `torch.cuda.set_per_process_memory_fraction` limits both. A CPU "device" is the host's memory.
     """
     if device.type != "cuda":
         return host_space()
     import torch  # here, because sizes are also read by commands that must start without torch
 
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    free_bytes, device_bytes = torch.cuda.mem_get_info(device)
+    total_bytes = int(device_bytes * torch.cuda.get_per_process_memory_fraction(device))
     return Space(
         total_bytes=total_bytes,
         available_bytes=min(total_bytes, free_bytes + torch.cuda.memory_reserved(device)),

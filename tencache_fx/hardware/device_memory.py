@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 import torch
 
+from tencache_fx.hardware.capacity import device_space
 from tencache_fx.planning.problem import Kind, Step, Storage
 
 log = logging.getLogger("tencache_fx")
+
+_GAPS = 16  # one part in so many is lost to gaps between tensors, at most, as far as was measured (docs/benchmarks.md)
 
 
 class AllocatorCounts(NamedTuple):
@@ -42,11 +45,23 @@ def held_bytes(device: torch.device) -> int:
 
 def most_bytes(device: torch.device) -> int | None:
     """Return the bytes torch could hold on `device` now at the very most; None for a CPU."""
-    if device.type != "cuda":
-        return None
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    allowed_bytes = int(total_bytes * torch.cuda.get_per_process_memory_fraction(device))
-    return min(allowed_bytes, free_bytes + int(torch.cuda.memory_reserved(device)))
+    return device_space(device).available_bytes if device.type == "cuda" else None
+
+
+def tensor_bytes(device: torch.device) -> int:
+    """Return how many bytes of tensors torch can hold on a GPU for certain, now.
+
+    The rest goes to gaps between them: in segments of the allocator that grow (`avoid_fragmentation`), and in those
+    that are there already, do not grow, and have something in them.
+    """
+    most = device_space(device).available_bytes
+    index = torch.cuda.current_device() if device.index is None else device.index
+    gap_bytes = sum(
+        segment["total_size"] - segment["active_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == index and segment["active_size"] and not segment["is_expandable"]
+    )
+    return max(0, most - most // _GAPS - int(gap_bytes))
 
 
 def peak_held_bytes(device: torch.device) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from tencache_fx.hardware.device_memory import AllocatorCounts, allocator_counts
+from tencache_fx.hardware.device_memory import AllocatorCounts, allocator_counts, forget_peak
 from tencache_fx.tensors import storage_of
 
 
@@ -64,6 +64,12 @@ class MemoryGauge:
             held_bytes = self.held_bytes()
             return held_bytes, max(mark.held_bytes, held_bytes)
         return now.held_bytes, min(now.peak_bytes, mark.held_bytes + now.ever_bytes - mark.ever_bytes)
+
+    def forget_peak_over(self, limit_bytes: int) -> None:
+        """Let the allocator's peak begin anew if it is over a limit: `bytes_since` is exact again."""
+        counts = allocator_counts(self._device)
+        if counts is not None and counts.peak_bytes > limit_bytes:
+            forget_peak(self._device)
 
     def held_bytes(self) -> int:
         """Return the bytes that are there now."""

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tencache_fx import compat
 from tencache_fx.hardware.device_memory import forget_peak, held_bytes, peak_held_bytes
 from tencache_fx.kept_code import Phase
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Request, WrittenPlan, keep_boxed
 from tencache_fx.region.dynamic_shapes import Sizes
-from tencache_fx.region.registry import REGIONS
+from tencache_fx.region.registry import REGIONS, compilations
 from tencache_fx.tensors import storages_on
 
 log = logging.getLogger("tencache_fx")
@@ -164,8 +163,3 @@ class BoundaryMemory:
                     peak_bytes - self._budget_bytes,
                 )
         self._waiting = [each for each in self._waiting if each is not forward]
-
-
-def compilations() -> int:
-    """Return a number that changes with each compilation, of our backend's or of others'."""
-    return REGIONS.compilations + compat.frames_compiled()

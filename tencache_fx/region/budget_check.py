@@ -8,10 +8,9 @@ import torch
 from tencache_fx.errors import BudgetError, StoreError
 from tencache_fx.hardware.device_memory import held_bytes, most_bytes
 from tencache_fx.model_state.parameter_store import evict_residents
-from tencache_fx.region.boundary_memory import compilations
 from tencache_fx.region.dynamic_shapes import Footprint, Sizes
 from tencache_fx.region.lowering import reserve
-from tencache_fx.region.registry import REGIONS
+from tencache_fx.region.registry import REGIONS, compilations
 from tencache_fx.region.source import RegionSource
 
 log = logging.getLogger("tencache_fx")

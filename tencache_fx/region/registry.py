@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from tencache_fx import compat
 from tencache_fx.errors import OptionError
 from tencache_fx.records import RegionRecord
 from tencache_fx.runtime.engine_registry import find_engine
@@ -121,3 +122,8 @@ class Regions:
 
 REGIONS = Regions()
 atexit.register(REGIONS.dump_measured)
+
+
+def compilations() -> int:
+    """Return a number that changes with each compilation, of our backend's or of others'."""
+    return REGIONS.compilations + compat.frames_compiled()

@@ -199,10 +199,12 @@ class StepPlanner:
             new.held_bytes - old.held_bytes + more_bytes
             for new, old in zip(program.visits, planned.visits, strict=True)
         ]
+        gaps = [new.gap_bytes - old.gap_bytes for new, old in zip(program.visits, planned.visits, strict=True)]
+        room_bytes = -min(*changes, *gaps)  # the first gaps are upper bounds, later ones may be exact
         if planned.plan is None:
-            return max(changes) < 0
+            return max(changes) < 0 or room_bytes > limit // _ROOM
         over = planned.plan.forecast.peak_bytes + planned.beside_bytes + max(changes) > limit
-        return over or (bool(planned.plan.transfers) and -min(changes) > limit // _ROOM)
+        return over or (bool(planned.plan.transfers) and room_bytes > limit // _ROOM)
 
     def _report(self, program: Program, options: Options) -> None:
         """Log the plan of a program, and write it where it is to be dumped."""

@@ -28,6 +28,7 @@ from tencache_fx.options import Options
 from tencache_fx.planning.step import FRUGAL, SwapKey, Visit
 from tencache_fx.planning.swap_region import SwapRegion
 from tencache_fx.records import StepRecord
+from tencache_fx.region.registry import compilations
 from tencache_fx.region.step_planner import Program, StepPlanner, place_of, record_of
 from tencache_fx.region.step_residency import Order
 from tencache_fx.runtime.swap_points import SwapPoints
@@ -79,6 +80,7 @@ class StepRecorder:
         self._options: Options | None = None  # of the forward that has the least budget
         self._mark = points.gauge.mark()
         self._collected = False
+        self._clean_for: tuple[int, int] | None = None  # budget and compilations when a peak over it was forgotten
         self._left: deque[int] = deque()  # by regions of which no code is left, in whatever thread that was noticed
         self._gone: set[int] = set()  # those that are yet to be forgotten
 
@@ -224,6 +226,7 @@ class StepRecorder:
         """Add a run to the round: compare it with what is expected, and what is held with what is planned for."""
         if not self._visits:
             self.points.forget_gradients()
+            self._forget_peak()
         held_bytes, gap_bytes = self._measure()
         if not self._visits:  # an optimizer may have held more before; no storage of this round was there
             gap_bytes = held_bytes
@@ -264,6 +267,13 @@ class StepRecorder:
         if new_bytes := gauge.take_parameter_bytes():
             self._visits = [replace(visit, held_bytes=visit.held_bytes + new_bytes) for visit in self._visits]
         return held_bytes - extra_bytes, gap_bytes - extra_bytes
+
+    def _forget_peak(self) -> None:
+        """Have it measured exactly what is held between runs, where a peak of earlier work would hide that."""
+        limit, compiled = None if self._options is None else self._options.device_budget, compilations()
+        if limit is not None and self._clean_for != (limit, compiled):
+            self._clean_for = limit, compiled
+            self.points.gauge.forget_peak_over(limit)
 
     def _check(self, visit: Visit, limit: int) -> None:
         """Raise `BudgetError` if a run does not fit, though all leaves that can."""

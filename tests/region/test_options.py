@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import logging
 import os
 from decimal import Decimal
 from pathlib import Path
@@ -13,7 +14,8 @@ from torch._inductor import config as inductor_config
 from tencache_fx import close, compat
 from tencache_fx import options as options_module
 from tencache_fx.errors import OptionError
-from tencache_fx.hardware.capacity import device_space, disk_space, host_space
+from tencache_fx.hardware import device_memory
+from tencache_fx.hardware.capacity import Space, device_space, disk_space, host_space
 from tencache_fx.option_values import read_size
 from tencache_fx.options import SETTINGS, Options, Settings
 
@@ -86,6 +88,28 @@ def test_a_share_is_of_the_tier(tmp_path):
     assert found.device_budget == device_space(CPU).total_bytes // 2
     assert found.host_budget == host_space().total_bytes // 4
     assert found.spill_budget == pytest.approx(disk_space([tmp_path]).available_bytes / 10, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"), [("4GiB", 4 << 30), ("7GiB", 7 << 30), ("7.9GiB", 15 << 29), ("8GiB", 15 << 29)]
+)
+def test_a_budget_close_to_what_torch_may_take_leaves_room_for_gaps(asked, found, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(
+        options_module, "device_space", lambda device: Space(total_bytes=8 << 30, available_bytes=8 << 30)
+    )
+    monkeypatch.setattr(device_memory, "device_space", options_module.device_space)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [])
+    assert options_module._device_budget(read_size("device_budget", asked), torch.device("cuda", 0)) == found
+    assert ("plans hold 8.05 GB" in caplog.text) == (found == 15 * GiB // 2)
+
+
+def test_gaps_in_segments_that_do_not_grow_are_not_planned_with(monkeypatch):
+    segment = {"device": 0, "total_size": 100, "active_size": 60, "is_expandable": False}
+    others = [{"device": 1}, {"active_size": 0}, {"is_expandable": True}]  # another device's, empty, one that grows
+    monkeypatch.setattr(device_memory, "device_space", lambda device: Space(total_bytes=3200, available_bytes=1600))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [segment, *(segment | other for other in others)])
+    assert device_memory.tensor_bytes(torch.device("cuda", 0)) == 1600 - 100 - 40
 
 
 def test_a_disk_gets_nine_tenths_of_its_free_space_once_per_filesystem(tmp_path):

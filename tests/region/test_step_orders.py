@@ -175,6 +175,26 @@ def test_what_is_held_between_steps_is_in_no_plan(engine: Engine, monkeypatch: p
     assert points.schedule is not FRUGAL
 
 
+def test_a_step_is_planned_again_once_it_is_known_what_is_held_between_its_runs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peak of earlier work hides that at first: all that was allocated since the last run may have been there."""
+    model, points = one_by_one(blocks(), device_budget=BUDGETS["some"]), recorder(engine).points
+    seen, hidden = points.gauge.bytes_since, True
+    monkeypatch.setattr(points.gauge, "bytes_since", lambda mark: (seen(mark)[0], 1 << 30) if hidden else seen(mark))
+    expected = wanted(5)
+    for step in range(2):
+        assert equal(gradients(model, model, inputs(step)), expected[step]), f"step {step}"
+    (program,) = recorder(engine).programs.values()
+    assert program.planned is not None
+    assert program.planned.plan is None
+    hidden = False
+    for step in range(2, 5):
+        assert equal(gradients(model, model, inputs(step)), expected[step]), f"step {step}"
+    assert program.planned.plan is not None
+    assert points.schedule is program.schedule
+
+
 class Product(nn.Module):
     def __init__(self) -> None:
         super().__init__()
