@@ -11,7 +11,7 @@ import tencache_fx
 
 pytestmark = pytest.mark.gpu
 
-LAYERS, WIDTH, BATCH = 12, 4096, 8192
+LAYERS, WIDTH, BATCH = 8, 4096, 16384
 SHARES = {"whole": 0.6, "blocks": 0.7, "offloaded": 0.5}  # of plain's peak
 
 
