@@ -28,6 +28,7 @@ region/compilation.py          `compile_region()`: up to three attempts, each a 
     passes/transfers.py              the runtime's ops in the graphs
     passes/verify_graph.py           checks the graphs
     passes/barriers.py               `PinOrder`: Inductor keeps the order of the runtime's ops
+    passes/fixed_layouts.py          a part of that: what leaves has the strides that the graph says
     passes/verify_code.py            checks the order in the generated code
     passes/code_memory.py            bytes that the code holds; if these are too many, there is another attempt
     kept_code.py                     `KeptCode`: the code, and a `KeptRegion` beside it, for AOTAutograd's cache

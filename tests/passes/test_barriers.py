@@ -186,6 +186,33 @@ def test_the_code_does_what_this_plan_says(function: Callable[..., Tensor], gone
     assert swaps
 
 
+def sorted_heads(x: Tensor, w: Tensor) -> Tensor:
+    """Inductor would lay out `heads` as it reads the product, and a sort lays out its result as what it sorts."""
+    heads = torch.sin((x @ w).view(16, 4, 4, 16).transpose(1, 2)).contiguous()
+    rows, late = torch.sort(heads, dim=-1).values, x @ x
+    for _ in range(4):
+        late = late @ x
+    return torch.mean((rows + heads).transpose(1, 2).reshape(64, 64) @ late)
+
+
+@pytest.mark.parametrize("leaves", ["sort", "clone"])
+def test_what_leaves_lies_in_memory_as_the_graph_says_for_all_its_readers(leaves: str, hollow_kernels: None) -> None:
+    swaps: list[Transfer] = []
+
+    def make_plan(problem: Problem, policy: str) -> Plan:
+        (storage,) = (storage for storage in problem.storages if storage.name == leaves)
+        (first, back), *_ = [each for each in inactive_intervals(storage) if each[1] - each[0] > 3]
+        times = {"copy_out_after": first, "freed_at": Step(first + 2), "prefetch_at": Step(back - 1), "needed_at": back}
+        swap = clip_to_barriers(problem, make_swap(name=leaves, nbytes=storage.nbytes, tier=Tier.HOST, **times))
+        assert swap is not None
+        swaps.append(swap)
+        return build_plan(problem, "teraio", (swap,))
+
+    with mock.patch.object(candidate, "kept_plan", make_plan), torch.no_grad():
+        compiled(sorted_heads, OPTIONS)(torch.randn(64, 64), torch.randn(64, 64))
+    assert swaps
+
+
 def test_a_release_follows_no_reader_of_what_is_in_memory_already() -> None:
     aten, graph = torch.ops.aten, fx.Graph()
 

@@ -99,7 +99,7 @@ def test_a_budget_close_to_what_torch_may_take_leaves_room_for_gaps(asked, found
         options_module, "device_space", lambda device: Space(total_bytes=8 << 30, available_bytes=8 << 30)
     )
     monkeypatch.setattr(device_memory, "device_space", options_module.device_space)
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [])
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
     assert options_module._device_budget(read_size("device_budget", asked), torch.device("cuda", 0)) == found
     assert ("plans hold 8.05 GB" in caplog.text) == (found == 15 * GiB // 2)
 
