@@ -6,7 +6,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from tencache_fx.planning.plan import Plan, Transfer, TransferKind
 from tencache_fx.planning.planner import build_plan, check_tiers
 from tencache_fx.planning.pool_sizing import staging_classes, total_bytes
 from tencache_fx.planning.problem import Kind, Problem, Step, Tier
+
+Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
 class GraphPoint(NamedTuple):
@@ -62,10 +64,18 @@ class SwapRegion:
         return range(boundary, len(self.problem.ops)) if backward else range(boundary)
 
     @cached_property
-    def own_bytes(self) -> "tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]":
+    def own_bytes(self) -> tuple[Bytes, Bytes]:
         """The bytes of each step of forward and backward, every storage away, beyond those there when it began."""
+        return self._needed(self.transfers)
+
+    @cached_property
+    def kept_bytes(self) -> tuple[Bytes, Bytes]:
+        """The same where every storage stays, and is there when the backward begins."""
+        return self._needed(tuple(each for each in self.transfers if each.kind is not TransferKind.SWAP))
+
+    def _needed(self, transfers: tuple[Transfer, ...]) -> tuple[Bytes, Bytes]:
         problem, boundary = replace(self.problem, external_bytes=0, boundary_bytes=0), self.problem.boundary
-        live = live_bytes(problem, self.transfers)
+        live = live_bytes(problem, transfers)
         away = {swap.name for swap in self.swaps}
         inputs = (Kind.PARAMETER, Kind.INPUT)
         given = sum(s.nbytes for s in problem.storages if s.birth == 0 and s.kind in inputs)

@@ -5,6 +5,7 @@ import itertools
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from tencache_fx.errors import BudgetError, OptionError, StoreError
 from tencache_fx.hardware import rates
@@ -60,7 +61,7 @@ class StepPlan:
         return self.limit, self.joined.problem.accumulation
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Program:
     """An order of runs, as it was last measured, and its plan; `successor` is the program that followed it last.
 
@@ -84,6 +85,16 @@ class Program:
     def accumulation(self) -> int:
         """How many rounds come before an update, as far as was seen."""
         return self.rounds.per_update or 1
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether it has been planned, and fits."""
+        return self.planned is not None and self.planned.plan is not None
+
+    @cached_property
+    def places(self) -> frozenset[Place]:
+        """The runs of its order."""
+        return frozenset(self.order)
 
     @property
     def schedule(self) -> StepSchedule:

@@ -6,7 +6,8 @@ round, or all are one, as the loop runs them. Rounds of one order (regions, call
 is not known runs on the frugal schedule, which holds the least; when it is over, it is planned.
 
 A program is expected to be followed by the one that followed it the last time. Where another region runs than was
-expected, the round goes on with the schedule of a program that has begun the same way, or else frugally.
+expected, the round goes on with the schedule of a program that has begun the same way, or else of one that makes the
+same calls (`step_variants.py`), or else frugally. An order that ran so to its end is planned if it recurs.
 """
 
 import gc
@@ -16,7 +17,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -29,35 +30,18 @@ from tencache_fx.planning.step import FRUGAL, SwapKey, Visit
 from tencache_fx.planning.swap_region import SwapRegion
 from tencache_fx.records import StepRecord
 from tencache_fx.region.registry import compilations
+from tencache_fx.region.step_calls import TURNS, Call
 from tencache_fx.region.step_planner import Program, StepPlanner, place_of, record_of
 from tencache_fx.region.step_residency import Order
+from tencache_fx.region.step_variants import find_nearest, most_bytes
 from tencache_fx.runtime.swap_points import SwapPoints
 from tencache_fx.tensors import storage_of, tensors_in
 from tencache_fx.units import at_least, format_bytes
 
 log = logging.getLogger("tencache_fx")
 
-_TURNS = 2  # a forward that still waits when so many later rounds might have ended is not waited for any more
 _PROGRAMS = 64  # remembered
 _ALONE = 2  # steps with one call of a region and no other show that it runs alone
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """A forward that has run, and whose backward may come; `residual` is something that it has left for that.
-
-    It has waited for so many `turns`, of `most_turns`. One that has left nothing but its own inputs, which `given` has
-    the storages of while it runs, is waited for no longer than its turn: they say nothing of its graph.
-    """
-
-    index: int
-    number: int
-    region: SwapRegion
-    checkpointed: bool
-    given: frozenset[int] = frozenset()
-    residual: StorageWeakRef | None = None
-    turns: int = 0
-    most_turns: int = _TURNS
 
 
 class StepRecorder:
@@ -74,6 +58,7 @@ class StepRecorder:
         self._alone: Counter[int] = Counter()  # by region, the last steps in a row in which it was alone
         self._visits: list[Visit] = []
         self._expected: Program | None = None
+        self._varies = False  # the round's order is not that of the program expected, which makes the same calls
         self._beside_bytes = 0  # of parameters that stay, and that the program expected does not read
         self._last: Program | None = None
         self._first: Options | None = None  # of the round's first forward
@@ -102,7 +87,7 @@ class StepRecorder:
             if self._visits and self._visits[-1].backward and not compat.in_backward():  # else of a checkpoint
                 for each in self._calls:
                     each.turns += 1
-                if any(each.turns > _TURNS and not self._lives(each) for each in self._calls):
+                if any(each.turns > TURNS and not self._lives(each) for each in self._calls):
                     self._finish()  # one was dropped, and others always wait: the round would never be over
             self.settle()
             self._heed(options)
@@ -143,7 +128,7 @@ class StepRecorder:
                 made = [each for each in left if _key_of(each) not in call.given]
                 storage = storage_of((made or left)[-1]) if left else None
                 call.residual = None if storage is None else StorageWeakRef(storage)
-                call.most_turns, call.given = _TURNS if made else 0, frozenset()
+                call.most_turns, call.given = TURNS if made else 0, frozenset()
 
     def fail(self) -> None:
         """Note that the graph of this thread has raised: the round is abandoned, and goes with its handles."""
@@ -245,20 +230,39 @@ class StepRecorder:
             self.planner.consider(expected, self._options)  # the budget may be another one
             self._expect(expected)
         self._visits.append(visit)
-        place, limit = len(self._visits), self._options.device_budget
-        if self._expected is not None and self._expected.order[place - 1 : place] != (place_of(visit),):
-            begun = tuple(map(place_of, self._visits))
-            self._expect(next((each for each in self.programs.values() if each.order[:place] == begun), None))
-        more = 0
-        if self._expected is not None:
-            more = self._expected.excess_bytes(visit, place - 1, limit, self._beside_bytes)
-        if more > 0:
+        limit = self._options.device_budget
+        self._compare(visit)
+        if (more := self._excess_bytes(visit, limit)) > 0:
             log.info("the device would be %d bytes over its budget; the rest of the step offloads all it may", more)
             self._expect(None)
         if self.points.schedule is FRUGAL and limit is not None:
             if visit.peak_bytes + self.points.resident_bytes > limit:
                 evict_residents(self.points.engine.device)
             self._check(visit, limit)
+
+    def _compare(self, visit: Visit) -> None:
+        """Find another schedule if the last run is not the one expected."""
+        now, expected, count = place_of(visit), self._expected, len(self._visits)
+        if expected is None or (
+            now in expected.places if self._varies else expected.order[count - 1 : count] == (now,)
+        ):
+            return
+        begun = tuple(map(place_of, self._visits))
+        same = (each for each in self.programs.values() if each.planned is not None and each.order[:count] == begun)
+        other = None if self._varies else next(same, None)
+        if other is None:
+            self._varies = True
+            other = expected if now in expected.places else find_nearest(self.programs.values(), now)
+        if other is not expected:
+            self._expect(other)
+
+    def _excess_bytes(self, visit: Visit, limit: int | None) -> int:
+        """Return by how much the device may be over the budget in the last run."""
+        if self._expected is None or limit is None:
+            return 0
+        if self._varies:
+            return most_bytes(visit, self.points) - limit
+        return self._expected.excess_bytes(visit, len(self._visits) - 1, limit, self._beside_bytes)
 
     def _measure(self) -> tuple[int, int]:
         """Return what is held now, and was held since the last run, without what stays on the device by a schedule."""
@@ -312,17 +316,22 @@ class StepRecorder:
 
     def _finish(self) -> None:
         """End the round: remember its program, and have it planned."""
-        visits = tuple(self._visits)
+        visits, followed = tuple(self._visits), self._expected if self._varies else None
         self._forget_round()
         if not any(visit.backward for visit in visits):
             return
         order = tuple(map(place_of, visits))
+        recurs = order in self.programs
         program = self.programs.pop(order, None) or Program(order=order, visits=visits)
         program.visits, program.first, program.options = visits, self._first, self._options
         program.rounds.note()
         self.programs[order] = program  # the last one used is the last to be forgotten
+        if followed is not None and followed.order in self.programs:
+            self.programs[followed.order] = self.programs.pop(followed.order)
         while len(self.programs) > _PROGRAMS:
             del self.programs[next(iter(self.programs))]
+        if followed is not None and not recurs:
+            return
         if self._last is not None:
             self._last.successor = program
         self._last = program
@@ -361,7 +370,7 @@ class StepRecorder:
 
     def _forget_round(self) -> None:
         self.points.settle()
-        self._calls, self._visits = [], []
+        self._calls, self._visits, self._varies = [], [], False
         self._counts.clear()
 
 

@@ -149,6 +149,10 @@ class StepParameters:
         ahead = sum(each.nbytes for each in self._ahead.values())
         return ahead + sum(each.src.numel() * each.src.itemsize for each in self._behind.values())
 
+    def bytes_to_fetch(self, name: SwapKey) -> int:
+        """Return the bytes of the parameter that `fetch_ahead` would bring for this name."""
+        return self._known[name].nbytes if name in self._known and name not in self._ahead else 0
+
     def fetch_ahead(self, name: SwapKey) -> None:
         """Issue the copy in of what the call read in its last step, unless it is under way."""
         fetch = self._known.get(name)

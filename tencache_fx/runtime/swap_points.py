@@ -98,6 +98,17 @@ class SwapPoints:
         with self._lock:
             return self._parameters.resident_bytes
 
+    def brought_early(self, region: int, call: int, *, backward: bool) -> list[tuple[int, SwapKey, int]]:
+        """Return what the schedule brings before its op in the run of a graph: point, name and bytes."""
+        with self._lock:
+            acts = self.schedule.acts.get((region, call, backward), {})
+            return [(at, name, self._bytes_away(name)) for at, (_, names) in acts.items() for name in names]
+
+    def _bytes_away(self, name: SwapKey) -> int:
+        if (swap := self._live.get(name)) is None:
+            return self._parameters.bytes_to_fetch(name)
+        return swap.nbytes if swap.state is State.AWAY else 0
+
     def owners(self) -> Mapping[SwapKey, Resident]:
         """Return the parameters that calls have fetched last, by the fetch."""
         with self._lock:
@@ -372,8 +383,7 @@ class SwapPoints:
         return swap if swap is not None and tensor.data_ptr() in swap.owners else None
 
     def _is_resident(self, tensor: Tensor) -> bool:
-        storage = storage_of(tensor)
-        return storage is not None and self._parameters.is_resident(storage._cdata)
+        return (storage := storage_of(tensor)) is not None and self._parameters.is_resident(storage._cdata)
 
     def _find(self, tensor: Tensor, deed: str) -> Swap:
         if (swap := self._owned_by(tensor)) is None:

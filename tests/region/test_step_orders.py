@@ -1,7 +1,9 @@
 """Steps in unusual orders, and with too little of everything: numbers stay right, and what is refused is told."""
 
+import random
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -270,3 +272,37 @@ def test_regions_are_planned_again_one_at_a_time(engine: Engine, monkeypatch: py
         gradients(model, model, inputs(step))
     assert len(left_free) > 1
     assert not any(left_free)
+
+
+@pytest.mark.parametrize("budget", [BUDGETS["some"], 8_500_000, BUDGETS["plenty"]])
+def test_layers_that_are_skipped_at_random_run_by_the_plan_of_a_step_that_has_them(
+    engine: Engine, meter: Meter, budget: int
+) -> None:
+    """Nearly each order is new. In a tight budget the rest of a step may move all it can, and does so in the budget."""
+    model = one_by_one(blocks(), device_budget=budget)
+    plain, draw = one_by_one(blocks(), "aot_eager_decomp_partition"), random.Random(0)
+
+    def run(layers: nn.Sequential, skipped: set[int], x: Tensor) -> Tensor:
+        for index, block in enumerate(layers):
+            x = x if index in skipped else block(x)
+        return x
+
+    def moved() -> int:
+        return int(engine.stats.take()["d2h_bytes"])
+
+    for step in range(2):
+        gradients(model, model, inputs(step))
+    moved()
+    gradients(model, model, inputs(2))
+    whole_bytes, (whole,) = moved(), recorder(engine).programs.values()
+    for step in range(8):
+        skipped = set(draw.sample(range(DEPTH), k=draw.randint(1, 3)))
+        expected = gradients(plain, partial(run, plain, skipped), inputs(step))
+        meter.peak = meter.held
+        found = gradients(model, partial(run, model, skipped), inputs(step))
+        assert equal(found, expected), f"step {step}"
+        assert meter.peak <= budget
+        if budget > BUDGETS["some"]:
+            assert recorder(engine).points.schedule is whole.schedule
+            assert moved() <= whole_bytes
+    assert len(recorder(engine).programs) > 2

@@ -1,0 +1,39 @@
+"""Steps whose order is another one each time: random layers are skipped, or experts that have nothing to do.
+
+An order that nobody has seen runs by the schedule of one that has a plan and makes the same calls, instead of moving
+all that can be moved. The plan does not show what is held then, so each run is checked by an upper bound instead. What
+the schedule lists at calls that are left out is not done: their storages are not there, and others come when they are
+asked for.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from tencache_fx.planning.step import SwapKey, Visit
+from tencache_fx.region.step_planner import Program
+from tencache_fx.region.step_residency import Place
+from tencache_fx.runtime.swap_points import SwapPoints
+
+
+def find_nearest(programs: Iterable[Program], place: Place) -> Program | None:
+    """Return the longest program that has a plan and makes a run like `place`; None if there is none."""
+    able = (each for each in programs if each.has_plan and place in each.places)
+    return max(able, key=lambda program: len(program.order), default=None)
+
+
+def most_bytes(visit: Visit, points: SwapPoints) -> int:
+    """Return what the device holds at most in a run that begins: with all that stays, and all that is brought early."""
+    region, call, backward = visit.region, (visit.index, visit.call), visit.backward
+    names = [(SwapKey(*call, swap.name), swap.nbytes) for swap in region.swaps]
+    kept = points.schedule.kept
+    here_bytes = sum(nbytes for name, nbytes in names if name in kept and points.holds((name,)))  # for this backward
+    steps, written = region.steps(backward=backward), region.points[backward]
+    own, others = np.full(len(steps), here_bytes), np.zeros(len(steps), dtype=np.int64)
+    for position, name, nbytes in points.brought_early(*call, backward=backward):
+        step = written[position - 1].step if 0 < position <= len(written) else steps[0] if position == 0 else steps.stop
+        (own if (name.region, name.call) == call else others)[step - steps.start :] += nbytes
+    needed = region.kept_bytes[backward]
+    if backward:
+        needed = np.minimum(needed, region.own_bytes[backward] + own)
+    return visit.held_bytes + points.extra_bytes - here_bytes + int((needed + others).max(initial=0))
