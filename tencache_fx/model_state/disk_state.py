@@ -2,7 +2,7 @@
 
     read piece k + 1  |  update piece k  |  write piece k - 1
 
-A piece has some elements of each array, one array behind the other, in an extent of its own that is written where it
+A piece has some elements of each array, one part behind the other, in an extent of its own that is written where it
 was read. If that fails, its buffer keeps it from then on: each piece is always whole, the old or the new.
 """
 
@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tencache_fx.errors import BudgetError, StoreError
 from tencache_fx.model_state.host_state import own_storage
+from tencache_fx.model_state.stored_form import FP32, StoredForm, by_form, parts_of, state_bytes, store_values
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Buffer, Use
 from tencache_fx.runtime.pool import Pool
@@ -61,8 +62,7 @@ class _Piece:
 
 
 class DiskState:
-    """The arrays of one parameter, of `dtypes` by name, the widest first. `values` has their first values: each a
-    tensor, or one number.
+    """The arrays of one parameter, of `forms` by name. `values` has their first values: each a tensor, or one number.
 
     `place` is NVME until the store is closed, then None. Raises `BudgetError` or `StoreError` when there is no room.
     """
@@ -71,41 +71,36 @@ class DiskState:
         self,
         line: "DiskLine",
         parameter: Tensor,
-        dtypes: Mapping[str, torch.dtype],
+        forms: Mapping[str, StoredForm],
         values: Mapping[str, Tensor | float],
         label: str,
     ) -> None:
         self.layout = parameter.size(), parameter.stride()
-        self.dtypes = dict(dtypes)
+        self.forms = dict(forms)
         self.made: frozenset[str] = frozenset()  # set by the optimizer: the arrays that its class's steps have made
         self.place: Tier | None = Tier.NVME
         self.tensors: dict[str, Tensor] = {}  # none of them is in memory
-        each_bytes = sum(dtype.itemsize for dtype in dtypes.values())  # of an element
-        self.nbytes = parameter.numel() * each_bytes
+        self.nbytes = state_bytes(forms.values(), parameter.numel())
         self._line = line
         self._left: dict[str, Tensor] | None = None
         self._lost: StoreError | None = None
         self.pieces: list[_Piece] = []
         weakref.finalize(self, line.free_later, self.pieces).atexit = False
         line.drain()
-        most = line.buffer_bytes // each_bytes  # elements
+        unit = max(part.per for part in parts_of(forms.values()))
+        most = line.buffer_bytes // state_bytes(forms.values(), unit) * unit  # elements
         for start in range(0, parameter.numel(), most):
             part = slice(start, min(start + most, parameter.numel()))
-            nbytes = (part.stop - part.start) * each_bytes
+            nbytes = state_bytes(forms.values(), part.stop - part.start)
             self.pieces.append(_Piece(part, line.store.allocate(nbytes, f"the optimizer's state of {label}")))
 
         def fill(part: slice, arrays: Sequence[Tensor]) -> None:
-            for array, name in zip(arrays, dtypes, strict=True):
-                value = values[name]
-                if isinstance(value, Tensor):
-                    array.copy_(_flat_as(value, parameter)[part])
-                else:
-                    array.fill_(value)
+            store_values(forms, arrays, {name: _part_of(value, parameter, part) for name, value in values.items()})
 
         line.run(self, fill, reads=False)
 
     def read(self) -> dict[str, Tensor]:
-        """Return the arrays, in the parameter's shape.
+        """Return the arrays, in the parameter's shape: decoded, where what is kept is not an element's own.
 
         They are in a file without a name beside the store: host memory has as much of them as it has room for. Raises
         `StoreError` when they cannot be read.
@@ -116,20 +111,22 @@ class DiskState:
             return self._left
         size, stride = self.layout
         count = size.numel()
+        forms = tuple(self.forms.values())
+        ordinary = [form if form.is_elementwise else FP32 for form in forms]
+        nbytes = state_bytes(ordinary, count)
         with tempfile.NamedTemporaryFile(prefix="tencache-", dir=self._line.store.directories[0]) as file:
-            file.truncate(max(4, self.nbytes))
-            found = torch.from_file(file.name, shared=True, size=self.nbytes, dtype=torch.uint8)
-        parts = _arrays(found, count, self.dtypes.values())
-        arrays = [own_storage(part.view(torch.uint8), part.dtype) for part in parts]
+            file.truncate(max(4, nbytes))
+            found = torch.from_file(file.name, shared=True, size=nbytes, dtype=torch.uint8)
+        arrays = [own_storage(part.view(torch.uint8), part.dtype) for part in _arrays(found, count, ordinary)]
 
         def copy(part: slice, pieces: Sequence[Tensor]) -> None:
-            for array, piece in zip(arrays, pieces, strict=True):
-                array[part].copy_(piece)
+            for array, form, parts in zip(arrays, forms, by_form(forms, pieces), strict=True):
+                array[part].copy_(form.decode(parts))
 
         self._line.run(self, copy, writes=False)
         return {
             name: array.as_strided(size, stride, array.storage_offset())
-            for name, array in zip(self.dtypes, arrays, strict=True)
+            for name, array in zip(self.forms, arrays, strict=True)
         }
 
     def leave(self) -> None:
@@ -147,11 +144,15 @@ class DiskState:
         return self._line.begin(self, work)
 
 
-def _flat_as(value: Tensor, parameter: Tensor) -> Tensor:
+def flat_as(value: Tensor, parameter: Tensor) -> Tensor:
     """Return the elements of `value`, [n], in the order of `parameter`'s memory."""
     if value.stride() != parameter.stride():
         value = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
     return value.as_strided((value.numel(),), (1,), value.storage_offset())
+
+
+def _part_of(value: Tensor | float, parameter: Tensor, part: slice) -> Tensor | float:
+    return flat_as(value, parameter)[part] if isinstance(value, Tensor) else value
 
 
 @dataclass(slots=True, eq=False)
@@ -245,7 +246,7 @@ class DiskLine:
             if going.done.done():
                 return  # an earlier piece failed
             self._read_ahead_or_fail()
-            going.work(piece.part, _arrays(buffer.memory, piece.count, going.state.dtypes.values()))
+            going.work(piece.part, _arrays(buffer.memory, piece.count, tuple(going.state.forms.values())))
             if going.writes:
                 writing = True
                 piece.writing = self._writers.submit(self._write, piece, buffer)
@@ -353,11 +354,11 @@ class DiskLine:
             self._free.notify_all()
 
 
-def _arrays(memory: Tensor, count: int, dtypes: Iterable[torch.dtype]) -> list[Tensor]:
-    """Return arrays of `count` elements each that share bytes of `memory`, one behind the other."""
-    found, start = [], 0
-    for dtype in dtypes:
-        end = start + count * dtype.itemsize
-        found.append(memory[start:end].view(dtype))
-        start = end
-    return found
+def _arrays(memory: Tensor, count: int, forms: Sequence[StoredForm]) -> list[Tensor]:
+    """Return the parts of `count` elements of arrays that share bytes of `memory`, the widest items first there."""
+    parts, start = parts_of(forms), 0
+    found: dict[int, Tensor] = {}
+    for index in sorted(range(len(parts)), key=lambda index: -parts[index].dtype.itemsize):
+        end = start + parts[index].nbytes(count)
+        found[index], start = memory[start:end].view(parts[index].dtype), end
+    return [found[index] for index in range(len(parts))]

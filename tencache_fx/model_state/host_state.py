@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from tencache_fx.model_state.stored_form import StoredForm, named_parts, parts_of
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.object_buffers import ObjectBuffers
@@ -17,7 +18,9 @@ _LEAST_BYTES = 64 << 10  # less is not worth a mapping of its own
 
 
 class State:
-    """The arrays of one parameter, of `dtypes` by name: 1-D `arrays`, and `tensors` of its shape that share memory.
+    """The arrays of one parameter, of `forms` by name: their 1-D parts are `arrays`, and `tensors` share their memory.
+
+    Parts are in `tensors` by name, those with an item for each element in the parameter's shape.
 
     They are in host memory, or `on_device`, which is the parameter's. A buffer in host memory goes back with the last
     reference to this, its memory with the last tensor that shares it. Raises `BudgetError` when the host budget has no
@@ -25,30 +28,35 @@ class State:
     """
 
     def __init__(
-        self, buffers: ObjectBuffers, parameter: Tensor, dtypes: Mapping[str, torch.dtype], *, on_device: bool
+        self, buffers: ObjectBuffers, parameter: Tensor, forms: Mapping[str, StoredForm], *, on_device: bool
     ) -> None:
         self.layout = parameter.size(), parameter.stride()
-        self.dtypes = dict(dtypes)
+        self.forms = dict(forms)
         self.made: frozenset[str] = frozenset()  # set by the optimizer: the arrays that its class's steps have made
         self.place = Tier.DEVICE if on_device else Tier.HOST
-        count = parameter.numel()
-        sizes = [round_up(count * dtype.itemsize, _ALIGN_BYTES) for dtype in dtypes.values()]
+        count, parts = parameter.numel(), named_parts(forms)
+        sizes = [round_up(part.nbytes(count), _ALIGN_BYTES) for part in parts.values()]
         starts = list(itertools.accumulate(sizes, initial=0))
         self.nbytes = starts.pop()
         if on_device or self.nbytes < _LEAST_BYTES:
             device = parameter.device if on_device else "cpu"
-            self.arrays = tuple(torch.empty(count, dtype=dtype, device=device) for dtype in dtypes.values())
+            self.arrays = tuple(torch.empty(p.count(count), dtype=p.dtype, device=device) for p in parts.values())
         else:
             buffer = buffers.acquire_settled(self.nbytes, Use.STATE)
             weakref.finalize(self, buffers.discard_later, buffer).atexit = False
             self.arrays = tuple(
-                own_storage(buffer.memory[start : start + count * dtype.itemsize], dtype)
-                for start, dtype in zip(starts, dtypes.values(), strict=True)
+                own_storage(buffer.memory[start : start + part.nbytes(count)], part.dtype)
+                for start, part in zip(starts, parts.values(), strict=True)
             )
         self.tensors = {
-            name: array.as_strided(parameter.size(), parameter.stride(), array.storage_offset())
-            for name, array in zip(dtypes, self.arrays, strict=True)
+            name: array.as_strided(parameter.size(), parameter.stride()) if part.per == 1 else array
+            for (name, part), array in zip(parts.items(), self.arrays, strict=True)
         }
+
+    def piece(self, elements: slice) -> tuple[Tensor, ...]:
+        """Return the parts of some elements, which begin where a block begins."""
+        parts = parts_of(self.forms.values())
+        return tuple(part.of(array, elements) for part, array in zip(parts, self.arrays, strict=True))
 
 
 def own_storage(part: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,12 @@
-"""C++ code of a function that does arithmetic on single elements of 1-D tensors: one loop, in one pass over memory.
+"""C++ code of a function that does arithmetic on single elements of 1-D tensors, in one pass over memory.
 
 The function runs once, on a few elements, and each op is written down as it comes. A local variable stands for what one
 element of a storage is at that moment, so a copy into a tensor is seen by all that read its storage later, as it is
 when the function runs. Each op rounds as eager mode's does; what has no exact counterpart in C++ is refused.
+
+The code goes over blocks of elements. What is not kept as it is computed with is decoded into fp32 for a block, and
+encoded behind it, in loops of their own: the arithmetic of an update has long chains of dependent instructions, and a
+CPU runs several of them at once only while there are few instructions to each.
 """
 
 import math
@@ -14,6 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from tencache_fx.model_state.cpp_prelude import FROM_STORED, STORED, TO_STORED
+from tencache_fx.model_state.stored_form import BLOCK, FP32, StoredForm
+
 _COUNT = 3
 _LEAST_COUNT = 1 << 14  # elements for which threads are begun
 
@@ -22,52 +29,86 @@ class UncoveredError(Exception):
     """A function does what cannot be written down: the message says what."""
 
 
-def write_function(name: str, function: Callable[..., None], dtypes: Sequence[torch.dtype], numbers: int) -> str:
+def write_function(
+    name: str,
+    function: Callable[..., None],
+    arguments: Sequence[torch.dtype | StoredForm],
+    numbers: int,
+    other: int = 0,
+) -> str:
     """Return the code of `name(arrays, count, threads)`, which does what `function` does.
 
-    That is called with 1-D tensors of `dtypes`, all of one length and none of them sharing memory, and behind them an
-    fp32 tensor of so many `numbers`. It changes some of the tensors, and returns nothing. `arrays` has the addresses of
-    all. Raises `UncoveredError`. The code stands behind `PRELUDE`.
+    That is called with 1-D tensors, all of one length and none of them sharing memory, and behind them an fp32 tensor
+    of so many `numbers`. It changes some of the tensors, and returns nothing. `arguments` has the tensors' dtypes.
+    Where that has a form, the tensor is of fp32: the code decodes it from the form's parts, and encodes it again, by
+    the new values of argument `other`, of fp32. `arrays` has the addresses of all tensors and parts, and of the
+    numbers. Raises `UncoveredError`. The code stands behind `PRELUDE` and the forms' own.
     """
-    if unknown := set(dtypes) - set(STORED):
+    direct = [_direct_dtype(each) for each in arguments]
+    if unknown := {each for each in direct if each is not None} - set(STORED):
         raise UncoveredError(f"{unknown.pop()} is not written")
     with _disable_current_modes(), torch.no_grad():
-        tensors = [torch.zeros(_COUNT, dtype=dtype, device="cpu") for dtype in dtypes]
-        writer = _Writer(tensors, given := torch.ones(numbers, dtype=torch.float32, device="cpu"))
+        tensors = [torch.zeros(_COUNT, dtype=each or torch.float32, device="cpu") for each in direct]
+        places = [f"b{k}[j]" if each is None else f"a{k}[begin + j]" for k, each in enumerate(direct)]
+        writer = _Writer(tensors, places, given := torch.ones(numbers, dtype=torch.float32, device="cpu"))
         with writer:
             function(*tensors, given)
-    known = [*(f"auto* a{k} = static_cast<{STORED[each]}*>(arrays[{k}]);" for k, each in enumerate(dtypes))]
-    known.append(f"const float* numbers = static_cast<const float*>(arrays[{len(dtypes)}]);")
+    known, decodes, encodes, at = [], [], [], 0
+    for k, (each, dtype) in enumerate(zip(arguments, direct, strict=True)):
+        if dtype is not None:
+            known.append(f"auto* a{k} = static_cast<{STORED[dtype]}*>(arrays[{at}]);")
+            at += 1
+        elif isinstance(each, StoredForm):
+            decodes += [f"float b{k}[{BLOCK}];", f"{each.name}::decode(arrays + {at}, begin, size, b{k});"]
+            encodes.append(f"{each.name}::encode(b{k}, a{other} + begin, arrays + {at}, begin, size);")
+            at += len(each.parts)
+    known.append(f"const float* numbers = static_cast<const float*>(arrays[{at}]);")
     known += [f"const float n{k} = numbers[{k}];" for k in range(numbers)]
     return (
         f'extern "C" void {name}(void* const* arrays, std::int64_t count, int threads) {{\n'
-        + "".join(f"  {line}\n" for line in known)
-        + f"  #pragma omp parallel for simd schedule(static) num_threads(threads) if(count >= {_LEAST_COUNT})\n"
-        + "  for (std::int64_t i = 0; i < count; ++i) {\n"
-        + "".join(f"    {line}\n" for line in writer.finish())
+        + _indented(2, known)
+        + f"  #pragma omp parallel for schedule(static) num_threads(threads) if(count >= {_LEAST_COUNT})\n"
+        + f"  for (std::int64_t begin = 0; begin < count; begin += {BLOCK}) {{\n"
+        + f"    const int size = count - begin < {BLOCK} ? static_cast<int>(count - begin) : {BLOCK};\n"
+        + _indented(4, decodes)
+        + "    #pragma omp simd\n    for (int j = 0; j < size; ++j) {\n"
+        + _indented(6, writer.finish())
+        + "    }\n"
+        + _indented(4, encodes)
         + "  }\n}\n"
     )
 
 
-class _Writer(TorchDispatchMode):
-    """Writes down what is done to elements of `tensors`, given `numbers`."""
+def _direct_dtype(argument: torch.dtype | StoredForm) -> torch.dtype | None:
+    """Return the dtype of what is computed with as it is kept, but for a cast; None for what is encoded."""
+    if isinstance(argument, StoredForm):
+        return torch.float32 if argument is FP32 else None
+    return argument
 
-    def __init__(self, tensors: Sequence[Tensor], numbers: Tensor) -> None:
+
+def _indented(spaces: int, lines: Sequence[str]) -> str:
+    return "".join(f"{' ' * spaces}{line}\n" for line in lines)
+
+
+class _Writer(TorchDispatchMode):
+    """Writes down what is done to elements of `tensors`, which are at `places`, given `numbers`."""
+
+    def __init__(self, tensors: Sequence[Tensor], places: Sequence[str], numbers: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tensors, self._numbers = tensors, numbers
+        self._tensors, self._places, self._numbers = tensors, places, numbers
         self._alive = [*tensors]  # so that no two have the same memory
         self._values: dict[int, tuple[str, torch.dtype]] = {}
         self._written: set[int] = set()
         self._lines: list[str] = []
-        for index, each in enumerate(tensors):
-            self._set(each, f"a{index}[i]")
+        for each, place in zip(tensors, places, strict=True):
+            self._set(each, place)
 
     def finish(self) -> list[str]:
         """Return the lines, with those that keep what was changed."""
         stores = []
-        for index, each in enumerate(self._tensors):
+        for each, place in zip(self._tensors, self._places, strict=True):
             if _memory(each) in self._written:
-                stores.append(f"a{index}[i] = {self._values[_memory(each)][0]};")
+                stores.append(f"{place} = {self._values[_memory(each)][0]};")
         return [*self._lines, *stores]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -178,10 +219,6 @@ def _literal(value: Any, dtype: torch.dtype) -> str:
 
 
 _HALVES = frozenset({torch.bfloat16, torch.float16})
-# What a dtype is in memory, and what casts it from that and to it: nothing does where it is computed with as it is.
-STORED = MappingProxyType({torch.float32: "float", torch.bfloat16: "std::uint16_t", torch.float16: "std::uint16_t"})
-FROM_STORED = MappingProxyType({torch.bfloat16: "from_bfloat16", torch.float16: "from_float16"})
-TO_STORED = MappingProxyType({torch.bfloat16: "to_bfloat16", torch.float16: "to_float16"})
 _LOCAL = MappingProxyType({**STORED, torch.int32: "std::int32_t", torch.bool: "bool"})
 _SAME = ("view", "detach", "alias", "lift_fresh")  # of the same memory
 _FULL = MappingProxyType({"zeros_like": 0.0, "ones_like": 1.0})
@@ -238,47 +275,3 @@ _OPERATIONS: Mapping[torch.dtype, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
-
-PRELUDE = """\
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-template <typename To, typename From>
-static inline To bits(From from) {
-  To to;
-  static_assert(sizeof(to) == sizeof(from), "of other sizes");
-  std::memcpy(&to, &from, sizeof(to));
-  return to;
-}
-
-static inline float from_bfloat16(std::uint16_t stored) {
-  return bits<float>(static_cast<std::uint32_t>(stored) << 16);
-}
-
-static inline std::uint16_t to_bfloat16(float value) {
-  const std::uint32_t all = bits<std::uint32_t>(value);
-  const std::uint32_t nearest = all + 0x7fffu + ((all >> 16) & 1u);
-  return static_cast<std::uint16_t>((value == value ? nearest : 0x7fc00000u) >> 16);
-}
-
-static inline float from_float16(std::uint16_t stored) {
-  const std::uint32_t wide = static_cast<std::uint32_t>(stored) << 16, twice = wide + wide;
-  const float normal = bits<float>((twice >> 4) + (0xe0u << 23)) * 0x1p-112f;
-  const float subnormal = bits<float>((twice >> 17) | (126u << 23)) - 0.5f;
-  return bits<float>((wide & 0x80000000u) | bits<std::uint32_t>(twice < (1u << 27) ? subnormal : normal));
-}
-
-static inline std::uint16_t to_float16(float value) {
-  const std::uint32_t all = bits<std::uint32_t>(value), twice = all + all, exponent = twice & 0xff000000u;
-  const std::uint32_t least = exponent < 0x71000000u ? 0x71000000u : exponent;
-  const float scaled = std::fabs(value) * 0x1p+112f * 0x1p-110f;  // infinite where a half would be
-  const std::uint32_t sum = bits<std::uint32_t>(bits<float>((least >> 1) + 0x07800000u) + scaled);
-  const std::uint32_t nearest = ((sum >> 13) & 0x7c00u) + (sum & 0x0fffu);
-  return static_cast<std::uint16_t>(((all >> 16) & 0x8000u) | (twice > 0xff000000u ? 0x7e00u : nearest));
-}
-
-static inline float greatest(float one, float other) { return one > other || one != one ? one : other; }
-static inline float least(float one, float other) { return one < other || one != one ? one : other; }
-"""
-"""What the code of functions stands behind."""

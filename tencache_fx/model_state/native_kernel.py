@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tencache_fx.model_state.kernel_source import PRELUDE, write_function
+from tencache_fx.model_state.cpp_prelude import PRELUDE
+from tencache_fx.model_state.kernel_source import write_function
+from tencache_fx.model_state.stored_form import StoredForm
 from tencache_fx.native_code import library_of
 from tencache_fx.thread_safe import threads_beside_others
 
@@ -17,7 +19,7 @@ class NativeFunctions:
     """What a kernel has for the CPU: `update` beside a model that runs, and `staged` while nothing else does.
 
     They may be called in any thread, and let other threads run meanwhile. They check nothing: tensors are 1-D and
-    contiguous.
+    contiguous, and begin where a block of their form does.
     """
 
     update: Callable[..., None]
@@ -27,7 +29,8 @@ class NativeFunctions:
 class NativeKernel:
     """Two functions of a gradient, a weight and more arrays, and `numbers` behind them; their build has begun.
 
-    Raises `UncoveredError` for functions that are not written as native code.
+    The arrays are kept in `forms`, the first of them as it is: it is the master. Functions that are built are called
+    with the forms' parts. Raises `UncoveredError` for functions that are not written as native code.
     """
 
     def __init__(
@@ -35,12 +38,13 @@ class NativeKernel:
         update: Callable[..., None],
         staged: Callable[..., None],
         dtype: torch.dtype,
-        dtypes: Sequence[torch.dtype],
+        forms: Sequence[StoredForm],
         numbers: int,
     ) -> None:
-        of_update = write_function("update", update, (dtype, dtype, *dtypes), numbers)
-        of_staged = write_function("staged", staged, (dtype, dtype, dtype, *dtypes), numbers)
-        self._library = library_of(f"{PRELUDE}\n{of_update}\n{of_staged}")
+        of_update = write_function("update", update, (dtype, dtype, *forms), numbers, other=2)
+        of_staged = write_function("staged", staged, (dtype, dtype, dtype, *forms), numbers, other=3)
+        codes = dict.fromkeys(form.code for form in forms)
+        self._library = library_of("\n".join((PRELUDE, *codes, of_update, of_staged)))
         self._library.start()
 
     def load(self) -> NativeFunctions:

@@ -301,7 +301,7 @@ class OffloadedOptimizer(OptimizerState):
             weight = flat(parameter.data)  # whose version is its own: pieces arrive whenever they do
             held = self._states[parameter]
             assert isinstance(held, State)
-            arrays = (flat(self._written[parameter]), *held.arrays)
+            written = flat(self._written[parameter])
             step, most = self._next(parameter), PIECE_BYTES // parameter.element_size()
             count = partial(self._count_all, parameter, step.after, updated)
             if not weight.numel():
@@ -309,7 +309,7 @@ class OffloadedOptimizer(OptimizerState):
             for start in range(0, weight.numel(), most):
                 part = slice(start, start + most)
                 done = count if part.stop >= weight.numel() else None
-                update = PieceUpdate(state=tuple(array[part] for array in arrays), step=step, done=done)
+                update = PieceUpdate(state=(written[part], *held.piece(part)), step=step, done=done)
                 yield Piece(sources=(gradient[part], weight[part]), target=weight[part], about=update)
 
     def _count_all(self, parameter: Tensor, scalars: Mapping[str, Any], updated: list[Tensor]) -> None:

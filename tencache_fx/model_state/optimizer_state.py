@@ -21,6 +21,7 @@ from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.model_state.placement import StatePlacement, hold_state, is_in, on_cpu, saved_of, shown_of
 from tencache_fx.model_state.shard import Shard
 from tencache_fx.model_state.step_kernel import MASTER, Rule, Step
+from tencache_fx.model_state.stored_form import StoredForm
 from tencache_fx.model_state.update import dense_like, weakly
 from tencache_fx.planning.problem import Tier
 
@@ -161,10 +162,10 @@ class OptimizerState(torch.optim.Optimizer):
     def _count(self, parameter: Tensor, scalars: Mapping[str, Any]) -> None:
         """Note that a parameter has been updated, and what the class then has of it."""
         held = self._states[parameter]
-        held.made = frozenset(held.dtypes)
+        held.made = frozenset(held.forms)
         self._state[parameter].update(on_cpu(scalars), **shown_of(held))
 
-    def _arrays(self, parameter: Tensor) -> Mapping[str, torch.dtype]:
+    def _arrays(self, parameter: Tensor) -> Mapping[str, StoredForm]:
         return self._rule.arrays(self._group(parameter), parameter.dim())
 
     def _ready(self, parameter: Tensor) -> dict[str, Any]:
@@ -174,7 +175,7 @@ class OptimizerState(torch.optim.Optimizer):
         self._leave_former(parameter, offloaded)
         place, arrays = self._places.of(parameter, held), self._arrays(parameter)
         right = held is not None and held.layout == (parameter.size(), parameter.stride()) and held.place == place
-        if held is None or not right or not is_in(held, state) or held.dtypes != arrays:
+        if held is None or not right or not is_in(held, state) or held.forms != arrays:
             if (misfit := find_misfit(parameter, state, arrays)) is not None:
                 raise UsageError(f"{misfit}; a parameter whose size has changed needs a new optimizer.")
             state = self._keep(parameter, saved_of(held, state, arrays), place)

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from tencache_fx.errors import BudgetError
-from tencache_fx.model_state.disk_state import DiskState, line_bytes
+from tencache_fx.model_state.disk_state import DiskState, flat_as, line_bytes
 from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.modules import engine_of, roomy_engine
 from tencache_fx.model_state.offloading import LEAST_BYTES
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.staged_update import ROUND_BYTES
 from tencache_fx.model_state.step_kernel import MASTER
+from tencache_fx.model_state.stored_form import StoredForm, named_parts, state_bytes, store_values
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
 
@@ -26,11 +27,11 @@ class StatePlacement:
         self._order: dict[Tensor, int] = {}
         self._on_disk: dict[Tensor, bool] = {}
 
-    def add(self, parameter: Tensor, dtypes: Mapping[str, torch.dtype]) -> None:
+    def add(self, parameter: Tensor, forms: Mapping[str, StoredForm]) -> None:
         """Add a parameter that is to have such arrays, behind those that are read before it; or know it has others."""
-        self._order[parameter] = state_bytes = parameter.numel() * sum(dtype.itemsize for dtype in dtypes.values())
+        self._order[parameter] = nbytes = state_bytes(forms.values(), parameter.numel())
         if (offloaded := find_offloaded(parameter)) is not None:
-            offloaded.state_bytes = state_bytes
+            offloaded.state_bytes = nbytes
 
     def of(self, parameter: Tensor, held: State | DiskState | None) -> Tier:
         """Return where a parameter's state is to be, given where it is now."""
@@ -67,7 +68,7 @@ class StatePlacement:
 
 
 def hold_state(
-    parameter: Tensor, dtypes: Mapping[str, torch.dtype], values: Mapping[str, Tensor | float], place: Tier
+    parameter: Tensor, forms: Mapping[str, StoredForm], values: Mapping[str, Tensor | float], place: Tier
 ) -> State | DiskState:
     """Return a parameter's state with these values; on disk, too, if there is a store and host memory has no room.
 
@@ -76,36 +77,33 @@ def hold_state(
     engine, offloaded = roomy_engine(parameter.device), find_offloaded(parameter)
     if place is not Tier.NVME:
         try:
-            held = State(engine.object_buffers, parameter, dtypes, on_device=place is Tier.DEVICE)
+            held = State(engine.object_buffers, parameter, forms, on_device=place is Tier.DEVICE)
         except BudgetError:
             if engine.store is None or offloaded is None:
                 raise
         else:
-            for name, tensor in held.tensors.items():
-                value = values[name]
-                if isinstance(value, Tensor):
-                    tensor.copy_(value)
-                else:
-                    tensor.fill_(value)
+            flattened = {name: flat_as(v, parameter) if isinstance(v, Tensor) else v for name, v in values.items()}
+            store_values(forms, held.arrays, flattened)
             return held
     label = "a parameter" if offloaded is None else offloaded.name
-    return DiskState(parameters_of(engine).disk_line, parameter, dtypes, values, label)
+    return DiskState(parameters_of(engine).disk_line, parameter, forms, values, label)
 
 
 def shown_of(held: State | DiskState) -> dict[str, Tensor]:
-    """Return the arrays that are in an optimizer's `state`: the master, and those that its class has made."""
-    return {name: tensor for name, tensor in held.tensors.items() if name in held.made or name == MASTER}
+    """Return what is in an optimizer's `state`: the parts of the master, and of the arrays that its class has made."""
+    shown = named_parts({name: form for name, form in held.forms.items() if name in held.made or name == MASTER})
+    return {name: tensor for name, tensor in held.tensors.items() if name in shown}
 
 
 def saved_of(
-    held: State | DiskState | None, state: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]
+    held: State | DiskState | None, state: Mapping[str, Any], forms: Mapping[str, StoredForm]
 ) -> dict[str, Any]:
-    """Return what there is of a parameter in an optimizer's `state` and on disk, but for arrays not in `dtypes`."""
+    """Return what there is of a parameter in an optimizer's `state` and on disk, but for arrays not in `forms`."""
     if held is None:
         return dict(state)
     more = held.read() if isinstance(held, DiskState) else {}
     found = {**state, **{name: each for name, each in more.items() if name in held.made or name == MASTER}}
-    return {name: each for name, each in found.items() if name in dtypes or name not in held.dtypes}
+    return {name: each for name, each in found.items() if name in forms or name not in held.forms}
 
 
 def is_in(held: State | DiskState, state: Mapping[str, Any]) -> bool:

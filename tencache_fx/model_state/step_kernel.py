@@ -1,9 +1,9 @@
 """The arithmetic of an optimizer: for a step of its class, a kernel in one pass over memory, and its numbers.
 
 A kernel makes of a gradient in the parameter's dtype, an fp32 master weight and the optimizer's arrays the new ones,
-and the new weight. Arrays may be kept in bfloat16: they are rounded stochastically then, because to the nearest a
-moment that changes by less than a 256th a step would stay as it is. What they are rounded by is hashed from the values
-themselves, so a run can be repeated to the last bit.
+and the new weight. Arrays may be kept in other forms than fp32 (`stored_form`). In bfloat16 they are rounded
+stochastically, because to the nearest a moment that changes by less than a 256th a step would stay as it is. What they
+are rounded by is hashed from the values themselves, so a run can be repeated to the last bit.
 """
 
 import functools
@@ -21,6 +21,7 @@ from tencache_fx.errors import OptionError
 from tencache_fx.model_state.kernel_source import UncoveredError
 from tencache_fx.model_state.native_kernel import NativeFunctions, NativeKernel
 from tencache_fx.model_state.step_tracing import TracedStep, trace_step
+from tencache_fx.model_state.stored_form import BF16, FP32, StoredForm, by_form, parts_of
 from tencache_fx.native_code import BuildError
 from tencache_fx.option_values import listed, nearest
 from tencache_fx.stages import STAGES
@@ -30,7 +31,7 @@ log = logging.getLogger("tencache_fx")
 
 MASTER = "master"
 
-_STATE_DTYPES = (torch.float32, torch.bfloat16)
+_FORMS = MappingProxyType({torch.float32: FP32, torch.bfloat16: BF16})
 _MOST_STEPS = 256  # that are known at once: parameters are at the same one, in some groups
 _EXAMPLE_LENGTH = 1 << 20  # so many elements that a kernel is compiled for all threads
 _LEAST_LENGTH = 1 << 12
@@ -68,12 +69,12 @@ class Rule:
     def __init__(
         self, optimizer_class: type[torch.optim.Optimizer], state_dtype: torch.dtype, given: Mapping[str, Any]
     ) -> None:
-        if state_dtype not in _STATE_DTYPES:
+        if state_dtype not in _FORMS:
             raise OptionError(f"state_dtype is {state_dtype}; choose torch.float32 or torch.bfloat16.")
         self._class = optimizer_class
         self._state_dtype = state_dtype
         self._given = given
-        self._arrays: dict[tuple[object, ...], Mapping[str, torch.dtype]] = {}
+        self._arrays: dict[tuple[object, ...], Mapping[str, StoredForm]] = {}
         self._first: dict[tuple[object, ...], tuple[Kernel, ...]] = {}
         self._steps: dict[tuple[object, ...], Step] = {}
         self._kernels: dict[tuple[object, ...], Kernel] = {}
@@ -81,8 +82,8 @@ class Rule:
     def __reduce__(self) -> tuple[object, ...]:
         return rule_of, (self._class, self._state_dtype, self._given)
 
-    def arrays(self, group: Mapping[str, Any], dim: int) -> Mapping[str, torch.dtype]:
-        """Return the dtypes of the state of parameters of so many dimensions in a group, the master weight first.
+    def arrays(self, group: Mapping[str, Any], dim: int) -> Mapping[str, StoredForm]:
+        """Return the forms of the state of parameters of so many dimensions in a group, the master weight first.
 
         Raises `OptionError` when the class cannot be used, or not with these options.
         """
@@ -99,7 +100,7 @@ class Rule:
                 )
             if (again.key, again.numbers) != (first.key, first.numbers):
                 raise OptionError(f"what {name} does depends on a parameter's size; use another optimizer.")
-            kept = {MASTER: torch.float32, **dict.fromkeys(first.names, self._state_dtype)}
+            kept = {MASTER: FP32, **dict.fromkeys(first.names, _FORMS[self._state_dtype])}
             if len(self._arrays) >= _MOST_STEPS:
                 self._arrays.clear()
                 self._first.clear()
@@ -139,7 +140,7 @@ class Rule:
     ) -> TracedStep:
         return trace_step(self._class, self._given, group, shape, scalars, names)
 
-    def _kernel(self, traced: TracedStep, arrays: Mapping[str, torch.dtype]) -> "Kernel":
+    def _kernel(self, traced: TracedStep, arrays: Mapping[str, StoredForm]) -> "Kernel":
         if set(traced.names) - set(arrays):
             raise OptionError(f"{self._class.__name__} keeps {', '.join(traced.names)} by now; use another optimizer.")
         key = traced.key, traced.reads, traced.names, tuple(arrays.items())
@@ -203,32 +204,34 @@ class Kernel:
     devices, it is compiled by Inductor.
     """
 
-    def __init__(self, traced: TracedStep, dtypes: Mapping[str, torch.dtype]) -> None:
-        self._dtypes = tuple(dtypes.values())
+    def __init__(self, traced: TracedStep, forms: Mapping[str, StoredForm]) -> None:
+        self._forms = tuple(forms.values())
         self._count = len(traced.numbers) + 1
-        self._update = _updating(traced, [name for name in dtypes if name != MASTER])
-        self._staged = _staged(self._update)
+        self._on_fp32 = _updating(traced, [name for name in forms if name != MASTER])
+        self._update = _decoding(self._on_fp32, self._forms, 2)
+        self._staged = _decoding(_staged(self._on_fp32), self._forms, 3)
         self._compiled: dict[tuple[torch.dtype, torch.device], Callable[..., None]] = {}
         self._begun: dict[torch.dtype, NativeKernel | UncoveredError] = {}
         self._native: dict[torch.dtype, NativeFunctions | None] = {}
 
     def try_out(self) -> None:
         """Run it uncompiled on a few elements; raises `RuntimeError` if it cannot be run on tensors."""
-        tensors = [torch.zeros(3, dtype=each, device="cpu") for each in (torch.float32, torch.float32, *self._dtypes)]
-        self._update(*tensors, torch.ones(self._count, dtype=torch.float32, device="cpu"))
+        weight, *parts = self._zeros(torch.float32, 3, torch.device("cpu"))
+        self._update(weight.clone(), weight, *parts, torch.ones(self._count, dtype=torch.float32, device="cpu"))
 
     def begin(self, dtype: torch.dtype) -> None:
         """Begin to build, in the background, what updates parameters of `dtype` on the CPU."""
         if dtype not in self._begun:
+            update, staged = self._on_fp32, _staged(self._on_fp32)
             try:
-                self._begun[dtype] = NativeKernel(self._update, self._staged, dtype, self._dtypes, self._count)
+                self._begun[dtype] = NativeKernel(update, staged, dtype, self._forms, self._count)
             except UncoveredError as error:
                 self._begun[dtype] = error
 
     def compiled(self, dtype: torch.dtype, device: torch.device) -> Callable[..., None]:
         """Return the update of parameters of `dtype` on `device`, compiled at the first call.
 
-        It is called with a gradient, a weight, the arrays, master first, all [n], and a step's numbers.
+        It is called with a gradient and a weight, [n], the parts of the arrays, master first, and a step's numbers.
         """
         if (dtype, device) not in self._compiled:
             with STAGES.stage(_STAGE):
@@ -239,9 +242,9 @@ class Kernel:
     def staged(self, dtype: torch.dtype) -> Callable[..., None]:
         """Return what updates what is in host memory for a while: parameters of `dtype` that are not offloaded.
 
-        It is called with a gradient, a weight, the weight as last written, the arrays and a step's numbers, and leaves
-        the new weight in the gradient's place. Where the weight is what was written last, its master has more digits,
-        which are worth keeping; else somebody has set it since.
+        It is called with a gradient, a weight, the weight as last written, the arrays' parts and a step's numbers, and
+        leaves the new weight in the gradient's place. Where the weight is what was written last, its master has more
+        digits, which are worth keeping; else somebody has set it since.
         """
         with STAGES.stage(_STAGE):
             native = self._find_native(dtype)
@@ -262,9 +265,14 @@ class Kernel:
 
     def _by_inductor(self, dtype: torch.dtype, device: torch.device) -> Callable[..., None]:
         length = _EXAMPLE_LENGTH if device.type == "cpu" else _LEAST_LENGTH  # a device's budget may be all but full
-        tensors = [torch.zeros(length, dtype=each, device=device) for each in (dtype, dtype, *self._dtypes)]
+        weight, *parts = self._zeros(dtype, length, device)
         numbers = torch.ones(self._count, dtype=torch.float32, device=device)
-        return compile_for_threads(self._update, [*tensors, numbers])
+        return compile_for_threads(self._update, [torch.zeros_like(weight), weight, *parts, numbers])
+
+    def _zeros(self, dtype: torch.dtype, count: int, device: torch.device) -> list[Tensor]:
+        """Return a weight of so many elements, and the parts of its state."""
+        parts = [torch.zeros(part.count(count), dtype=part.dtype, device=device) for part in parts_of(self._forms)]
+        return [torch.zeros(count, dtype=dtype, device=device), *parts]
 
     @functools.cached_property
     def _staged_by_inductor(self) -> Callable[..., None]:
@@ -272,7 +280,7 @@ class Kernel:
 
 
 def _updating(traced: TracedStep, names: Sequence[str]) -> Callable[..., None]:
-    """Return the function that a kernel is compiled from, for arrays by `names` behind the master."""
+    """Return the function that a kernel is compiled from, for fp32 arrays by `names` behind the master."""
     module = fx.GraphModule(torch.nn.Module(), traced.graph)
     reads = [names.index(name) for name in traced.reads]
     writes = [names.index(name) for name in traced.names]
@@ -283,14 +291,28 @@ def _updating(traced: TracedStep, names: Sequence[str]) -> Callable[..., None]:
     def update(gradient: Tensor, weight: Tensor, master: Tensor, *rest: Tensor) -> None:
         *arrays, numbers = rest
         change = gradient.float() * numbers[0]
-        found = module(change, master, *(arrays[index].float() for index in reads), numbers[1:])
+        found = module(change, master, *(arrays[index] for index in reads), numbers[1:])
         new, *made = (value.clone() if same else value for value, same in zip(found, given, strict=True))
         master.copy_(new)
         for index, value in zip(writes, made, strict=True):
-            arrays[index].copy_(value if arrays[index].dtype == torch.float32 else _rounded(value, new))
+            arrays[index].copy_(value)
         weight.copy_(new)
 
     return update
+
+
+def _decoding(update: Callable[..., None], forms: Sequence[StoredForm], before: int) -> Callable[..., None]:
+    """Return `update`, which is called with fp32 arrays behind `before` others, as a function of parts in `forms`."""
+
+    def on_parts(*tensors: Tensor) -> None:
+        others, (*rest, numbers) = tensors[:before], tensors[before:]
+        parts = by_form(forms, rest)
+        arrays = [form.decode(each) for form, each in zip(forms, parts, strict=True)]
+        update(*others, *arrays, numbers)
+        for form, array, each in zip(forms, arrays, parts, strict=True):
+            form.encode(array, arrays[0], each)
+
+    return on_parts
 
 
 def _staged(update: Callable[..., None]) -> Callable[..., None]:
@@ -300,19 +322,6 @@ def _staged(update: Callable[..., None]) -> Callable[..., None]:
         gradient.copy_(written)
 
     return staged
-
-
-def _rounded(value: Tensor, other: Tensor) -> Tensor:
-    """Return fp32 values rounded to bfloat16 at random: up as often as the digits that go are near the next value.
-
-    What decides is hashed from `value` and `other`, of which one changes with each step.
-    """
-    bits = value.view(torch.int32)
-    mixed = (other.view(torch.int32) * 0x3C6EF372 + bits) * 0x5851F42D
-    mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D
-    noise = (mixed >> 16) & 0xFFFF
-    rounded = ((bits + noise) & -0x10000).view(torch.float32)
-    return torch.where(torch.isfinite(value), rounded, value)
 
 
 def _options_key(group: Mapping[str, Any], *, float_digits: bool = True) -> str:

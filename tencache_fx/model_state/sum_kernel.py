@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tencache_fx.model_state.kernel_source import FROM_STORED, PRELUDE, STORED, TO_STORED
+from tencache_fx.model_state.cpp_prelude import FROM_STORED, PRELUDE, STORED, TO_STORED
 from tencache_fx.native_code import BuildError, Library, library_of
 from tencache_fx.thread_safe import threads_beside_others
 

@@ -18,6 +18,7 @@ from tencache_fx.errors import InvariantError
 from tencache_fx.model_state import placement
 from tencache_fx.model_state.disk_state import DiskState, line_bytes
 from tencache_fx.model_state.parameter_store import parameters_of
+from tencache_fx.model_state.stored_form import BF16, FP32
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
@@ -154,8 +155,8 @@ def test_a_kept_piece_is_read_and_updated_again_while_it_is_written(tmp_path: Pa
     io.delay_s = 0.002
     engine = engine_with(tmp_path, io)
     parameter = torch.zeros(2 * PIECE + 7)
-    dtypes = {"a": torch.float32, "b": torch.bfloat16}  # numbers that bfloat16 has
-    state = DiskState(parameters_of(engine).disk_line, parameter, dtypes, {"a": parameter, "b": 1.0}, "it")
+    forms = {"a": FP32, "b": BF16}  # numbers that bfloat16 has
+    state = DiskState(parameters_of(engine).disk_line, parameter, forms, {"a": parameter, "b": 1.0}, "it")
 
     def add(part: slice, arrays: Sequence[Tensor]) -> None:
         arrays[0].add_(1)
@@ -196,9 +197,9 @@ def test_states_that_die_while_the_store_is_closed_are_no_obstacle(tmp_path: Pat
     io = FaultyIO()
     engine = engine_with(tmp_path, io)
     parameter = torch.zeros(PIECE)
-    dtypes = {"a": torch.float32}
+    forms = {"a": FP32}
     states = [
-        DiskState(parameters_of(engine).disk_line, parameter, dtypes, {"a": float(k)}, f"state {k}") for k in range(6)
+        DiskState(parameters_of(engine).disk_line, parameter, forms, {"a": float(k)}, f"state {k}") for k in range(6)
     ]
     kept = states[3]
     io.read_gate = threading.Event()
@@ -216,7 +217,7 @@ def test_the_line_goes_on_when_no_buffer_can_be_written(tmp_path: Path) -> None:
     """All its buffers are where pieces are from then on: it takes others."""
     io = FaultyIO()
     engine = engine_with(tmp_path, io)
-    state = DiskState(parameters_of(engine).disk_line, torch.zeros(7 * PIECE), {"a": torch.float32}, {"a": 0.0}, "it")
+    state = DiskState(parameters_of(engine).disk_line, torch.zeros(7 * PIECE), {"a": FP32}, {"a": 0.0}, "it")
 
     def fill(part: slice, arrays: Sequence[Tensor]) -> None:
         arrays[0].fill_(3)

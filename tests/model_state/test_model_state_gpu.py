@@ -14,6 +14,7 @@ import tencache_fx
 from tencache_fx.api import regions
 from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.model_state.step_kernel import find_rule
+from tencache_fx.model_state.stored_form import parts_of
 from tencache_fx.optim import AdamW
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import install_engine
@@ -154,7 +155,7 @@ def test_an_update_has_the_same_bits_on_the_device_as_on_the_host(
     rule, group = find_rule(optimizer_class, state_dtype, options)
     arrays = rule.arrays(group, 1)
     step = rule.step(group, 1, {"step": torch.tensor(3.0)}, arrays)
-    state = [torch.rand(count, generator=generator).to(each) for each in arrays.values()]
+    state = [torch.rand(count, generator=generator).to(part.dtype) for part in parts_of(arrays.values())]
     on_host = [change, weight, *state]
     on_device = [each.cuda() for each in on_host]
     step.kernel.compiled(dtype, torch.device("cpu"))(*on_host, step.numbers)

@@ -17,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tencache_fx
 from tencache_fx import native_code
-from tencache_fx.model_state.kernel_source import PRELUDE, UncoveredError, write_function
+from tencache_fx.model_state.cpp_prelude import PRELUDE
+from tencache_fx.model_state.kernel_source import UncoveredError, write_function
 from tencache_fx.model_state.step_kernel import Kernel, Step, find_rule, rule_of
+from tencache_fx.model_state.stored_form import parts_of
 from tencache_fx.optim import AdamW
 from tencache_fx.thread_safe import compile_for_threads
 
@@ -43,7 +45,7 @@ def next_step(
     rule, group = find_rule(optimizer_class, state_dtype, options)
     arrays = rule.arrays(group, 1)
     first = rule.step(group, 1, {}, frozenset())
-    return rule.step(group, 1, first.after, frozenset(arrays)), list(arrays.values())
+    return rule.step(group, 1, first.after, frozenset(arrays)), [part.dtype for part in parts_of(arrays.values())]
 
 
 def values(count: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

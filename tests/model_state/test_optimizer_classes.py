@@ -16,8 +16,9 @@ from tencache_fx.api import regions
 from tencache_fx.errors import OptionError
 from tencache_fx.model_state import placement
 from tencache_fx.model_state.parameter_store import parameters_of
-from tencache_fx.model_state.step_kernel import _rounded, find_rule
+from tencache_fx.model_state.step_kernel import find_rule
 from tencache_fx.model_state.step_tracing import trace_step
+from tencache_fx.model_state.stored_form import round_by_hash
 from tencache_fx.optim import AdamW, OffloadedOptimizer
 from tencache_fx.runtime.engine_registry import engines
 
@@ -219,13 +220,13 @@ def test_moments_in_bfloat16_take_half_the_memory_and_follow_those_in_fp32() -> 
 def test_rounding_is_fair_and_keeps_what_is_no_number() -> None:
     value = torch.full((1 << 16,), 1 + 2.0**-9)  # a quarter of the way to the next bfloat16
     other = torch.rand(1 << 16, generator=torch.Generator().manual_seed(0))
-    rounded = _rounded(value, other)
+    rounded = round_by_hash(value, other)
     assert sorted(set(rounded.tolist())) == [1.0, 1 + 2.0**-7]
     assert (rounded > 1).float().mean().item() == pytest.approx(0.25, abs=0.02)
     assert torch.equal(rounded, rounded.bfloat16().float())
     odd = torch.tensor([float("inf"), float("-inf"), 0.0, -0.0, 3.3e38])
-    assert torch.equal(_rounded(odd, odd)[:4], odd[:4])
-    assert _rounded(torch.tensor([float("nan")]), odd[:1]).isnan().all()
+    assert torch.equal(round_by_hash(odd, odd)[:4], odd[:4])
+    assert round_by_hash(torch.tensor([float("nan")]), odd[:1]).isnan().all()
 
 
 def test_state_in_bfloat16_goes_on_from_a_checkpoint_to_the_last_bit() -> None:
