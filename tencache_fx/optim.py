@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from tencache_fx.model_state.optimizer import OffloadedOptimizer
+from tencache_fx.model_state.step_kernel import StateDtype
 from tencache_fx.model_state.streamed_optimizer import StreamedOptimizer
 from tencache_fx.renames import new_name
 
@@ -38,7 +39,7 @@ class AdamW(OffloadedOptimizer):
         amsgrad: bool = False,
         maximize: bool = False,
         step_in_backward: bool = False,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: StateDtype = torch.float32,
     ) -> None:
         super().__init__(
             params,

@@ -14,7 +14,7 @@ import torch
 from tencache_fx.model_state.step_kernel import find_rule
 from tencache_fx.model_state.stored_form import parts_of, store_values
 
-_STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_STATES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": "8bit"}
 
 
 def parameters_per_s(state: str, elements: int, rounds: int) -> float:

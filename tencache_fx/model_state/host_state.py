@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tencache_fx.model_state.stored_form import StoredForm, named_parts, parts_of
+from tencache_fx.model_state.stored_form import StoredForm, by_form, named_parts, parts_of
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.object_buffers import ObjectBuffers
@@ -52,6 +52,12 @@ class State:
             name: array.as_strided(parameter.size(), parameter.stride()) if part.per == 1 else array
             for (name, part), array in zip(parts.items(), self.arrays, strict=True)
         }
+
+    def decode(self, name: str) -> Tensor:
+        """Return an array as a tensor of the parameter's shape, in ordinary host memory."""
+        size, stride = self.layout
+        all_parts = dict(zip(self.forms, by_form(tuple(self.forms.values()), self.arrays), strict=True))
+        return self.forms[name].decode([part.cpu() for part in all_parts[name]]).as_strided(size, stride)
 
     def piece(self, elements: slice) -> tuple[Tensor, ...]:
         """Return the parts of some elements, which begin where a block begins."""

@@ -29,7 +29,7 @@ from tencache_fx.model_state.optimizer_state import OptimizerState
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.staged_update import PIECE_BYTES, Piece, Round, open_round, work_on_host
 from tencache_fx.model_state.step_hooks import check_last, check_node, hook, is_hooked_once, is_watched_in_graph
-from tencache_fx.model_state.step_kernel import find_rule
+from tencache_fx.model_state.step_kernel import StateDtype, find_rule
 from tencache_fx.model_state.update import (
     ParameterUpdate,
     PieceUpdate,
@@ -61,7 +61,8 @@ class OffloadedOptimizer(OptimizerState):
     loading weights for instance, is taken as it is then. `state_dict` is the class's own with the master weights beside
     what that has; either loads the other's.
 
-    `state_dtype`, float32 or (rounded stochastically) bfloat16, is that of the state besides the master.
+    `state_dtype` is that of the state besides the master: float32, bfloat16 (rounded stochastically), or "8bit", in
+    blocks (`eight_bit_form`).
 
     `step_in_backward` updates an offloaded parameter as soon as its gradient is there, once for each backward, with
     the learning rate of that moment, and leaves its `.grad` None: nothing that looks at all gradients first, such as
@@ -83,7 +84,7 @@ class OffloadedOptimizer(OptimizerState):
         optimizer_class: type[torch.optim.Optimizer],
         *,
         step_in_backward: bool = False,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: StateDtype = torch.float32,
         **options: Any,
     ) -> None:
         self._in_backward = step_in_backward

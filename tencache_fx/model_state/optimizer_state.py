@@ -18,9 +18,9 @@ from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.optimizer_checks import find_misfit
 from tencache_fx.model_state.parameter_store import find_offloaded
-from tencache_fx.model_state.placement import StatePlacement, hold_state, is_in, on_cpu, saved_of, shown_of
+from tencache_fx.model_state.placement import StatePlacement, decoded_of, hold_state, is_in, on_cpu, saved_of, shown_of
 from tencache_fx.model_state.shard import Shard
-from tencache_fx.model_state.step_kernel import MASTER, Rule, Step
+from tencache_fx.model_state.step_kernel import LEAST_8BIT, MASTER, Rule, Step
 from tencache_fx.model_state.stored_form import StoredForm
 from tencache_fx.model_state.update import dense_like, weakly
 from tencache_fx.planning.problem import Tier
@@ -62,8 +62,7 @@ class OptimizerState(torch.optim.Optimizer):
         """Return the state to copy or pickle, including that on disk."""
         self._wait_updates()
         packed: dict[str, Any] = super().__getstate__()
-        on_disk = {p: held.read() for p, held in self._states.items() if isinstance(held, DiskState)}
-        state = {p: {**kept, **on_disk.get(p, {})} for p, kept in self._state.items()}
+        state = {p: decoded_of(self._states.get(p), kept) for p, kept in self._state.items()}
         return {**packed, "state": defaultdict(dict, state), "_rule": self._rule}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -78,24 +77,26 @@ class OptimizerState(torch.optim.Optimizer):
         """Take note of the parameters of a group, behind all others; the kernels of their first steps are begun."""
         for parameter in group["params"]:
             self._urgency[parameter] = len(self._urgency)
-            self._places.add(parameter, self._rule.arrays(group, parameter.dim()))
-        for dim, dtype in {(p.dim(), p.dtype) for p in group["params"] if p.requires_grad}:
-            self._rule.begin(group, dim, dtype)
+            self._places.add(parameter, self._rule.arrays(group, parameter.dim(), parameter.numel()))
+        counts = {(p.dim(), p.dtype, min(p.numel(), LEAST_8BIT)) for p in group["params"] if p.requires_grad}
+        for dim, dtype, elements in counts:
+            self._rule.begin(group, dim, dtype, elements)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, once the updates under way are done, as torch does.
 
         Arrays of parameters that are spread over ranks are DTensors, as these are in the model's `state_dict`.
-        State on disk is copied to a file without a name there, from which its tensors are mapped.
+        State on disk is copied to a file without a name there, from which its tensors are mapped. State in 8 bits is
+        decoded to fp32 tensors, from which it is made again to the last bit.
         """
         self._wait_updates()
         packed: dict[str, Any] = super().state_dict()
         parameters = (p for group in self.param_groups for p in group["params"])
         indices = (index for group in packed["param_groups"] for index in group["params"])
         for index, parameter in zip(indices, parameters, strict=True):
-            kept = packed["state"].get(index, {})
-            if isinstance(held := self._states.get(parameter), DiskState):
-                kept = packed["state"][index] = {**kept, **held.read()}
+            held, kept = self._states.get(parameter), packed["state"].get(index, {})
+            if held is not None:
+                kept = packed["state"][index] = decoded_of(held, kept)
             if kept and (shard := _shard_of(parameter)) is not None:
                 packed["state"][index] = {name: _as_saved(shard, value) for name, value in kept.items()}
         return packed
@@ -150,8 +151,10 @@ class OptimizerState(torch.optim.Optimizer):
     def _next(self, parameter: Tensor) -> Step:
         """Return the step that a parameter, whose state is ready, is to take."""
         arrays = self._arrays(parameter)
-        scalars = {name: each for name, each in self._state[parameter].items() if name not in arrays}
-        return self._rule.step(self._group(parameter), parameter.dim(), scalars, self._states[parameter].made)
+        held, count = self._states[parameter], parameter.numel()
+        kept = {*arrays, *held.tensors}
+        scalars = {name: each for name, each in self._state[parameter].items() if name not in kept}
+        return self._rule.step(self._group(parameter), parameter.dim(), scalars, held.made, count)
 
     def _is_fresh(self, parameter: Tensor, offloaded: OffloadedParameter) -> bool:
         """Return whether the weight may have been set since its master was made; asked once for each update."""
@@ -166,7 +169,7 @@ class OptimizerState(torch.optim.Optimizer):
         self._state[parameter].update(on_cpu(scalars), **shown_of(held))
 
     def _arrays(self, parameter: Tensor) -> Mapping[str, StoredForm]:
-        return self._rule.arrays(self._group(parameter), parameter.dim())
+        return self._rule.arrays(self._group(parameter), parameter.dim(), parameter.numel())
 
     def _ready(self, parameter: Tensor) -> dict[str, Any]:
         """Return the parameter's state, made at its first step, in the order the parameter has in memory now."""

@@ -95,15 +95,28 @@ def shown_of(held: State | DiskState) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in held.tensors.items() if name in shown}
 
 
+def decoded_of(held: State | DiskState | None, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what there is of a parameter in an optimizer's `state` and on disk, arrays as tensors of its shape."""
+    if held is None:
+        return dict(state)
+    if isinstance(held, DiskState):
+        return {**state, **held.read()}
+    in_blocks = {name: form for name, form in held.forms.items() if not form.is_elementwise}
+    decoded = {name: held.decode(name) for name in in_blocks if state.get(name) is held.tensors[name]}
+    parts = named_parts(in_blocks)
+    others = {name: each for name, each in state.items() if name not in parts or each is not held.tensors[name]}
+    return {**others, **decoded}
+
+
 def saved_of(
     held: State | DiskState | None, state: Mapping[str, Any], forms: Mapping[str, StoredForm]
 ) -> dict[str, Any]:
-    """Return what there is of a parameter in an optimizer's `state` and on disk, but for arrays not in `forms`."""
+    """Return what `decoded_of` does, but for arrays that have not been made, or are not in `forms`."""
     if held is None:
         return dict(state)
-    more = held.read() if isinstance(held, DiskState) else {}
-    found = {**state, **{name: each for name, each in more.items() if name in held.made or name == MASTER}}
-    return {name: each for name, each in found.items() if name in forms or name not in held.forms}
+    made = {*held.made, MASTER} if isinstance(held, DiskState) else held.forms.keys()
+    gone = {name for name in held.forms if name not in forms or name not in made}
+    return {name: each for name, each in decoded_of(held, state).items() if name not in gone}
 
 
 def is_in(held: State | DiskState, state: Mapping[str, Any]) -> bool:

@@ -12,16 +12,19 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
 from tencache_fx.errors import OptionError
+from tencache_fx.model_state.decoded_update import compile_on_parts, on_parts
+from tencache_fx.model_state.eight_bit_form import SIGNED_8BIT, UNSIGNED_8BIT
 from tencache_fx.model_state.kernel_source import UncoveredError
 from tencache_fx.model_state.native_kernel import NativeFunctions, NativeKernel
 from tencache_fx.model_state.step_tracing import TracedStep, trace_step
-from tencache_fx.model_state.stored_form import BF16, FP32, StoredForm, by_form, parts_of
+from tencache_fx.model_state.stored_form import BF16, FP32, StoredForm, parts_of
+from tencache_fx.model_state.value_signs import nonnegative
 from tencache_fx.native_code import BuildError
 from tencache_fx.option_values import listed, nearest
 from tencache_fx.stages import STAGES
@@ -31,7 +34,16 @@ log = logging.getLogger("tencache_fx")
 
 MASTER = "master"
 
-_FORMS = MappingProxyType({torch.float32: FP32, torch.bfloat16: BF16})
+StateDtype: TypeAlias = torch.dtype | Literal["8bit"]
+"""What an optimizer keeps its arrays in, besides the master."""
+
+LEAST_8BIT = 1 << 12
+"""Parameters of fewer elements keep their state in fp32 where that of others is in 8 bits."""
+
+# Of arrays that may have numbers below zero, and of others.
+_FORMS: Mapping[StateDtype, tuple[StoredForm, StoredForm]] = MappingProxyType(
+    {torch.float32: (FP32, FP32), torch.bfloat16: (BF16, BF16), "8bit": (SIGNED_8BIT, UNSIGNED_8BIT)}
+)
 _MOST_STEPS = 256  # that are known at once: parameters are at the same one, in some groups
 _EXAMPLE_LENGTH = 1 << 20  # so many elements that a kernel is compiled for all threads
 _LEAST_LENGTH = 1 << 12
@@ -63,14 +75,15 @@ class Rule:
     """How a torch optimizer class updates single elements, with what it keeps in `state_dtype`, but for fp32 masters.
 
     It is made with the options of a group, and with those `given` that are no group's. Raises `OptionError` for another
-    `state_dtype` than fp32 and bfloat16.
+    `state_dtype` than fp32, bfloat16 and "8bit". Where `elements` are asked for, they are a parameter's: state of fewer
+    than `LEAST_8BIT` is not kept in 8 bits.
     """
 
     def __init__(
-        self, optimizer_class: type[torch.optim.Optimizer], state_dtype: torch.dtype, given: Mapping[str, Any]
+        self, optimizer_class: type[torch.optim.Optimizer], state_dtype: StateDtype, given: Mapping[str, Any]
     ) -> None:
         if state_dtype not in _FORMS:
-            raise OptionError(f"state_dtype is {state_dtype}; choose torch.float32 or torch.bfloat16.")
+            raise OptionError(f"state_dtype is {state_dtype!r}; choose torch.float32, torch.bfloat16 or '8bit'.")
         self._class = optimizer_class
         self._state_dtype = state_dtype
         self._given = given
@@ -82,12 +95,12 @@ class Rule:
     def __reduce__(self) -> tuple[object, ...]:
         return rule_of, (self._class, self._state_dtype, self._given)
 
-    def arrays(self, group: Mapping[str, Any], dim: int) -> Mapping[str, StoredForm]:
+    def arrays(self, group: Mapping[str, Any], dim: int, elements: int = LEAST_8BIT) -> Mapping[str, StoredForm]:
         """Return the forms of the state of parameters of so many dimensions in a group, the master weight first.
 
         Raises `OptionError` when the class cannot be used, or not with these options.
         """
-        key = _first_key(group, dim)
+        key = self._first_key(group, dim, elements)
         if key not in self._arrays:
             small, other = ((2,) * max(0, dim - 1) + (each,) for each in (3, 4))
             first, again = (self._trace(group, shape, {}, ()) for shape in (small, other))
@@ -100,7 +113,7 @@ class Rule:
                 )
             if (again.key, again.numbers) != (first.key, first.numbers):
                 raise OptionError(f"what {name} does depends on a parameter's size; use another optimizer.")
-            kept = {MASTER: FP32, **dict.fromkeys(first.names, _FORMS[self._state_dtype])}
+            kept = {MASTER: FP32, **self._forms(first, second, elements)}
             if len(self._arrays) >= _MOST_STEPS:
                 self._arrays.clear()
                 self._first.clear()
@@ -108,23 +121,31 @@ class Rule:
             self._arrays[key] = MappingProxyType(kept)
         return self._arrays[key]
 
-    def begin(self, group: Mapping[str, Any], dim: int, dtype: torch.dtype) -> None:
+    def begin(self, group: Mapping[str, Any], dim: int, dtype: torch.dtype, elements: int = LEAST_8BIT) -> None:
         """Begin to build, in the background, the kernels of the first steps of such parameters on the CPU."""
-        self.arrays(group, dim)
-        for kernel in self._first[_first_key(group, dim)]:
+        self.arrays(group, dim, elements)
+        for kernel in self._first[self._first_key(group, dim, elements)]:
             kernel.begin(dtype)
 
     def initial(self, group: Mapping[str, Any], dim: int) -> Mapping[str, float]:
         """Return what is in each array before the first step."""
         return {MASTER: float("nan"), **self.step(group, dim, {}, frozenset()).initial}
 
-    def step(self, group: Mapping[str, Any], dim: int, scalars: Mapping[str, Any], made: Collection[str]) -> Step:
+    def step(
+        self,
+        group: Mapping[str, Any],
+        dim: int,
+        scalars: Mapping[str, Any],
+        made: Collection[str],
+        elements: int = LEAST_8BIT,
+    ) -> Step:
         """Return a step of a parameter in a group, of which the class has `scalars` and has `made` so many arrays."""
-        arrays = self.arrays(group, dim)
+        arrays = self.arrays(group, dim, elements)
         names = tuple(name for name in arrays if name in made and name != MASTER)
-        key = _options_key(group), dim, _exactly(scalars), names
+        key = _options_key(group), dim, _exactly(scalars), names, self._is_small(elements)
         if key not in self._steps:
             traced = self._trace(group, (2,) * max(0, dim - 1) + (4,), scalars, names)
+            self._check_signs(traced, arrays)
             if len(self._steps) >= _MOST_STEPS:
                 self._steps.clear()
             self._steps[key] = Step(
@@ -134,6 +155,30 @@ class Rule:
                 after=traced.scalars,
             )
         return self._steps[key]
+
+    def _is_small(self, elements: int) -> bool:
+        return self._state_dtype == "8bit" and elements < LEAST_8BIT
+
+    def _first_key(self, group: Mapping[str, Any], dim: int, elements: int) -> tuple[object, ...]:
+        """Return what decides on the arrays and the first steps of such parameters of a group."""
+        return _options_key(group, float_digits=False), dim, self._is_small(elements)
+
+    def _forms(self, first: TracedStep, second: TracedStep, elements: int) -> dict[str, StoredForm]:
+        """Return the forms of arrays, given the first two steps."""
+        unsigned, found = frozenset(first.names), frozenset[str]()
+        while (found := unsigned & nonnegative(first, unsigned) & nonnegative(second, unsigned)) != unsigned:
+            unsigned = found
+        of_any, of_unsigned = _FORMS[torch.float32 if self._is_small(elements) else self._state_dtype]
+        return {name: of_unsigned if name in unsigned else of_any for name in first.names}
+
+    def _check_signs(self, traced: TracedStep, arrays: Mapping[str, StoredForm]) -> None:
+        """Raise `OptionError` where a step may make an array negative that the first steps did not."""
+        unsigned = frozenset(name for name, form in arrays.items() if form is UNSIGNED_8BIT)
+        if wrong := unsigned - nonnegative(traced, unsigned):
+            raise OptionError(
+                f"{self._class.__name__} has {', '.join(sorted(wrong))} at or above zero in its first steps only; "
+                "use state_dtype=torch.bfloat16."
+            )
 
     def _trace(
         self, group: Mapping[str, Any], shape: tuple[int, ...], scalars: Mapping[str, Any], names: Sequence[str]
@@ -155,13 +200,13 @@ class Rule:
 
 
 @functools.cache
-def rule_of(optimizer_class: type[torch.optim.Optimizer], state_dtype: torch.dtype, given: Options) -> Rule:
+def rule_of(optimizer_class: type[torch.optim.Optimizer], state_dtype: StateDtype, given: Options) -> Rule:
     """Return the rule of a class, which all its optimizers share, and so its kernels; raises what `Rule` raises."""
     return Rule(optimizer_class, state_dtype, given)
 
 
 def find_rule(
-    optimizer_class: type[torch.optim.Optimizer], state_dtype: torch.dtype, options: Mapping[str, Any]
+    optimizer_class: type[torch.optim.Optimizer], state_dtype: StateDtype, options: Mapping[str, Any]
 ) -> tuple[Rule, dict[str, Any]]:
     """Return the rule of a class made with `options`, and the options of its groups, with those not given.
 
@@ -208,16 +253,16 @@ class Kernel:
         self._forms = tuple(forms.values())
         self._count = len(traced.numbers) + 1
         self._on_fp32 = _updating(traced, [name for name in forms if name != MASTER])
-        self._update = _decoding(self._on_fp32, self._forms, 2)
-        self._staged = _decoding(_staged(self._on_fp32), self._forms, 3)
+        self._update = on_parts(self._on_fp32, self._forms, 2)
+        self._staged = on_parts(_staged(self._on_fp32), self._forms, 3)
         self._compiled: dict[tuple[torch.dtype, torch.device], Callable[..., None]] = {}
         self._begun: dict[torch.dtype, NativeKernel | UncoveredError] = {}
         self._native: dict[torch.dtype, NativeFunctions | None] = {}
 
     def try_out(self) -> None:
         """Run it uncompiled on a few elements; raises `RuntimeError` if it cannot be run on tensors."""
-        weight, *parts = self._zeros(torch.float32, 3, torch.device("cpu"))
-        self._update(weight.clone(), weight, *parts, torch.ones(self._count, dtype=torch.float32, device="cpu"))
+        numbers = torch.ones(self._count, dtype=torch.float32, device="cpu")
+        self._update(*_zeros(torch.float32, self._forms, 3, torch.device("cpu")), numbers)
 
     def begin(self, dtype: torch.dtype) -> None:
         """Begin to build, in the background, what updates parameters of `dtype` on the CPU."""
@@ -265,18 +310,24 @@ class Kernel:
 
     def _by_inductor(self, dtype: torch.dtype, device: torch.device) -> Callable[..., None]:
         length = _EXAMPLE_LENGTH if device.type == "cpu" else _LEAST_LENGTH  # a device's budget may be all but full
-        weight, *parts = self._zeros(dtype, length, device)
-        numbers = torch.ones(self._count, dtype=torch.float32, device=device)
-        return compile_for_threads(self._update, [torch.zeros_like(weight), weight, *parts, numbers])
 
-    def _zeros(self, dtype: torch.dtype, count: int, device: torch.device) -> list[Tensor]:
-        """Return a weight of so many elements, and the parts of its state."""
-        parts = [torch.zeros(part.count(count), dtype=part.dtype, device=device) for part in parts_of(self._forms)]
-        return [torch.zeros(count, dtype=dtype, device=device), *parts]
+        def compiler(update: Callable[..., None], forms: Sequence[StoredForm]) -> Callable[..., None]:
+            numbers = torch.ones(self._count, dtype=torch.float32, device=device)
+            return compile_for_threads(update, [*_zeros(dtype, forms, length, device), numbers])
+
+        return compile_on_parts(self._on_fp32, self._forms, 2, compiler)
 
     @functools.cached_property
     def _staged_by_inductor(self) -> Callable[..., None]:
-        return torch.compile(self._staged, dynamic=True)
+        return compile_on_parts(
+            _staged(self._on_fp32), self._forms, 3, lambda update, _: torch.compile(update, dynamic=True)
+        )
+
+
+def _zeros(dtype: torch.dtype, forms: Sequence[StoredForm], count: int, device: torch.device) -> list[Tensor]:
+    """Return a gradient and a weight of so many elements, and the parts of the weight's state."""
+    parts = [torch.zeros(part.count(count), dtype=part.dtype, device=device) for part in parts_of(forms)]
+    return [*(torch.zeros(count, dtype=dtype, device=device) for _ in range(2)), *parts]
 
 
 def _updating(traced: TracedStep, names: Sequence[str]) -> Callable[..., None]:
@@ -301,20 +352,6 @@ def _updating(traced: TracedStep, names: Sequence[str]) -> Callable[..., None]:
     return update
 
 
-def _decoding(update: Callable[..., None], forms: Sequence[StoredForm], before: int) -> Callable[..., None]:
-    """Return `update`, which is called with fp32 arrays behind `before` others, as a function of parts in `forms`."""
-
-    def on_parts(*tensors: Tensor) -> None:
-        others, (*rest, numbers) = tensors[:before], tensors[before:]
-        parts = by_form(forms, rest)
-        arrays = [form.decode(each) for form, each in zip(forms, parts, strict=True)]
-        update(*others, *arrays, numbers)
-        for form, array, each in zip(forms, arrays, parts, strict=True):
-            form.encode(array, arrays[0], each)
-
-    return on_parts
-
-
 def _staged(update: Callable[..., None]) -> Callable[..., None]:
     def staged(gradient: Tensor, weight: Tensor, written: Tensor, master: Tensor, *rest: Tensor) -> None:
         master.copy_(torch.where(written == weight, master, weight.float()))
@@ -328,11 +365,6 @@ def _options_key(group: Mapping[str, Any], *, float_digits: bool = True) -> str:
     """Return a text that differs where the options of two groups do; without `float_digits`, or where one is 0."""
     options = {name: value for name, value in group.items() if name != "params"}
     return _exactly(options if float_digits else {name: _is_there(value) for name, value in options.items()})
-
-
-def _first_key(group: Mapping[str, Any], dim: int) -> tuple[object, ...]:
-    """Return what decides on the arrays and the first steps of a group's parameters of so many dimensions."""
-    return _options_key(group, float_digits=False), dim
 
 
 def _is_there(value: Any) -> Any:

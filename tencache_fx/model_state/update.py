@@ -18,6 +18,7 @@ from tencache_fx.model_state.parameter_ops import send_to_host
 from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.model_state.step_hooks import step_hooks
 from tencache_fx.model_state.step_kernel import Step
+from tencache_fx.model_state.stored_form import parts_of
 from tencache_fx.model_state.update_queue import Begun, Room, Updates
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.stats import Stats
@@ -80,7 +81,8 @@ class ParameterUpdate:
             kernel(change, value, *some, numbers)
 
         reading = () if self.offloaded.last_read is None else (self.offloaded.last_read,)
-        last = room.stream(len(weight), [gradient, *arrays], [*arrays, weight], work, reading)
+        parts = dict(zip(arrays, parts_of(self.state.forms.values()), strict=True))
+        last = room.stream(len(weight), [gradient, *arrays], [*arrays, weight], work, reading, parts)
 
         def finish() -> None:
             last.synchronize()

@@ -14,24 +14,29 @@ import heapq
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from tencache_fx.errors import TencacheError
+from tencache_fx.model_state.stored_form import Part
 from tencache_fx.runtime.streams import Event, Lane, Streams
+from tencache_fx.units import round_up
 
 _T = TypeVar("_T")
+_NO_PARTS: Mapping[Tensor, Part] = MappingProxyType({})
 
 _POLL_S = 0.0005  # CUDA events do not notify
 _DEPTH = 3  # pieces under way on the device: one coming in, one worked on, one going out
 _LEAST_COUNT = 1 << 16  # elements of a piece below which copies take longer to begin than to run
 _ALIGN = 128  # elements
+_ALIGN_BYTES = 128
 
 
 class Update(Protocol):
@@ -107,16 +112,22 @@ class Room:
         targets: Sequence[Tensor],
         work: Callable[[Sequence[Tensor]], None],
         after: Sequence[Event] = (),
+        parts: Mapping[Tensor, Part] = _NO_PARTS,
     ) -> Event:
         """Copy `sources`, 1-D of `count` elements, in piece by piece; let `work` change them; copy `targets` out.
+
+        Those that have an item for several elements are in `parts`.
 
         `targets` are the last of the sources, or the same with others before them, for which `work` gets memory. They
         are written behind `after`. Returns the event of the last copy. The host waits until a piece can begin: a copy
         engine goes on with the queue it is at, and would let everybody else's copies wait for a long one.
         """
         streams, arrays = self._streams, [*sources, *(t for t in targets if all(t is not s for s in sources))]
-        slot_bytes = self._slots[0].memory.numel()
-        most = slot_bytes // sum(array.itemsize for array in arrays) // _ALIGN * _ALIGN
+        kinds = [parts.get(array, Part("", array.dtype)) for array in arrays]
+        unit = max(_ALIGN, *(kind.per for kind in kinds))
+        gaps_bytes = _ALIGN_BYTES * sum(kind.per > 1 for kind in kinds)  # behind parts that are not as long as a unit
+        slot_bytes = self._slots[0].memory.numel() - gaps_bytes
+        most = slot_bytes // sum(kind.nbytes(unit) for kind in kinds) * unit
         last: Event = streams.record_compute()
         with streams.beside(), self._joined_on_failure():
             for start in range(0, count, most):
@@ -124,14 +135,15 @@ class Room:
                 self._slots.rotate(-1)
                 streams.wait_host(slot.after)
                 self.between()
-                some = min(most, count - start)
-                pieces = _cut(slot.memory, arrays, most, some)
-                coming = [(piece, src[start : start + some]) for piece, src in zip(pieces, sources, strict=False)]
+                some = slice(start, min(start + most, count))
+                cuts = {array: kind.of(array, some) for array, kind in zip(arrays, kinds, strict=True)}
+                pieces = _like(cuts.values(), slot.memory)
+                coming = [(piece, cuts[source]) for piece, source in zip(pieces, sources, strict=False)]
                 streams.wait_compute(streams.copy_all(Lane.UPDATE_IN, coming, slot.after))
                 work(pieces)
                 done = (streams.record_compute(), *after)
-                by_array = {id(array): piece for array, piece in zip(arrays, pieces, strict=True)}
-                going = [(target[start : start + some], by_array[id(target)]) for target in targets]
+                by_array = dict(zip(arrays, pieces, strict=True))
+                going = [(cuts[target], by_array[target]) for target in targets]
                 last = streams.copy_all(Lane.UPDATE_OUT, going, done)
                 slot.after = (last,)
         return last
@@ -146,12 +158,12 @@ class Room:
             raise
 
 
-def _cut(memory: Tensor, arrays: Sequence[Tensor], most: int, count: int) -> list[Tensor]:
-    """Return `count` elements of each array's dtype out of `memory`, which has room for `most` of each."""
+def _like(arrays: Iterable[Tensor], memory: Tensor) -> list[Tensor]:
+    """Return tensors like the arrays, one behind the other in `memory`."""
     pieces, start = [], 0
     for array in arrays:
-        pieces.append(memory[start : start + count * array.itemsize].view(array.dtype))
-        start += most * array.itemsize
+        pieces.append(memory[start : start + array.nbytes].view(array.dtype))
+        start = round_up(start + array.nbytes, _ALIGN_BYTES)
     return pieces
 
 

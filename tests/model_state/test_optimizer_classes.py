@@ -144,7 +144,11 @@ def test_steps_are_those_of_the_class(optimizer_class: type[torch.optim.Optimize
         (torch.optim.SGD, {"lr": "x"}, "SGD cannot be made with these options: .*'str'.*; correct them"),
         (torch.optim.Adam, {"fused": True, "differentiable": True}, "Adam cannot be made with these options: .fused."),
         (torch.optim.SGD, {"lr": -1.0}, "SGD cannot be made with these options: Invalid learning rate"),
-        (torch.optim.Adam, {"state_dtype": torch.float16}, "state_dtype is torch.float16; choose"),
+        (
+            torch.optim.Adam,
+            {"state_dtype": torch.float16},
+            "state_dtype is torch.float16; choose torch.float32, torch",
+        ),
     ],
 )
 def test_what_cannot_be_offloaded_is_refused(
