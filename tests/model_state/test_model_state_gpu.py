@@ -13,8 +13,8 @@ from torch import nn
 import tencache_fx
 from tencache_fx.api import regions
 from tencache_fx.hardware.devices import resolve_device
-from tencache_fx.model_state.step_kernel import find_rule
-from tencache_fx.model_state.stored_form import parts_of
+from tencache_fx.model_state.step_kernel import StateDtype, find_rule
+from tencache_fx.model_state.stored_form import parts_of, store_values
 from tencache_fx.optim import AdamW
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import install_engine
@@ -142,11 +142,11 @@ def test_inference_writes_caches_while_weights_are_away() -> None:
     assert regions()[-1].plan.forecast.h2d_bytes
 
 
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, "8bit"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
 def test_an_update_has_the_same_bits_on_the_device_as_on_the_host(
-    optimizer_class: type[torch.optim.Optimizer], dtype: torch.dtype, state_dtype: torch.dtype
+    optimizer_class: type[torch.optim.Optimizer], dtype: torch.dtype, state_dtype: StateDtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     count = 1_000_003
@@ -155,7 +155,8 @@ def test_an_update_has_the_same_bits_on_the_device_as_on_the_host(
     rule, group = find_rule(optimizer_class, state_dtype, options)
     arrays = rule.arrays(group, 1)
     step = rule.step(group, 1, {"step": torch.tensor(3.0)}, arrays)
-    state = [torch.rand(count, generator=generator).to(part.dtype) for part in parts_of(arrays.values())]
+    state = [torch.empty(part.count(count), dtype=part.dtype) for part in parts_of(arrays.values())]
+    store_values(arrays, state, {name: torch.rand(count, generator=generator) for name in arrays})
     on_host = [change, weight, *state]
     on_device = [each.cuda() for each in on_host]
     step.kernel.compiled(dtype, torch.device("cpu"))(*on_host, step.numbers)

@@ -396,12 +396,32 @@ QUICK: dict[str, Callable[[], Found]] = {
     "blocks by step, with room for state": partial(train, roomy_blocks, clips=True),
 }
 
+
+def in_eight_bits() -> Found:
+    """Go on from a checkpoint of state in blocks, of which each rank has its own."""
+    own = range(dist.get_rank(), dist.get_rank() + 1)
+    models, optimizers = [spread(), spread(seed=7)], []
+    for model in models:
+        optimizers.append(AdamW(model.parameters(), lr=1e-3, state_dtype="8bit"))
+        step_once(model, optimizers[-1], own)
+    checkpoint.save(saved(models[0], optimizers[0]), checkpoint_id="in_8_bits")
+    state = saved(models[1], optimizers[1])
+    checkpoint.load(state, checkpoint_id="in_8_bits")
+    models[1].load_state_dict(state["model"])
+    optimizers[1].load_state_dict(state["optimizer"])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        step_once(model, optimizer, own)
+    kept = {each["exp_avg"].dtype for each in optimizers[1].state.values()}
+    return {"off by": differences(whole(models[0]), whole(models[1])), "kept in": sorted(map(str, kept))}
+
+
 OTHERS: dict[str, Callable[[], Found]] = {
     "meta": made_on_meta,
     "summon": summoned,
     "tied": tied,
     "frozen integers": frozen_integers,
     "checkpoints": checkpoints,
+    "8 bits": in_eight_bits,
     "scaled": scaled,
     "refusals": refusals,
 }

@@ -86,6 +86,11 @@ def test_checkpoints_are_for_any_number_of_ranks(others):
             assert 0 <= off_by < (NEAR if "later" in name else 1e-30), (name, found)
 
 
+def test_state_in_8_bits_goes_on_to_the_last_bit(others):
+    for found in (each["8 bits"] for each in others):
+        assert found == {"off by": 0.0, "kept in": ["torch.float32", "torch.uint8"]}
+
+
 @pytest.mark.parametrize(
     ("name", "start"),
     [
