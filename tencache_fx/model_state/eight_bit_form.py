@@ -28,6 +28,9 @@ _PIECE = 1 << 20  # elements encoded at once by torch's ops, which takes 40 time
 _MAX = torch.finfo(torch.float32).max
 _TIE = 1 + 2.0**-22  # a quotient by less than this above another number may be that number, rounded
 _LEAST = 2.0**-100
+# Of numbers from 2 ** (e - 127) on, below twice that, (factor * e + other) // 256, between 0 and 6, is how many bounds
+# they reach, or one less: 256 times the decimal logarithm of 2 is 77.
+_BY_EXPONENT = 77, -7885
 
 
 def dynamic_map(*, signed: bool) -> tuple[float, ...]:
@@ -138,6 +141,17 @@ class _Codec:
             "CHAIN": chain.strip(),
             "SIGN": sign,
             "ZERO": str(self.zero),
+            "BOUNDS": ", ".join(map(_hex, self.bounds)),
+            "SLOPES": ", ".join(map(_hex, self.slopes[:-1])),
+            "OFFSETS": ", ".join(map(_hex, self.offsets[:-1])),
+            "MOST": ", ".join(f"{most}.0f" for most in self.most[:-1]),
+            "FACTOR": str(_BY_EXPONENT[0]),
+            "SHIFTED": str(_BY_EXPONENT[1]),
+            "TOP": _hex(self.bounds[-1]),
+            "HIGHEST": f"{self.most[-1]}.0f",
+            "MAGNITUDES": "_mm256_andnot_ps(_mm256_set1_ps(-0.0f), product)"
+            if self.signed
+            else "_mm256_max_ps(product, _mm256_setzero_ps())",
             "BLOCK": str(BLOCK),
         }
         code = _CODE
@@ -155,7 +169,14 @@ def _hex(number: float) -> str:
 
 
 _CODE = """\
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 static const float map_of_@NAME@[256] = {@MAP@};
+#ifdef __AVX2__
+static const float steps_of_@NAME@[4][8] = {{@BOUNDS@}, {@SLOPES@}, {@OFFSETS@}, {@MOST@}};
+#endif
 
 struct @NAME@ {
   static inline void decode(void* const* parts, std::int64_t begin, int size, float* values) {
@@ -185,15 +206,39 @@ struct @NAME@ {
     scale = scale >= @LEAST@ ? scale : 0.0f;
     kept = scale;
     const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-    #pragma omp simd
-    for (int j = 0; j < size; ++j) {
+    std::int32_t found_codes[@BLOCK@];
+    int first = 0;
+#ifdef __AVX2__  // whose tables have eight entries; y's exponent says which decade it is in, but for one comparison
+    const __m256 bounds = _mm256_loadu_ps(steps_of_@NAME@[0]), slopes = _mm256_loadu_ps(steps_of_@NAME@[1]);
+    const __m256 offsets = _mm256_loadu_ps(steps_of_@NAME@[2]), mosts = _mm256_loadu_ps(steps_of_@NAME@[3]);
+    for (; first + 8 <= size; first += 8) {
+      const __m256 product = _mm256_mul_ps(_mm256_loadu_ps(values + first), _mm256_set1_ps(inverse));
+      const __m256 y = @MAGNITUDES@;
+      const __m256i exponent = _mm256_srli_epi32(_mm256_castps_si256(y), 23);
+      __m256i at = _mm256_mullo_epi32(exponent, _mm256_set1_epi32(@FACTOR@));
+      at = _mm256_srai_epi32(_mm256_add_epi32(at, _mm256_set1_epi32(@SHIFTED@)), 8);
+      at = _mm256_min_epi32(_mm256_max_epi32(at, _mm256_setzero_si256()), _mm256_set1_epi32(6));
+      const __m256 reached = _mm256_cmp_ps(y, _mm256_permutevar8x32_ps(bounds, at), _CMP_GE_OQ);
+      at = _mm256_sub_epi32(at, _mm256_castps_si256(reached));
+      __m256 code = _mm256_mul_ps(y, _mm256_permutevar8x32_ps(slopes, at));
+      code = _mm256_add_ps(code, _mm256_permutevar8x32_ps(offsets, at));
+      code = _mm256_min_ps(code, _mm256_permutevar8x32_ps(mosts, at));
+      const __m256 highest = _mm256_cmp_ps(product, _mm256_set1_ps(@TOP@), _CMP_GE_OQ);
+      code = _mm256_blendv_ps(code, _mm256_set1_ps(@HIGHEST@), highest);
+      const __m256i signed_code = _mm256_sign_epi32(_mm256_cvttps_epi32(code), _mm256_castps_si256(product));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(found_codes + first), signed_code);
+    }
+#endif
+    for (int j = first; j < size; ++j) {
       const float y = @MAGNITUDE@ * inverse;
       float slope = 0.0f, offset = 0.0f, most = 0.0f;
       @CHAIN@
       const float found = y * slope + offset;
       const std::int32_t code = static_cast<std::int32_t>(found < most ? found : most);
-      codes[j] = static_cast<std::uint8_t>(@ZERO@ + (@SIGN@));
+      found_codes[j] = @SIGN@;
     }
+    #pragma omp simd
+    for (int j = 0; j < size; ++j) codes[j] = static_cast<std::uint8_t>(@ZERO@ + found_codes[j]);
   }
 };
 """

@@ -120,8 +120,9 @@ def test_a_block_with_what_is_no_number_is_none_and_others_are_as_they_were(odd:
         assert bool(decoded[2 * BLOCK :].isfinite().all())
 
 
+@pytest.mark.parametrize("portable", [False, True])  # without instructions that this machine may have
 @pytest.mark.parametrize(("form", "signed"), FORMS)
-def test_native_code_has_the_same_codes(form: StoredForm, signed: bool) -> None:  # noqa: FBT001
+def test_native_code_has_the_same_codes(form: StoredForm, signed: bool, portable: bool) -> None:  # noqa: FBT001
     """Also of what is not finite, too small to keep, negative where that is not expected, and of a part of a block."""
 
     def convert(single: Tensor, kept: Tensor, numbers: Tensor) -> None:
@@ -130,11 +131,12 @@ def test_native_code_has_the_same_codes(form: StoredForm, signed: bool) -> None:
         single.copy_(before)
 
     code = f"{PRELUDE}\n{form.code}\n{write_function('update', convert, [torch.float32, form], 1)}"
-    library = native_code.library_of(code).load()
+    library = native_code.library_of(code.replace("__AVX2__", "ANOTHER") if portable else code).load()
     count = 40 * BLOCK + 77
     values = odd_values(1, count, 8)
     blocks = values[: 40 * BLOCK].view(40, BLOCK)
     blocks *= 10.0 ** torch.arange(-40, 40, 2)[:, None]  # subnormal, zero and infinite ones
+    blocks[26, ::2] *= -0.0
     blocks[20, 3], blocks[21, 4], blocks[22] = float("nan"), float("-inf"), 0.0
     blocks[23], blocks[24] = -torch.finfo(torch.float32).max, -blocks[24].abs()
     numbers = torch.tensor(dynamic_map(signed=signed))
