@@ -171,10 +171,9 @@ class OffloadedOptimizer(OptimizerState):
             rounds: _Rounds = []
             for device in dict.fromkeys(p.device for p in large):
                 here = [p for p in large if p.device == device]
-                count = sum(-(-p.nbytes // PIECE_BYTES) for p in here)
-                most_bytes = max(min(p.nbytes, PIECE_BYTES) for p in here)
                 engine = roomy_engine(device)
-                rounds.append((engine, undo.enter_context(open_round(engine, count, most_bytes)), here))
+                opened = undo.enter_context(open_round(engine, [p.nbytes for p in here]))
+                rounds.append((engine, opened, here))
             yield rounds
 
     def _update_without(self, rounds: _Rounds, small: Collection[Tensor]) -> None:

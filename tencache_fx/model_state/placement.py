@@ -1,6 +1,7 @@
 """Where the state of each parameter is to be: on the device, in host memory, or, where that has no room, on disk."""
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,11 +14,12 @@ from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.modules import engine_of, roomy_engine
 from tencache_fx.model_state.offloading import LEAST_BYTES
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
-from tencache_fx.model_state.staged_update import ROUND_BYTES
+from tencache_fx.model_state.staged_update import round_shape
 from tencache_fx.model_state.step_kernel import MASTER
 from tencache_fx.model_state.stored_form import StoredForm, named_parts, state_bytes, store_values
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
+from tencache_fx.units import PAGE_BYTES, round_up
 
 
 class StatePlacement:
@@ -57,12 +59,15 @@ class StatePlacement:
         pool = engine_of(device).pool
         found = {p: find_offloaded(p) for p in self._order if p.device == device and p.requires_grad}
         updated = [p for p, each in found.items() if each is not None and not each.updated_on_device]
-        gradient_bytes = max(0, sum(p.nbytes for p in updated) - pool.held_for(Use.GRADIENT))  # none was there yet
-        room_bytes = pool.room_bytes - gradient_bytes - line_bytes(pool.budget_bytes) - ROUND_BYTES
+        gradient_bytes = sum(round_up(p.nbytes, PAGE_BYTES) for p in updated)  # some may be there already
+        gradient_bytes = max(0, gradient_bytes - pool.held_for(Use.GRADIENT))
+        others = [p for p, each in found.items() if each is None and self.of(p, None) is Tier.HOST]
+        round_bytes = math.prod(round_shape([p.nbytes for p in others]))
+        room_bytes = pool.room_bytes - gradient_bytes - line_bytes(pool.budget_bytes) - round_bytes
         for parameter in updated:
             if parameter in self._on_disk:
                 continue
-            nbytes = self._order[parameter]
+            nbytes = round_up(self._order[parameter], PAGE_BYTES) + PAGE_BYTES  # its arrays are aligned, one by one
             self._on_disk[parameter] = nbytes > room_bytes
             room_bytes -= 0 if self._on_disk[parameter] else nbytes
 

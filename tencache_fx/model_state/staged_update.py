@@ -8,7 +8,7 @@ the bytes that came out, and then those that go in.
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -17,13 +17,11 @@ from torch import Tensor
 from tencache_fx.runtime.buffers import Buffer, Use
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.streams import Event, Lane
+from tencache_fx.units import PAGE_BYTES, round_up
 
 PIECE_BYTES = 32 << 20
 _DEPTH = 4  # pieces under way: one coming out, one worked on, one going in, and one to spare
 _SOURCES = 2  # each in a buffer of its own: compilers take two views of one memory for the same
-
-ROUND_BYTES = _SOURCES * _DEPTH * PIECE_BYTES
-"""Host memory that a step takes, at most."""
 
 Round = tuple[tuple[Buffer, ...], ...]
 """The buffers of the pieces under way, one for each source."""
@@ -43,16 +41,27 @@ class Piece(Generic[_T]):
     about: _T
 
 
+def round_shape(sizes_bytes: Collection[int]) -> tuple[int, int]:
+    """Return how many buffers, and of how many bytes each, a round takes for sources of these sizes.
+
+    >>> round_shape([]), round_shape([100]), round_shape([100, 3 << 30])
+    ((0, 0), (2, 4096), (8, 33554432))
+    """
+    count = sum(-(-nbytes // PIECE_BYTES) for nbytes in sizes_bytes)
+    return _SOURCES * min(count, _DEPTH), round_up(min(PIECE_BYTES, max(sizes_bytes, default=0)), PAGE_BYTES)
+
+
 @contextlib.contextmanager
-def open_round(engine: Engine, count: int, most_bytes: int = PIECE_BYTES) -> Iterator[Round]:
-    """Acquire the buffers for `count` pieces, none of whose sources has more than `most_bytes`.
+def open_round(engine: Engine, sizes_bytes: Collection[int]) -> Iterator[Round]:
+    """Acquire the buffers for the pieces of sources of these sizes.
 
     Raises `BudgetError` when there is no room for them.
     """
     acquired: list[Buffer] = []
     try:
-        while len(acquired) < _SOURCES * min(count, _DEPTH):
-            acquired.append(engine.object_buffers.acquire(most_bytes, Use.ROUND))
+        count, nbytes = round_shape(sizes_bytes)
+        while len(acquired) < count:
+            acquired.append(engine.object_buffers.acquire(nbytes, Use.ROUND))
         yield tuple(zip(*(acquired[k::_SOURCES] for k in range(_SOURCES)), strict=True))
     except BaseException:
         # Whoever handles this may free what is still being copied.
@@ -68,7 +77,7 @@ def work_on_host(
 ) -> None:
     """Copy the sources of each piece out; let `work(about, copies)` turn the first into what goes in.
 
-    The round was `opened` for as many pieces, of at most that size.
+    The round was `opened` for sources of their sizes.
 
     Returns once all work is done; what the caller's compute stream does next comes behind the last copy in. A piece is
     read and written behind all that this stream had been given when the piece was taken from `pieces`. Raises what

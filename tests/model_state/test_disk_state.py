@@ -15,7 +15,6 @@ from torch import Tensor
 
 import tencache_fx
 from tencache_fx.errors import InvariantError
-from tencache_fx.model_state import placement
 from tencache_fx.model_state.disk_state import DiskState, line_bytes
 from tencache_fx.model_state.parameter_store import parameters_of
 from tencache_fx.model_state.stored_form import BF16, FP32
@@ -29,11 +28,6 @@ from tencache_fx.runtime.store import Store
 HOST_BYTES = 3_700_000
 BUFFER_BYTES = line_bytes(HOST_BYTES) // 5
 PIECE = BUFFER_BYTES // 12  # elements of each of three arrays
-
-
-@pytest.fixture(autouse=True)
-def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "ROUND_BYTES", 100_000)
 
 
 def engine_with(tmp_path: Path, io: FaultyIO | None = None, delay_s: float = 0.0, *, checksum: bool = True) -> Engine:
@@ -230,3 +224,13 @@ def test_the_line_goes_on_when_no_buffer_can_be_written(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="with this in host memory"):
         found = filled()
     assert torch.equal(found, torch.full((7 * PIECE,), 3.0))
+
+
+def test_state_is_in_host_memory_where_that_has_room_for_it(tmp_path: Path) -> None:
+    """A step over offloaded parameters alone needs no buffers for others, however small the host budget is."""
+    tencache_fx.configure(host_budget="32MiB", spill_dir=str(tmp_path), spill_budget="64MiB")
+    model = tencache_fx.offload(network())
+    train(model, model, AdamW(model.parameters()), range(2))
+    found = tencache_fx.stats()
+    assert found["updates"] > found["device_updates"], "some state is not on the device"
+    assert found["disk_write_bytes"] == found["disk_acquired_bytes"] == 0

@@ -321,10 +321,7 @@ def test_configured_directories_and_disk_budgets_count_at_once(tmp_path: Path) -
     assert engine.store.file_bytes == 0
 
 
-def test_state_goes_to_the_directories_configured_even_if_no_region_has_named_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tencache_fx.model_state.placement.ROUND_BYTES", 100_000)
+def test_state_goes_to_the_directories_configured_even_if_no_region_has_named_them(tmp_path: Path) -> None:
     tencache_fx.configure(host_budget="3700kB", spill_dir=str(tmp_path), spill_budget="64MB")
     losses, _ = trained(home=False, dtype=torch.float32, steps=2)
     model = tencache_fx.offload(network())
