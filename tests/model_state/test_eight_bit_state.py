@@ -214,7 +214,7 @@ def test_training_follows_that_with_fp32_state() -> None:
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, Path]:
     """Return an engine that keeps all state on disk, to be installed, and its folder."""
-    monkeypatch.setattr(placement, "ROUND_BYTES", 1 << 40)
+    monkeypatch.setattr(placement, "line_bytes", lambda _: 1 << 40)  # so there is no room for state
     engine = Engine(CPU, host_budget_bytes=3_700_000, streams=FaultyCpuStreams(delay_s=0.001, poison=True))
     engine.attach_store(Store([tmp_path], 1 << 28))
     return engine, tmp_path
