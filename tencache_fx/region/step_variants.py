@@ -25,15 +25,17 @@ def find_nearest(programs: Iterable[Program], place: Place) -> Program | None:
 def most_bytes(visit: Visit, points: SwapPoints) -> int:
     """Return what the device holds at most in a run that begins: with all that stays, and all that is brought early."""
     region, call, backward = visit.region, (visit.index, visit.call), visit.backward
-    names = [(SwapKey(*call, swap.name), swap.nbytes) for swap in region.swaps]
-    kept = points.schedule.kept
-    here_bytes = sum(nbytes for name, nbytes in names if name in kept and points.holds((name,)))  # for this backward
-    steps, written = region.steps(backward=backward), region.points[backward]
+    here_bytes = 0  # of what this backward reads
+    for swap in region.swaps if backward else ():
+        name = SwapKey(*call, swap.name)
+        here_bytes += swap.nbytes if name in points.schedule.kept and points.holds((name,)) else 0
+    steps = region.steps(backward=backward)
     own, others = np.full(len(steps), here_bytes), np.zeros(len(steps), dtype=np.int64)
-    for position, name, nbytes in points.brought_early(*call, backward=backward):
-        step = written[position - 1].step if 0 < position <= len(written) else steps[0] if position == 0 else steps.stop
-        (own if (name.region, name.call) == call else others)[step - steps.start :] += nbytes
-    needed = region.kept_bytes[backward]
+    places = {0: steps.start} | {at: point.step for at, point in enumerate(region.points[backward], 1)}
+    for at, name, nbytes in points.brought_early(*call, backward=backward):
+        changed = own if (name.region, name.call) == call else others
+        changed[places.get(at, steps.stop) - steps.start :] += nbytes
+    needed_bytes = region.kept_bytes[backward]
     if backward:
-        needed = np.minimum(needed, region.own_bytes[backward] + own)
-    return visit.held_bytes + points.extra_bytes - here_bytes + int((needed + others).max(initial=0))
+        needed_bytes = np.minimum(needed_bytes, region.own_bytes[backward] + own)
+    return visit.held_bytes + points.extra_bytes - here_bytes + int((needed_bytes + others).max(initial=0))
