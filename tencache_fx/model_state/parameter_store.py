@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tencache_fx.errors import InvariantError, UsageError
+from tencache_fx.model_state.backing import HostBacking
 from tencache_fx.model_state.disk_state import DiskLine
 from tencache_fx.model_state.grad_accumulation import GradientAccumulator
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
@@ -25,6 +26,7 @@ from tencache_fx.model_state.update_queue import Updates
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import find_engine, inherited_engines
+from tencache_fx.runtime.transfers import Layout
 
 _MOST_ROOM_BYTES = 192 << 20
 
@@ -80,15 +82,13 @@ class ParameterStore:
         """
         self._buffers.drain()
         value = parameter.detach()
-        buffer = self._engine.pool.acquire(value.numel() * value.itemsize, Use.PARAMETER)
+        empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+        backing = self._host_backing(Layout.of(empty, name))
         with contextlib.ExitStack() as undo:
-            undo.callback(self._engine.pool.discard, buffer)
+            undo.callback(backing.free)
             undo.callback(setattr, parameter, "data", value)
-            empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
-            offloaded = OffloadedParameter(empty, name, buffer, self._engine.streams)
-            self._engine.streams.wait_host(buffer.after)
-            buffer.after = ()
-            offloaded.set_host(value)
+            offloaded = OffloadedParameter(empty, name, backing, self._engine.streams)
+            offloaded.set_host(lambda memory: memory.copy_(value))
             parameter.data = empty
             offloaded._parameter = weakref.ref(parameter)
             offloaded.free_device_copy()
@@ -99,6 +99,13 @@ class ParameterStore:
             undo.pop_all()
         self.watch(register_optimizer_step_pre_hook, self._refuse)
         return offloaded
+
+    def _host_backing(self, layout: Layout) -> HostBacking:
+        engine = self._engine
+        buffer = engine.pool.acquire(layout.nbytes, Use.PARAMETER)
+        engine.streams.wait_host(buffer.after)
+        buffer.after = ()
+        return HostBacking(layout, buffer, engine.pool, engine.streams)
 
     def watch(self, register: Callable[[Any], Any], hook: Callable[..., Any]) -> None:
         """Register one of torch's hooks for all modules or optimizers, up to `forget`, if it is not there yet."""
@@ -153,7 +160,7 @@ class ParameterStore:
     def _forget(self, key: int, offloaded: OffloadedParameter) -> None:
         if self._by_storage.get(key) is offloaded:
             del self._by_storage[key]
-        self._buffers.discard_later(offloaded.buffer, offloaded.is_unread)
+        self._buffers.free_later(offloaded.backing.free, offloaded.backing.is_unused)
 
     def _refuse(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Stop an optimizer that would change parameters whose bytes are not where it looks for them."""
