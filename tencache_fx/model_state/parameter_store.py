@@ -270,6 +270,13 @@ def total_offloaded_bytes(device: torch.device) -> int:
     return sum(offloaded.nbytes for offloaded in store or ())
 
 
+def has_parameters_on_disk(device: torch.device) -> bool:
+    """Return whether any offloaded parameter of `device` is on disk."""
+    engine = find_engine(device) if device.type in ("cpu", "cuda") else None
+    store = None if engine is None else _attached_to(engine)
+    return any(offloaded.tier is Tier.NVME for offloaded in store or ())
+
+
 def evict_residents(device: torch.device) -> bool:
     """Evict the parameters that stay by the plans of steps, up to the next planned step; return whether there are any.
 

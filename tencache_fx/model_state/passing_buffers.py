@@ -11,18 +11,18 @@ import threading
 from collections import deque
 
 from tencache_fx.errors import BudgetError
+from tencache_fx.planning.problem import PASSING_BUFFERS
 from tencache_fx.runtime.buffers import Buffer, Use
 from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.streams import Streams
 from tencache_fx.units import PAGE_BYTES, round_up
 
-DEPTH = 4
 _LEAST = 3
 
 
 def passing_bytes(largest_bytes: int) -> int:
     """Return the host memory that the buffers take for values of at most so many bytes."""
-    return DEPTH * round_up(largest_bytes, PAGE_BYTES)
+    return PASSING_BUFFERS * round_up(largest_bytes, PAGE_BYTES)
 
 
 class PassingBuffers:
@@ -43,7 +43,7 @@ class PassingBuffers:
 
     def missing_sizes(self, nbytes: int) -> list[int]:
         """Return the sizes of the buffers that `join` will acquire for values of `nbytes`."""
-        return [nbytes] * (DEPTH if nbytes > self._nbytes else DEPTH - self._count)
+        return [nbytes] * (PASSING_BUFFERS if nbytes > self._nbytes else PASSING_BUFFERS - self._count)
 
     def join(self, nbytes: int) -> None:
         """Have buffers of at least `nbytes` as long as `leave` is not called; raises `BudgetError` without room."""
@@ -68,7 +68,7 @@ class PassingBuffers:
         """
         with self._cond:
             while not self._buffers:
-                if self._count < DEPTH and self._acquire_one(raises=self._count < _LEAST):
+                if self._count < PASSING_BUFFERS and self._acquire_one(raises=self._count < _LEAST):
                     break
                 self._cond.wait()
             buffer = self._buffers.popleft()
@@ -97,7 +97,7 @@ class PassingBuffers:
         if nbytes > self._nbytes:
             self._release_all()
             self._nbytes = nbytes
-        while self._count < DEPTH:
+        while self._count < PASSING_BUFFERS:
             self._acquire_one(raises=True)
 
     def _acquire_one(self, *, raises: bool) -> bool:

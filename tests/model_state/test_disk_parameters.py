@@ -21,7 +21,7 @@ from tencache_fx.model_state.disk_backing import DiskBacking
 from tencache_fx.model_state.offloading import Offloading
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.optim import AdamW, Muon
-from tencache_fx.planning.problem import Tier
+from tencache_fx.planning.problem import Kind, Tier
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import install_engine
 from tencache_fx.runtime.store import Store
@@ -94,8 +94,13 @@ def test_training_is_that_with_all_in_host_memory(engine: Engine, io: FaultyIO, 
     io.short, io.delay_s = True, 0.001
     model = tencache_fx.offload(network())
     optimizer = AdamW(model.parameters(), weight_decay=0.1, step_in_backward=now)
-    losses = train(model, run_of(model, engine), optimizer, range(3))
-    assert losses == expected[0]
+    run = run_of(model, engine)
+    assert train(model, run, optimizer, range(3)) == expected[0]
+    (record,) = tencache_fx.regions()
+    tiers = {each.parameter: each.tier for each in record.problem.storages if each.kind is Kind.FETCHED}
+    assert all(tier is (Tier.NVME if name in on_disk(engine) else Tier.HOST) for name, tier in tiers.items())
+    assert Tier.NVME in tiers.values()
+    assert "spilled to nvme" in tencache_fx.report()
     counts = engine.stats.take()
     assert counts["parameter_disk_bytes"] == disk_bytes(engine)
     assert counts["host_high_water_bytes"] <= engine.pool.budget_bytes
