@@ -149,9 +149,10 @@ class DiskBacking(Backing):
         self._engine.stats.add(disk_write_bytes=self.layout.nbytes)
         return True
 
-    def end_write(self, buffer: Buffer, *, kept: bool) -> None:
-        """Give the buffer of a write back, unless it is `kept` because its value is nowhere else."""
-        with self._lock:
+    def end_write(self, buffer: Buffer, after: Sequence[Event], *, kept: bool) -> None:
+        """Give the buffer of a write back, behind `after`, unless it is `kept` because its value is nowhere else."""
+        with self._lock:  # readers add their copies
+            buffer.after = (*buffer.after, *after)
             if not kept and self._held is buffer:
                 self._held = None
         if not kept:
@@ -212,5 +213,4 @@ class _BufferWrite(HostWrite):
         """Give the buffer back."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
-            buffer.after += self.after
-            self._backing.end_write(buffer, kept=self._kept)
+            self._backing.end_write(buffer, self.after, kept=self._kept)

@@ -106,6 +106,11 @@ class Engine:
         """Return whether this is a forked child's copy of its parent's engine, without threads and buffers."""
         return os.getpid() != self._pid
 
+    @property
+    def parameter_disk_bytes(self) -> int:
+        """Return the bytes of the offloaded parameters that are on disk."""
+        return 0 if self.attachment is None else self.attachment.disk_bytes
+
     def attach_store(self, store: Store) -> None:
         """Take over `store`, which `close` will close; raises `OptionError` when there is one already."""
         if self.store is not None:
@@ -313,7 +318,7 @@ class Engine:
             "disk_acquired_bytes": 0 if store is None else store.acquired_bytes,
             "disk_written_bytes": sum(use.written_bytes for use in uses),
             **{f"disk_written_bytes:{use.directory}": use.written_bytes for use in uses},
-            "parameter_disk_bytes": 0 if self.attachment is None else self.attachment.disk_bytes,
+            "parameter_disk_bytes": self.parameter_disk_bytes,
             "transfers": len(self._table),
         }
 

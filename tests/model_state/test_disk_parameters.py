@@ -100,7 +100,7 @@ def test_training_is_that_with_all_in_host_memory(engine: Engine, io: FaultyIO, 
     tiers = {each.parameter: each.tier for each in record.problem.storages if each.kind is Kind.FETCHED}
     assert all(tier is (Tier.NVME if name in on_disk(engine) else Tier.HOST) for name, tier in tiers.items())
     assert Tier.NVME in tiers.values()
-    assert "spilled to nvme" in tencache_fx.report()
+    assert "parameters of cpu on disk: " in tencache_fx.report()
     counts = engine.stats.take()
     assert counts["parameter_disk_bytes"] == disk_bytes(engine)
     assert counts["host_high_water_bytes"] <= engine.pool.budget_bytes
@@ -113,6 +113,22 @@ def test_training_is_that_with_all_in_host_memory(engine: Engine, io: FaultyIO, 
     assert all(torch.equal(value, found[name]) for name, value in expected[1].items())
     summed = model.state_dict()
     assert all(torch.equal(value, summed[name]) for name, value in expected[1].items())
+
+
+@pytest.mark.parametrize("engine", [MOST], indirect=True)
+def test_steps_of_many_regions_load_each_parameter_from_where_it_is(engine: Engine, expected) -> None:
+    model = tencache_fx.offload(network())
+    optimizer = AdamW(model.parameters(), weight_decay=0.1)
+    for place in range(1, 5):  # two of them share their code, and one is on disk in part
+        model[place] = run_of(model[place], engine)
+    assert train(model, model, optimizer, range(3)) == expected[0]
+    step = tencache_fx.steps()[-1]
+    weights_of = [each for each in step.problem.storages if each.kind in (Kind.FETCHED, Kind.PARAMETER)]
+    tiers = {each.parameter: each.tier for each in weights_of}
+    read_here = [name for name in on_disk(engine) if name != "0.weight"]
+    assert list(tiers.values()).count(Tier.NVME) == len(read_here)
+    assert Tier.HOST in tiers.values()
+    assert step.plan.forecast.disk_read_bytes > 0
 
 
 def test_frozen_weights_are_read_from_their_file_in_place(engine: Engine, tmp_path: Path, expected) -> None:
