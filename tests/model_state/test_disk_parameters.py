@@ -157,6 +157,34 @@ def test_frozen_weights_are_read_from_their_file_in_place(engine: Engine, tmp_pa
     assert torch.equal(model[2].out.weight, expected[1]["2.out.weight"])  # an ordinary parameter again
 
 
+def test_files_are_enough_without_a_store(no_leaks: None, tmp_path: Path) -> None:
+    """What is changed then stays in host memory, and says so."""
+    reference = network()
+    path = save_weights(tmp_path / "model.safetensors", reference.state_dict())
+    engine = Engine(torch.device("cpu"), host_budget_bytes=1_200_000, streams=FaultyCpuStreams(delay_s=0.001))
+    install_engine(engine)
+    model = tencache_fx.offload(network().requires_grad_(requires_grad=False), weights=path)
+    assert all(backing.weights is not None for backing in on_disk(engine).values())
+    assert len(on_disk(engine)) >= 5
+    tokens = torch.arange(64)
+    run = compiled(model, DEVICE, host_budget=1_200_000)
+    with torch.no_grad():
+        expected = reference(tokens)
+        assert torch.equal(model(tokens), expected)
+        torch.testing.assert_close(run(tokens), expected, rtol=1e-5, atol=1e-4)  # norms are other kernels there
+    (record,) = tencache_fx.regions()
+    assert record.plan.forecast.disk_read_bytes > 0
+    assert engine.stats.take()["host_high_water_bytes"] <= 1_200_000
+    name = next(iter(on_disk(engine)))
+    weight = model.get_parameter(name)
+    message = f"there is no spill_dir.*with {name} in host memory"
+    with pytest.warns(UserWarning, match=message), tencache_fx.summon(model):
+        weight.data.zero_()
+    assert not model.state_dict()[name].any()
+    tencache_fx.close()
+    assert not weight.any()
+
+
 def test_a_changed_file_is_refused(engine: Engine, tmp_path: Path) -> None:
     path = save_weights(tmp_path / "model.safetensors", network().state_dict())
     model = tencache_fx.offload(network(), weights=path)
