@@ -95,9 +95,9 @@ def offload(
     assert device is not None or first is not None
     target = resolve_device(find_device(device) if device is not None else first.device)  # type: ignore[union-attr]
     refuse_shards(model)
-    group = find_group(shard, target)
-    if weights is not None and group is not None:
+    if weights is not None and shard is not False:
         raise OptionError("weights= reads whole parameters, and shard= spreads them; load the weights before offload.")
+    group = find_group(shard, target)
     values = None if weights is None else ModelWeights(model, WeightFiles(weights))
     departure = Offloading(roomy_engine(target), model, target, group, values)
     classes = None if group is None else ShardedClasses(group)

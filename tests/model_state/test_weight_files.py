@@ -165,6 +165,8 @@ def test_bad_places_are_refused(tmp_path: Path) -> None:
 
 def test_other_uses_are_refused(tmp_path: Path) -> None:
     path = save_weights(tmp_path / "x.safetensors", values())
+    with pytest.raises(OptionError, match="weights= reads whole parameters, and shard= spreads them"):
+        tencache_fx.offload(Net(), shard=True, weights=path)
     model = tencache_fx.offload(Net())
     with pytest.raises(OptionError, match=r"first\.weight is offloaded already; give weights= the first time"):
         tencache_fx.offload(model, weights=path)
