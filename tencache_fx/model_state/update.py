@@ -1,6 +1,5 @@
 """One offloaded parameter's update: on the host, or streamed through the device, with the same bits either way."""
 
-import contextlib
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tencache_fx.model_state.backing import HostWrite
 from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.host_gradient import HostGradient, HostGradientBuffer
 from tencache_fx.model_state.host_state import State
@@ -64,37 +62,32 @@ class ParameterUpdate:
     @torch.no_grad()
     def on_host(self) -> None:
         """Update in host memory."""
-        with self._begin_write() as write:
-            gradient, numbers, arrays = self._begin(write)
-            write.wait_readers()
-            begin_ns = time.perf_counter_ns()
-            self._kernel(_CPU)(gradient, write.elements, *arrays, numbers)
-            self.stats.add(updates=1, update_ns=time.perf_counter_ns() - begin_ns)
-            self._end(write)
+        gradient, weight, numbers, arrays = self._begin()
+        self.offloaded.wait_readers()
+        begin_ns = time.perf_counter_ns()
+        self._kernel(_CPU)(gradient, weight, *arrays, numbers)
+        self.stats.add(updates=1, update_ns=time.perf_counter_ns() - begin_ns)
+        self._end()
 
     @torch.no_grad()
     def on_device(self, room: Room) -> Begun:
         """Issue the update's pieces."""
         device = self.offloaded.parameter.device
-        with contextlib.ExitStack() as undo:
-            write = undo.enter_context(self._begin_write())
-            gradient, on_host, arrays = self._begin(write)
-            kernel, numbers, weight = self._kernel(device), room.copy_in(on_host), write.elements
+        gradient, weight, on_host, arrays = self._begin()
+        kernel, numbers = self._kernel(device), room.copy_in(on_host)
 
-            def work(pieces: Sequence[Tensor]) -> None:
-                change, *some, value = pieces
-                kernel(change, value, *some, numbers)
+        def work(pieces: Sequence[Tensor]) -> None:
+            change, *some, value = pieces
+            kernel(change, value, *some, numbers)
 
-            parts = dict(zip(arrays, parts_of(self.state.forms.values()), strict=True))
-            last = room.stream(len(weight), [gradient, *arrays], [*arrays, weight], work, write.after, parts)
-            undo.pop_all()
+        reading = () if self.offloaded.last_read is None else (self.offloaded.last_read,)
+        parts = dict(zip(arrays, parts_of(self.state.forms.values()), strict=True))
+        last = room.stream(len(weight), [gradient, *arrays], [*arrays, weight], work, reading, parts)
 
         def finish() -> None:
-            with write:
-                write.after = (last,)
-                last.synchronize()
-                self.stats.add(updates=1, device_updates=1)
-                self._end(write)
+            last.synchronize()
+            self.stats.add(updates=1, device_updates=1)
+            self._end()
 
         return Begun(last.query, finish)
 
@@ -102,53 +95,43 @@ class ParameterUpdate:
     def on_disk(self) -> Begun:
         """Begin with the first piece of a state that is on disk."""
         assert isinstance(self.state, DiskState)
-        with contextlib.ExitStack() as undo:
-            write = undo.enter_context(self._begin_write())
-            gradient, numbers, _ = self._begin(write)
-            kernel, weight = self._kernel(_CPU), write.elements
-            write.wait_readers()
+        gradient, weight, numbers, _ = self._begin()
+        kernel = self._kernel(_CPU)
+        self.offloaded.wait_readers()
 
-            @torch.no_grad()
-            def work(part: slice, arrays: Sequence[Tensor]) -> None:
-                if self.fresh:
-                    set_master(arrays[0], weight[part])
-                kernel(gradient[part], weight[part], *arrays, numbers)
+        @torch.no_grad()
+        def work(part: slice, arrays: Sequence[Tensor]) -> None:
+            if self.fresh:
+                set_master(arrays[0], weight[part])
+            kernel(gradient[part], weight[part], *arrays, numbers)
 
-            done = self.state.begin(work)
-            undo.pop_all()
+        done = self.state.begin(work)
 
         def finish() -> None:
-            with write:
-                done.result()
-                self.stats.add(updates=1)
-                self._end(write)
+            done.result()
+            self.stats.add(updates=1)
+            self._end()
 
         return Begun(done.done, finish)
 
-    def _begin_write(self) -> HostWrite:
-        """Return memory for the new weight, with the old one in it if that is read."""
-        self.buffer.landed()  # nothing is to wait for a gradient while it has memory that others wait for
-        return self.offloaded.begin_write(read=self.fresh)
-
-    def _begin(self, write: HostWrite) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """Return the gradient, the numbers, once they are known, and the arrays, if these are in memory.
+    def _begin(self) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
+        """Return the gradient, the weight, the numbers, once they are known, and the arrays, if these are in memory.
 
         A master that is out of date is set.
         """
-        gradient = flat(self.buffer.landed())
+        gradient, weight = flat(self.buffer.landed()), self.offloaded.elements
         arrays = self.state.arrays if isinstance(self.state, State) else ()
         if self.fresh and arrays:
-            set_master(arrays[0], write.elements)
+            set_master(arrays[0], weight)
         numbers = self.step.numbers
         if self.factor is not None:
             numbers = torch.cat([numbers[:1] * self.factor(), numbers[1:]])
-        return gradient, numbers, arrays
+        return gradient, weight, numbers, arrays
 
     def _kernel(self, device: torch.device) -> Callable[..., None]:
         return self.step.kernel.compiled(self.offloaded.layout.dtype, device)
 
-    def _end(self, write: HostWrite) -> None:
-        write.commit()
+    def _end(self) -> None:
         self.count()
         self.stats.add(h2d_bytes=self.offloaded.finish_update())
 
