@@ -44,17 +44,13 @@ def one_by_one(problem: Problem) -> Problem:
     )
 
 
-def scaled(
-    problem: Problem, *, ranks: int | None = None, bytes_per_s: int | None = None, latency_ns: int | None = None
-) -> Problem:
-    """Return `problem` with collectives of other numbers of ranks, or over another link."""
-    given = {"ranks": ranks, "bytes_per_s": bytes_per_s, "latency_ns": latency_ns}
-    changes = {name: value for name, value in given.items() if value is not None}
-    return replace(problem, collectives=tuple(_changed(each, changes) for each in problem.collectives))
-
-
-def _changed(collective: Collective, changes: dict[str, int]) -> Collective:
-    return replace(collective, **changes)  # type: ignore[arg-type]
+def scaled(problem: Problem, *, faster_percent: int = 0, **changes: int) -> Problem:
+    """Return `problem` with collectives over another link: so much faster, or with other fields of `Collective`."""
+    found = (replace(each, **changes) for each in problem.collectives)  # type: ignore[arg-type]
+    rate = 100 + faster_percent
+    return replace(
+        problem, collectives=tuple(replace(each, bytes_per_s=each.bytes_per_s * rate // 100) for each in found)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,7 +159,10 @@ def keep_resident(problem: Problem, parameters: Collection[str], updated_here: C
         for parameter, parts in lives.items()
     ]
     external_bytes = problem.external_bytes + sum(state_bytes.values())
-    return replace(problem, storages=(*kept, *others), external_bytes=external_bytes)
+    copied = problem.copies_parameters
+    now = {} if copied else {part.name: parts[0].name for parts in lives.values() for part in parts[1:]}
+    collectives = tuple(each.renamed(now) for each in problem.collectives)
+    return replace(problem, storages=(*kept, *others), external_bytes=external_bytes, collectives=collectives)
 
 
 def least_bytes_beside_parameters(problem: Problem) -> int:

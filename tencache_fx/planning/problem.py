@@ -1,5 +1,6 @@
 """The planner's input: steps, storages, links and budgets of a region. No torch here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -188,6 +189,13 @@ class Collective:
             return 0
         return self.latency_ns + self.kind.traffic(self.nbytes, self.ranks) * 1_000_000_000 // self.bytes_per_s
 
+    def renamed(self, names: Mapping[str, str]) -> "Collective":
+        """Return the same collective with other names for some storages."""
+        if names.keys().isdisjoint((*self.reads, *self.writes)):
+            return self
+        reads, writes = (tuple(names.get(name, name) for name in used) for used in (self.reads, self.writes))
+        return replace(self, reads=reads, writes=writes)
+
     def moved(self, begin: Step, needed_at: Step) -> "Collective":
         """Return the same collective at other steps."""
         return replace(self, begin=begin, needed_at=needed_at)
@@ -256,6 +264,8 @@ class Problem:
             raise ValueError("barriers, or the steps of a recipe, are out of order.")
         if any(after.begin < before.begin for before, after in pairwise(self.collectives)):
             raise ValueError("collectives are out of order: they are listed as they begin.")
+        if len({each.name for each in self.collectives}) < len(self.collectives):
+            raise ValueError("two collectives have one name.")
         held = (*(s.nbytes + s.state_bytes for s in self.storages), *(op.scratch_bytes for op in self.ops))
         durations_ns = *(op.duration_ns for op in self.ops), *(each.duration_ns for each in self.collectives)
         for unit, amounts in (

@@ -129,13 +129,13 @@ class _Line:
 
     def collectives(self, storages: Collection[Storage]) -> tuple[Collective, ...]:
         """Return the collectives, which never run again, with the names that what they read and write has now."""
-        found = [each.moved(self.at[each.begin], self.at[each.needed_at]) for each in self.problem.collectives]
-        again = {s.name.removesuffix(_AGAIN): s.birth for s in storages if s.name.endswith(_AGAIN)}
-
-        def now(names: Collection[str], begin: Step) -> tuple[str, ...]:
-            return tuple(name + _AGAIN if again.get(name, len(self.ops)) <= begin else name for name in names)
-
-        return tuple(replace(c, reads=now(c.reads, c.begin), writes=now(c.writes, c.begin)) for c in found)
+        again = {s.name.removesuffix(_AGAIN): s for s in storages if s.name.endswith(_AGAIN)}
+        found = []
+        for each in self.problem.collectives:
+            moved = each.moved(self.at[each.begin], self.at[each.needed_at])
+            second = [again[name] for name in (*each.reads, *each.writes) if name in again]
+            found.append(moved.renamed({s.name.removesuffix(_AGAIN): s.name for s in second if s.birth <= moved.begin}))
+        return tuple(found)
 
     def live(self, storage: Storage, *, again: bool) -> tuple[Storage, ...]:
         """Return what becomes of `storage`: itself with a new life, and a second one if it is made `again`.

@@ -32,6 +32,7 @@ from tencache_fx.planning.step_recompute import recomputed_to_fit
 from tencache_fx.planning.swap_region import plan_swap_points
 from tencache_fx.planning.tuning import SPLITS, TUNING
 from tencache_fx.region.analysis import RegionAnalysis, analyze
+from tencache_fx.region.collective_links import state_collectives
 from tencache_fx.region.dynamic_shapes import SizeFormulas, Sizes
 from tencache_fx.region.earlier_runs import EarlierRuns
 from tencache_fx.region.environment import Environment
@@ -351,8 +352,7 @@ class RegionPlanner:
 
         The storages that were `originally` there, before more was recomputed, have formulas as well.
         """
-        options, capture = self._options, known.capture
-        fuses = options.compiler == "inductor"
+        options, capture, fuses = self._options, known.capture, self._options.compiler == "inductor"
         problem = Problem(
             ops=known.ops,
             boundary=capture.boundary,
@@ -362,6 +362,7 @@ class RegionPlanner:
             barriers=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and is_barrier(node)),
             min_spill_bytes=max(PAGE_BYTES, (options.device_budget or 0) // _BUDGET_PARTS),
             accumulation=self.accumulation,
+            collectives=state_collectives(known, of_gpu=self._environment.roofline.of_gpu),
         )
         formulas, entering_bytes = None, 0
         if options.device_budget is not None:  # measured at the sizes that torch traced with

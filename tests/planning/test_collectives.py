@@ -12,6 +12,7 @@ from problems import links, make_region, make_storage, make_swap, problems, prob
 from tencache_fx.errors import BudgetError, InvariantError
 from tencache_fx.planning.bounds import joint_lower_bound_ns
 from tencache_fx.planning.collectives import busy_ns, exposed_ns, ideal_ns, one_by_one, paced_ns, scaled
+from tencache_fx.planning.explain import find_reasons
 from tencache_fx.planning.loads import loads_of
 from tencache_fx.planning.plan import Plan, PoolClass, Transfer
 from tencache_fx.planning.planner import build_plan, least_step_ns, lower_bound_ns
@@ -22,6 +23,9 @@ from tencache_fx.planning.simulator import simulate
 from tencache_fx.planning.step import Visit, join
 from tencache_fx.planning.swap_region import SwapRegion, frugal_transfers
 from tencache_fx.planning.verify import verify_plan
+from tencache_fx.records import RegionRecord
+from tencache_fx.reporting.tables import show_summary
+from tencache_fx.reporting.timeline import Lane, region_timeline
 from tencache_fx.serialization import from_json, to_json
 
 STAGING = (PoolClass(nbytes=4096, count=2),)
@@ -196,6 +200,8 @@ def test_problems_with_collectives_are_read_back_and_checked():
         from_json(Problem, to_json(changed(problem, needed_at=Step(1))))
     with pytest.raises(ValueError, match="ends with step 7, of 6"):
         from_json(Problem, to_json(changed(problem, needed_at=Step(7))))
+    with pytest.raises(ValueError, match="two collectives have one name"):
+        from_json(Problem, to_json(replace(problem, collectives=(gather("a", 1, 3), gather("a", 1, 3)))))
     with pytest.raises(ValueError, match="collectives are out of order"):
         from_json(Problem, to_json(replace(problem, collectives=(gather("a", 2, 3), gather("b", 1, 3)))))
 
@@ -237,3 +243,28 @@ def test_a_step_has_the_collectives_of_each_run():
     ]
     in_turn = replace(problem, collectives=(gather("a", 0, 1), gather("b", 2, 3), gather("c", 3, 6)))
     assert ideal_ns(joined) == 2 * ideal_ns(in_turn)
+
+
+def test_pictures_and_prices_have_a_lane_of_collectives():
+    problem = scattered()
+    plan = plan_of(problem)
+    record = RegionRecord(
+        region=0,
+        name="f",
+        torch_version="",
+        device="cpu",
+        options=(),
+        problem=problem,
+        captured=problem,
+        plan=plan,
+        listings=(),
+    )
+    timeline = region_timeline(record)
+    (bar,) = timeline.lane(Lane.COLLECTIVE)
+    assert (bar.name, bar.start_ns, bar.end_ns) == ("a", 200, 310)
+    assert bar.note == "all gather of 200 B over 2 ranks; compute waits 10 ns for it"
+    (stall,) = (bar for bar in timeline.lane(Lane.COMPUTE) if bar.sort == "stall")
+    assert (stall.start_ns, stall.end_ns, stall.note) == (300, 310, "waits for a")
+    (price,) = (each for each in find_reasons(problem, plan).prices if each.resource == "collectives")
+    assert (price.amount, price.change_ns, price.copying_ns) == (10, -10, 10)
+    assert "110 ns under way, 10 ns of it exposed" in show_summary(problem, plan, problem)
