@@ -126,8 +126,6 @@ class Candidate:
         return 0, step_ns(self.problem, self.plan.forecast)
 
 
-_ROOM = 2  # times the floor of a region that is planned with its step: others of that are on the device as well
-
 Names = tuple[str, ...]
 
 SplitAgain = Callable[[frozenset[str], Names], tuple[ForwardBackward, Candidate | None]]
@@ -190,7 +188,7 @@ class RegionPlanner:
         self.unforeseen_bytes = unforeseen_bytes + self.earlier.margin_bytes
         self._offloaded, self._environment = offloaded, environment
         self.accumulation = self.earlier.accumulation if accumulation is None else accumulation
-        self._by_step, self._recomputed = by_step, recomputed
+        self.by_step, self._recomputed = by_step, recomputed
 
     def plan(self, capture: RegionGraphs, first: Candidate | None = None, recomputed: Names = ()) -> Candidate | None:
         """Return the plan for these graphs, and what it is made from; `first` is the one without what is `recomputed`.
@@ -214,7 +212,7 @@ class RegionPlanner:
         staying = write_markers(capture, capture.offloaded, state_bytes, shards)
         staying_bytes = sum(self._offloaded[name].nbytes for name in staying)
         training = capture.backward is not None
-        by_step = self._by_step and training
+        by_step = self.by_step and training
         # How much is to be free beside other regions, the step's problem says.
         wanted = {} if by_step else self._environment.wanted(training=training)
         if Reservation.BOUNDARY in wanted or by_step:
@@ -259,12 +257,10 @@ class RegionPlanner:
                 bytes_here += each.device_state_bytes
         return max(0, self._environment.held_bytes - bytes_here)
 
-    def is_tight(self, candidate: Candidate) -> bool:
-        """Return whether a candidate needs too much memory, or may where the region is planned with its step."""
-        limit = self._options.device_budget
-        if isinstance(candidate.plan, BudgetError) or limit is None:
-            return limit is not None
-        return self._by_step and _ROOM * floor_bytes(candidate.problem) > limit
+    @property
+    def device_budget(self) -> int | None:
+        """The device budget in bytes; None without one."""
+        return self._options.device_budget
 
     def recompute_more(self, first: Candidate, split: SplitAgain) -> tuple[ForwardBackward | None, Candidate]:
         """Return the best of `first` and of candidates that recompute more, with the graphs of one of those.
@@ -280,7 +276,7 @@ class RegionPlanner:
             assert candidate is not None
             return graphs, candidate
 
-        if self._by_step:
+        if self.by_step:
             recomputed = self._recomputed
             if recomputed is None:
                 recomputed = recomputed_to_fit(first.captured)

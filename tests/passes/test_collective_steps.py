@@ -1,6 +1,7 @@
 """Collectives of captured graphs as planning knows them."""
 
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -10,12 +11,15 @@ from harness import capture_of, compiled
 from torch import Tensor, nn
 
 import tencache_fx
+from tencache_fx.hardware import collective_rates, rates
 from tencache_fx.hardware.collective_rates import FIXED_RATES, GroupRates, agree_on_rates, backend_of, group_rates
 from tencache_fx.passes.collective_steps import Group, find_collectives
 from tencache_fx.passes.fake_aliasing import repair_view_fakes
 from tencache_fx.passes.lifetimes import measure_lifetimes
 from tencache_fx.planning.collectives import busy_ns
+from tencache_fx.planning.plan import Forecast
 from tencache_fx.planning.problem import Collective, CollectiveKind
+from tencache_fx.region import compilation
 
 OPS = torch.ops._c10d_functional
 RANKS, SIDE = 2, 64
@@ -88,9 +92,9 @@ def test_what_nobody_waits_for_is_under_way_until_the_end():
 class HalfLinear(nn.Module):
     """A layer whose weight is gathered from halves."""
 
-    def __init__(self) -> None:
+    def __init__(self, side: int = SIDE) -> None:
         super().__init__()
-        self.part = nn.Parameter(torch.randn(SIDE // RANKS, SIDE))
+        self.part = nn.Parameter(torch.randn(side // RANKS, side))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(Gathered.apply(x, self.part))
@@ -104,12 +108,12 @@ def test_a_plan_has_the_collectives_of_its_region(compiler: str):
     compiled(model, options)(torch.randn(256, SIDE)).sum().backward()
     (record,) = (each for each in tencache_fx.regions() if each.problem.collectives)
     problem, forecast = record.problem, record.plan.forecast
-    rates = FIXED_RATES["cpu"]
+    fixed = FIXED_RATES["cpu"]
     kinds = [each.kind for each in problem.collectives]
     assert kinds.count(CollectiveKind.ALL_GATHER) >= 2
     assert (kinds.count(CollectiveKind.REDUCE_SCATTER), kinds.count(CollectiveKind.ALL_REDUCE)) == (2, 2)
-    assert {each.bytes_per_s for each in problem.collectives} == {rates.bytes_per_s}
-    assert {each.latency_ns for each in problem.collectives} == {rates.latency_ns}
+    assert {each.bytes_per_s for each in problem.collectives} == {fixed.bytes_per_s}
+    assert {each.latency_ns for each in problem.collectives} == {fixed.latency_ns}
     assert 0 < forecast.stall_collective_ns <= forecast.collective_ns == busy_ns(problem)
     for each in problem.collectives:
         assert problem.ops[each.begin].duration_ns < each.duration_ns / 10
@@ -127,3 +131,28 @@ def test_ranks_that_send_nothing_are_not_measured():
     assert backend_of(group, torch.device("cpu")) == "fake"
     assert group_rates(group, "cpu") == FIXED_RATES["cpu"]
     assert agree_on_rates(group, torch.device("cpu"), calibrate=True) == FIXED_RATES["cpu"]
+
+
+def test_collectives_overlap_where_that_is_forecast_to_be_faster(monkeypatch: pytest.MonkeyPatch):
+    """With room, gathers hide behind products. Where all waits for slow copies, they would only hold more memory."""
+    slow = {name: 2 * 10**8 for name in asdict(rates.FIXED_LINKS) if name.startswith(("d2h", "h2d"))}
+    monkeypatch.setattr(rates, "FIXED_LINKS", replace(rates.FIXED_LINKS, **slow))
+    quick = {"cpu": GroupRates(latency_ns=20_000, bytes_per_s=10**10)}
+    monkeypatch.setitem(collective_rates._AGREED, dist.group.WORLD, quick)
+
+    def forecast_with(budget: int, **patches: bool) -> Forecast:
+        with monkeypatch.context() as patch:
+            for name, answer in patches.items():
+                patch.setattr(compilation, name, lambda *_, answer=answer: answer)
+            torch.compiler.reset()
+            model = nn.Sequential(*(HalfLinear(256) for _ in range(6)))
+            options = {"device_budget": budget, "compiler": "eager", "calibrate": False}
+            compiled(model, options)(torch.randn(256, 256))
+        return tencache_fx.regions()[-1].plan.forecast
+
+    peak_bytes = forecast_with(1 << 30, may_overlap=False).peak_bytes
+    for budget, overlaps in ((peak_bytes * 9 // 10, True), (peak_bytes * 8 // 10, False)):
+        in_turn, overlapping = forecast_with(budget, may_overlap=False), forecast_with(budget, may_gain_in_turn=False)
+        assert in_turn.collective_ns > in_turn.stall_collective_ns > 3 * overlapping.stall_collective_ns
+        assert (overlapping.makespan_ns < in_turn.makespan_ns) == overlaps
+        assert forecast_with(budget) == (overlapping if overlaps else in_turn)
