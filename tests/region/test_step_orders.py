@@ -302,7 +302,7 @@ def test_layers_that_are_skipped_at_random_run_by_the_plan_of_a_step_that_has_th
         found = gradients(model, partial(run, model, skipped), inputs(step))
         assert equal(found, expected), f"step {step}"
         assert meter.peak <= budget
-        if budget > BUDGETS["some"]:
+        if budget == BUDGETS["plenty"]:
             assert recorder(engine).points.schedule is whole.schedule
             assert moved() <= whole_bytes
     assert len(recorder(engine).programs) > 2
