@@ -290,11 +290,10 @@ def test_layers_that_are_skipped_at_random_run_by_the_plan_of_a_step_that_has_th
     def moved() -> int:
         return int(engine.stats.take()["d2h_bytes"])
 
-    for step in range(2):
+    for step in range(3):
         gradients(model, model, inputs(step))
-    moved()
-    gradients(model, model, inputs(2))
-    whole_bytes, (whole,) = moved(), recorder(engine).programs.values()
+    assert len(recorder(engine).programs) == 1
+    assert moved() > 0, "the first step moves all that it can"
     for step in range(8):
         skipped = set(draw.sample(range(DEPTH), k=draw.randint(1, 3)))
         expected = gradients(plain, partial(run, plain, skipped), inputs(step))
@@ -303,6 +302,6 @@ def test_layers_that_are_skipped_at_random_run_by_the_plan_of_a_step_that_has_th
         assert equal(found, expected), f"step {step}"
         assert meter.peak <= budget
         if budget == BUDGETS["plenty"]:
-            assert recorder(engine).points.schedule is whole.schedule
-            assert moved() <= whole_bytes
+            assert recorder(engine).points.schedule is not FRUGAL
+            assert moved() == 0
     assert len(recorder(engine).programs) > 2
