@@ -32,7 +32,8 @@ def device_space(device: "torch.device") -> Space:
     import torch  # here, because sizes are also read by commands that must start without torch
 
     free_bytes, device_bytes = torch.cuda.mem_get_info(device)
-    total_bytes = int(device_bytes * torch.cuda.get_per_process_memory_fraction(device))
+    index = torch.cuda.current_device() if device.index is None else device.index  # torch asks for a number below
+    total_bytes = int(device_bytes * torch.cuda.get_per_process_memory_fraction(index))
     return Space(
         total_bytes=total_bytes,
         available_bytes=min(total_bytes, free_bytes + torch.cuda.memory_reserved(device)),

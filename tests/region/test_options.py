@@ -394,6 +394,16 @@ def test_inductor_options_come_as_mapping_or_json():
     assert resolve(inductor=json.dumps({"max_autotune": True})).inductor == (("max_autotune", True),)
 
 
+def test_the_space_of_a_device_without_a_number_is_that_of_the_current_one(monkeypatch):
+    """torch's limit of a process can be asked for by a number only: `torch.device("cuda")` is refused there."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {0: 0.25, 1: 0.5}.__getitem__)
+    assert device_space(torch.device("cuda")) == Space(total_bytes=500, available_bytes=500)
+    assert device_space(torch.device("cuda:0")) == Space(total_bytes=250, available_bytes=250)
+
+
 @pytest.mark.gpu
 def test_auto_on_cuda_is_what_this_process_can_have_less_a_margin():
     device = torch.device("cuda")
