@@ -22,7 +22,7 @@ from tencache_fx.passes.inductor_model import InductorModel
 from tencache_fx.passes.op_kinds import packet_of, written_arguments
 from tencache_fx.passes.parameter_markers import is_away
 from tencache_fx.passes.symbols import SymbolSource, symbol_source
-from tencache_fx.planning.problem import Kind, Step, Storage
+from tencache_fx.planning.problem import Kind, Step, Storage, Tier
 from tencache_fx.tensors import allocated_bytes, byte_hint, is_lazy, tensors_of
 
 _NO_BYTES = torch.ops.aten._efficientzerotensor.default  # of forward-mode derivatives; its fake is an ordinary tensor
@@ -60,6 +60,7 @@ class _Trace:
     donated: bool = False
     parameter: str = ""
     state_bytes: int = 0
+    tier: Tier = Tier.HOST
     written: bool = False
     shared: bool = False
     under_way: list[tuple[int, "list[_Trace]"]] = field(default_factory=list)
@@ -198,6 +199,7 @@ class _Walk:
             trace.written |= twice_made
             if node.target is LOAD_PARAM:
                 trace.kind, trace.parameter = Kind.FETCHED, node.meta["tencache_parameter"]
+                trace.tier = node.meta["tencache_tier"]
         if begins_collective(node):
             for key, _ in self._storages(node):
                 self._known[key].under_way.append((step, [self._known[each] for each in read]))
@@ -309,6 +311,7 @@ def _finish(trace: _Trace, capture: RegionGraphs, sources: Sequence[SymbolSource
         formula=trace.formula,
         parameter=trace.parameter,
         state_bytes=trace.state_bytes,
+        tier=trace.tier,
     )
     return StorageNodes(storage=storage, members=tuple(trace.members), saved=tuple(trace.saved))
 

@@ -26,6 +26,7 @@ from tencache_fx.ops import LOAD_PARAM, STORE_GRAD
 from tencache_fx.passes.gaps import fake_like, key_node
 from tencache_fx.passes.graphs import RegionGraphs, keep_saved_flag, output_args, placeholders, set_outputs
 from tencache_fx.passes.op_kinds import base_of, is_view, readers_of, written_arguments
+from tencache_fx.planning.problem import Tier
 from tencache_fx.tensors import is_lazy, storage_of, tensors_of
 
 # For so many nodes, as a share of the graph's and at least, a parameter is unread where it is to arrive once more.
@@ -33,12 +34,16 @@ _LEAST_SHARE, _LEAST_NODES = 0.25, 50
 
 
 def write_markers(
-    capture: RegionGraphs, offloaded: Mapping[int, str], state_bytes: Mapping[str, int], shards: Mapping[str, str]
+    capture: RegionGraphs,
+    offloaded: Mapping[int, str],
+    state_bytes: Mapping[str, int],
+    shards: Mapping[str, str],
+    tiers: Mapping[str, Tier],
 ) -> frozenset[str]:
     """Write `load_param` and `store_grad` for the parameters in `offloaded`: their names by position among the inputs.
 
-    `state_bytes` are what an optimizer keeps, or may keep, of each, and `shards` the process groups over which they are
-    spread.
+    `state_bytes` are what an optimizer keeps, or may keep, of each, `shards` the process groups over which they are
+    spread, and `tiers` where their bytes are.
 
     Returns the names of those that have to be on the device as they are: that this region writes to, hands out, or
     saves a part of for its backward. O(nodes).
@@ -53,7 +58,7 @@ def write_markers(
         for graph in capture.graphs:
             twin = next((node for node in placeholders(graph) if node.name == inputs[index].name), None)
             if twin is not None:
-                _write_loads(twin, name)
+                _write_loads(twin, name, tiers[name])
     if capture.backward is not None:
         _write_stores(capture.backward, inputs, offloaded, state_bytes, shards)
     return staying
@@ -139,14 +144,14 @@ def _views(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _write_loads(parameter: fx.Node, name: str) -> None:
+def _write_loads(parameter: fx.Node, name: str, tier: Tier) -> None:
     """Let every reader read what arrives; what the graph returns of it for the backward is the name still."""
     graph, value = parameter.graph, parameter.meta["val"]
     parameter.meta["tencache_parameter"] = name
     for readers in _readings(parameter):
         with graph.inserting_before(readers[0]):
             load = graph.call_function(LOAD_PARAM, (parameter,), name=f"load_param_{parameter.name}")
-        load.meta["tencache_parameter"] = name
+        load.meta["tencache_parameter"], load.meta["tencache_tier"] = name, tier
         load.meta["val"] = fake_like(value)
         for reader in readers:
             reader.replace_input_with(parameter, load)

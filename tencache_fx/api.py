@@ -32,6 +32,7 @@ from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import engines, open_engine, open_swap_points
 from tencache_fx.runtime.stats import Counts
 from tencache_fx.stages import STAGES, show_times
+from tencache_fx.units import format_bytes
 
 
 def configure(*, reset: bool = False, **options: object) -> Mapping[str, object]:
@@ -99,9 +100,9 @@ def report(*, html: str | os.PathLike[str] | None = None) -> str:
     Each plan says which resource bounds the step, and how busy the others are; for a model that is one region, also how
     much of that bound was reached.
 
-    The plans of whole steps follow, where regions are planned together, and the spill directories: what was written
-    to each, and the share that it gets. At the end, what compiling took, by stages, and how much of what is kept on
-    disk was there.
+    The plans of whole steps follow, where regions are planned together, what parameters are on disk, and the spill
+    directories: what was written to each, and the share that it gets. At the end, what compiling took, by stages, and
+    how much of what is kept on disk was there.
     With `html` the plans are also drawn, as a page that is written there; it needs plotly (`tencache_fx[view]`).
     Raises `OptionError` if there is nothing to draw, or the page cannot be written.
     """
@@ -126,6 +127,8 @@ def report(*, html: str | os.PathLike[str] | None = None) -> str:
     parts.extend(f"{name_step(step)}\n\n{show_step(step)}" for step in steps())
     if not parts:
         return "No region has been compiled."
+    disk_bytes = {engine.device: engine.parameter_disk_bytes for engine in engines()}
+    parts.extend(f"parameters of {device} on disk: {format_bytes(n)}" for device, n in disk_bytes.items() if n)
     parts.extend(show_directories(engine.store.uses()) for engine in engines() if engine.store is not None)
     spent_ns = Counter(STAGES.spent_ns()) + Counter({"Dynamo": compat.dynamo_ns()})
     ends = f"compiling, so far: {show_times(spent_ns)}\nread from caches: {show_uses(count_uses())}"

@@ -15,7 +15,7 @@ from tencache_fx.kept_code import Phase
 from tencache_fx.model_state.shard import Shard
 from tencache_fx.options import Options
 from tencache_fx.passes.graphs import output_args
-from tencache_fx.planning.problem import Problem
+from tencache_fx.planning.problem import Problem, Tier
 from tencache_fx.records import RegionRecord
 from tencache_fx.region.ambient_state import unchanged
 from tencache_fx.region.candidate import Candidate, RegionPlanner
@@ -34,6 +34,7 @@ class WouldBeOffloaded:
     name: str
     nbytes: int
     state_bytes: int
+    tier: Tier = Tier.HOST
     shard: Shard | None = None
     on_device: bool = False
     updated_on_device: bool = False

@@ -7,7 +7,6 @@ was read. If that fails, its buffer keeps it from then on: each piece is always 
 """
 
 import contextlib
-import tempfile
 import threading
 import warnings
 import weakref
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tencache_fx.errors import BudgetError, StoreError
-from tencache_fx.model_state.host_state import own_storage
+from tencache_fx.model_state.host_state import mapped_memory, own_storage
 from tencache_fx.model_state.stored_form import FP32, StoredForm, by_form, parts_of, state_bytes, store_values
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Buffer, Use
@@ -113,10 +112,7 @@ class DiskState:
         count = size.numel()
         forms = tuple(self.forms.values())
         ordinary = [form if form.is_elementwise else FP32 for form in forms]
-        nbytes = state_bytes(ordinary, count)
-        with tempfile.NamedTemporaryFile(prefix="tencache-", dir=self._line.store.directories[0]) as file:
-            file.truncate(max(4, nbytes))
-            found = torch.from_file(file.name, shared=True, size=nbytes, dtype=torch.uint8)
+        found = mapped_memory(state_bytes(ordinary, count), self._line.store.directories[0])
         arrays = [own_storage(part.view(torch.uint8), part.dtype) for part in _arrays(found, count, ordinary)]
 
         def copy(part: slice, pieces: Sequence[Tensor]) -> None:

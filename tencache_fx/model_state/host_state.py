@@ -1,8 +1,10 @@
 """The optimizer's state of a parameter: arrays in pinned host memory, within its budget, or on the device."""
 
 import itertools
+import tempfile
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -71,6 +73,18 @@ def own_storage(part: Tensor, dtype: torch.dtype) -> Tensor:
     `torch.save` refuses storages that tensors of several dtypes share, and writes them whole.
     """
     return torch.frombuffer(part.numpy(), dtype=dtype) if part.numel() else torch.empty(0, dtype=dtype)
+
+
+def mapped_memory(nbytes: int, directory: Path | None) -> Tensor:
+    """Return [nbytes] of a new file without a name there: host memory has as much of it as it has room for.
+
+    Without a directory it is ordinary memory.
+    """
+    if directory is None or not nbytes:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    with tempfile.NamedTemporaryFile(prefix="tencache-", dir=directory) as file:
+        file.truncate(max(4, nbytes))
+        return torch.from_file(file.name, shared=True, size=nbytes, dtype=torch.uint8)
 
 
 class HeldTensors:

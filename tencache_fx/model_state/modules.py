@@ -25,6 +25,7 @@ from tencache_fx import compat
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.model_state.arguments import find_device, need_model
+from tencache_fx.model_state.model_weights import ModelWeights
 from tencache_fx.model_state.module_guards import alias_of, guard, keep_loadable, restore
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.offloading import Offloading, should_offload
@@ -33,6 +34,7 @@ from tencache_fx.model_state.shard import find_group
 from tencache_fx.model_state.sharded_modules import ShardedClasses, whole
 from tencache_fx.model_state.sharding import guard_from_sharding, refuse_shards
 from tencache_fx.model_state.step_hooks import check_updates_in_backward
+from tencache_fx.model_state.weight_files import WeightFiles, Weights
 from tencache_fx.options import Options
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import RankStage, find_engine, open_engine, usage
@@ -53,9 +55,12 @@ def offload(
     device: torch.device | str | None = None,
     *,
     shard: "bool | DeviceMesh" = False,
+    weights: Weights | None = None,
     progress: bool | None = None,
 ) -> nn.Module:
     """Offload every large parameter of `model` to host memory, and move all else to `device`; return the model.
+
+    With a `spill_dir` those go to disk that `host_budget` has no room for, with the gradients that they will need.
 
     Of a model that is all but frozen, trained parameters, a 32nd of its bytes at most, stay on the device with their
     optimizer's state, whatever their size: adapters, or a new head.
@@ -70,12 +75,19 @@ def offload(
     rows than there are ranks, are whole on every device, with gradients averaged. All ranks call this, with the same
     model.
 
-    `model.state_dict()` then has the parameters as tensors of the CPU that share memory with the host copies, and
-    `load_state_dict` works as ever. Idempotent. What takes longer than a second shows a progress bar on stderr, unless
-    `progress` is False; by default if that is a terminal. Raises `OptionError` for a device that is not there, a module
-    on "meta" that cannot make its parameters, or a parameter that is sharded or whose elements share memory;
-    `BudgetError` when host_budget is too low: raise it by `tencache_fx.configure`, and call this again. Whatever it
-    raises, the model is as it was; but a rank that is lost while parameters are sent leaves them in parts.
+    `weights`, a safetensors file, a folder of some, or a list of files, has the values of all parameters, and of the
+    buffers of `state_dict`; names that the model lacks are left alone. A model on "meta" then needs no
+    `reset_parameters`. Frozen parameters for which `host_budget` has no room are read from there in place, whenever
+    they are needed, and take no room of the spill store.
+
+    `model.state_dict()` then has the parameters as tensors of the CPU that share memory with the host copies, but
+    copies of those on disk, and `load_state_dict` works as ever. Idempotent. What takes longer than a second shows a
+    progress bar on stderr, unless `progress` is False; by default if that is a terminal. Raises `OptionError` for a
+    device that is not there, a module on "meta" that cannot make its parameters, a parameter that is sharded or whose
+    elements share memory, or weights that are missing, or of another size or dtype; `BudgetError` when host_budget, and
+    the disk, are too small: raise one by `tencache_fx.configure`, and call this again; `StoreError` when a disk cannot
+    be read or written. Whatever it raises, the model is as it was; but a rank that is lost while parameters are sent
+    leaves them in parts.
     """
     first = next((p for p in need_model(model).parameters() if p.device.type != "meta"), None)
     if device is None and first is None:
@@ -83,8 +95,11 @@ def offload(
     assert device is not None or first is not None
     target = resolve_device(find_device(device) if device is not None else first.device)  # type: ignore[union-attr]
     refuse_shards(model)
+    if weights is not None and shard is not False:
+        raise OptionError("weights= reads whole parameters, and shard= spreads them; load the weights before offload.")
     group = find_group(shard, target)
-    departure = Offloading(roomy_engine(target), model, target, group)
+    values = None if weights is None else ModelWeights(model, WeightFiles(weights))
+    departure = Offloading(roomy_engine(target), model, target, group, values)
     classes = None if group is None else ShardedClasses(group)
     with _open_bar(departure.nbytes, progress=progress) as bar, departure:
         for name, module in model.named_modules():

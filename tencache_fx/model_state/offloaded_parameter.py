@@ -1,15 +1,16 @@
-"""A parameter whose bytes are in host memory, and on the device only while somebody reads them.
+"""A parameter whose bytes are in host memory or on disk, and on the device only while somebody reads them.
 
-Such a parameter keeps its shape, dtype and device, but its storage there is empty while there is no device copy.
-`CopyState` says which copies hold its value. Three things keep the device copy:
+Such a parameter keeps its shape, dtype and device, but its storage there is empty while there is no device copy. Its
+other copy, the host copy, is what its `Backing` keeps. `CopyState` says which of the two hold its value. Three things
+keep the device copy:
 
     resident   set by pin: a plan keeps the parameter on the device. unpin evicts it
     summoned   set by summon: somebody may read it there, or change it. The end of summon evicts it
     forwards   added by load_for_forward: they run uncompiled. The end of the last one evicts it if no backward follows
 
 `evict` does nothing to a parameter that is resident or summoned.
-Whoever reads the host copy waits for the update under way (`wait_update`), and whoever writes to it waits for the last
-copy that reads it (`wait_readers`).
+Whoever reads the host copy waits for the update under way (`wait_update`), and whoever writes to it (`begin_write`)
+waits for the last copy that reads it.
 """
 
 import threading
@@ -24,35 +25,29 @@ from torch.autograd.graph import increment_version
 
 from tencache_fx import compat
 from tencache_fx.errors import InvariantError, UsageError
+from tencache_fx.model_state.backing import Backing, HostWrite
 from tencache_fx.model_state.copy_state import NEXT_STATES, CopyState, HostUpdate, is_on_device
 from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.expected_gradient import ExpectedGradient
 from tencache_fx.model_state.host_state import HeldTensors, State
 from tencache_fx.model_state.shard import Shard
 from tencache_fx.planning.problem import STATE_BYTES, Tier
-from tencache_fx.runtime.buffers import Buffer
 from tencache_fx.runtime.streams import Event, Lane, Streams
-from tencache_fx.runtime.transfers import Layout, raw_bytes
+from tencache_fx.runtime.transfers import raw_bytes
 
 
 class OffloadedParameter:
-    """One parameter in host memory. Thread-safe but for the pins, which the thread that runs the model sets."""
+    """One parameter kept by `backing`. Thread-safe but for the pins, which the thread that runs the model sets."""
 
-    def __init__(self, parameter: Tensor, name: str, buffer: Buffer, streams: Streams) -> None:
+    def __init__(self, parameter: Tensor, name: str, backing: Backing, streams: Streams) -> None:
         self.name = name
-        self.layout = Layout.of(parameter, name)
-        self.buffer = buffer
-        storage = buffer.memory.untyped_storage()
-        with torch.inference_mode(False):  # they count their versions, each its own
-            empty = torch.empty(0, dtype=parameter.dtype, device="cpu")
-            self._host = empty.clone().set_(storage, 0, parameter.size(), parameter.stride())
-            self._elements = empty.set_(storage, 0, (parameter.numel(),), (1,))
+        self.backing, self.layout = backing, backing.layout
         self.shard: Shard | None = None  # what it is a part of, if it is spread over ranks
         self.resident = False
         self.planned_by_step = False  # it is resident by the plans of steps
         self.summoned = False
         self.gradient = ExpectedGradient()
-        self.last_read: Event | None = None  # of the last copy that reads the host copy
+        self.last_read: Event | None = None  # of the last copy in
         self.updated_on_device = False  # it is resident, and so are its gradient and its optimizer's state
         self.state_bytes = STATE_BYTES * parameter.numel()  # of its optimizer's state, once the optimizer has told
         self.optimizer_state: weakref.ref[State | DiskState | HeldTensors] | None = None
@@ -63,7 +58,7 @@ class OffloadedParameter:
         self._update = HostUpdate()
         self._changes = 0  # made on the device, and not by its optimizer
         self._updates = 0  # by which its optimizer has raised the parameter's version
-        self._host_version = self._host._version  # as the state accounts for it
+        self._host_version = backing.version  # as the state accounts for it
         self._streams = streams
         self._forwards = weakref.WeakSet[Any]()  # uncompiled ones under way that read it
         self._for_inference = False  # it was loaded for forwards alone that no backward follows
@@ -73,6 +68,11 @@ class OffloadedParameter:
     def nbytes(self) -> int:
         """Return the bytes of the parameter."""
         return self.layout.nbytes
+
+    @property
+    def tier(self) -> Tier:
+        """Return where its bytes are while they are not on the device."""
+        return self.backing.tier
 
     @property
     def parameter(self) -> Tensor:
@@ -98,6 +98,11 @@ class OffloadedParameter:
         return work is not None and not work.done()
 
     @property
+    def blocks(self) -> bool:
+        """Whether to copy it in takes the host some time: it waits for an update, or reads a disk."""
+        return self.updating or self.tier is Tier.NVME
+
+    @property
     def updates(self) -> int:
         """Return how often its optimizer has begun to update it."""
         return self._updates
@@ -108,7 +113,7 @@ class OffloadedParameter:
 
         Whoever has `host`, from a `state_dict` say, may write to that.
         """
-        return self._changes + self._host._version
+        return self._changes + self.backing.version
 
     @property
     def device_version(self) -> int:
@@ -129,23 +134,24 @@ class OffloadedParameter:
 
     @property
     def host(self) -> Tensor:
-        """Return the host copy, in the parameter's shape and strides. Blocks if the device copy is newer."""
-        self.sync_host()
-        return self._host
+        """Return the host copy, in the parameter's shape and strides; of one on disk, a copy of that.
 
-    @property
-    def elements(self) -> Tensor:
-        """Return the host copy for its optimizer: [n], in the order of memory. Blocks if the device copy is newer.
-
-        A write to it does not raise `version`.
+        Blocks if the device copy is newer. Raises `StoreError` if the disk cannot be read.
         """
         self.sync_host()
-        return self._elements
+        return self.backing.value()
 
-    def set_host(self, value: Tensor) -> None:
-        """Set the host copy, before anybody reads it."""
-        self._host.copy_(value)  # in order with what computed it: a synchronous copy
-        self._host_version = self._host._version
+    def begin_write(self, *, read: bool) -> HostWrite:
+        """Return memory for the next value of the host copy, see `Backing`. Blocks if the device copy is newer."""
+        self.sync_host()
+        return self.backing.begin_write(read=read)
+
+    def set_host(self, fill: Callable[[Tensor], object]) -> None:
+        """Set the host copy by `fill`, given memory in the parameter's shape, before anybody reads it."""
+        with self.backing.begin_write(read=False) as write:
+            write.wait_readers()
+            fill(write.shaped)  # in order with what computed it: a synchronous copy
+            write.commit()
 
     def load(self) -> bool:
         """Have a device copy with the value, behind its last update, in order with the caller's compute stream.
@@ -178,9 +184,10 @@ class OffloadedParameter:
         self._for_inference = False
         if self._state is not CopyState.UPDATING:
             self._become(CopyState.HOST)
+        place = "disk" if self.tier is Tier.NVME else "host memory"
         compat.take_bytes(
             self.parameter.untyped_storage(),
-            f"{self.name} is offloaded to host memory, and nothing has loaded it: read it inside "
+            f"{self.name} is offloaded to {place}, and nothing has loaded it: read it inside "
             "`with tencache_fx.summon(model):`, in a function compiled with backend='tencache', or in the forward of "
             "the module that has it, as a module also has what its __init__ takes over, by self.weight = other.weight.",
         )
@@ -190,7 +197,7 @@ class OffloadedParameter:
         with self._lock:
             after = self._streams.record_compute()
             self._streams.wait_compute(self.copy_in(self.parameter.detach(), (after,)))
-            self._host_version = self._host._version
+            self._host_version = self.backing.version
             self._become(CopyState.SHARED)
 
     def write_back(self) -> None:
@@ -215,19 +222,10 @@ class OffloadedParameter:
             self._become(CopyState.DEVICE_NEWER)
 
     def copy_in(self, dst: Tensor, after: tuple[Event, ...]) -> Event:
-        """Issue the copy of the host copy to `dst`, device bytes that are there behind `after`."""
+        """Issue the copy of the host copy to `dst`, device bytes that are there behind `after`. Blocks for a disk."""
         with self._lock:  # so that the last copy noted is the last one issued
-            self.last_read = self._streams.copy(Lane.IN, raw_bytes(dst), self.buffer.memory[: self.nbytes], after)
+            self.last_read = self.backing.copy_in(raw_bytes(dst), after)
             return self.last_read
-
-    def is_unread(self) -> bool:
-        """Return True if no copy reads the host copy any more."""
-        return self.last_read is None or self.last_read.query()
-
-    def wait_readers(self) -> None:
-        """Block the host until no copy reads the host copy any more: then it may be written to."""
-        if self.last_read is not None:
-            self._streams.wait_host((self.last_read,))
 
     def begin_update(self, submit: "Callable[[], Future[None]]", readers: Event | None) -> "Future[None]":
         """Begin an update of the host copy, which `submit` hands in; it ends with `finish_update`.
@@ -352,7 +350,7 @@ class OffloadedParameter:
 
     def make_ordinary(self, device: torch.device) -> None:
         """Make the parameter an ordinary one, of `device`, with a copy of the host copy."""
-        self.parameter.data = self._host.to(device, copy=True)
+        self.parameter.data = self.backing.value().to(device, copy=True)
 
     def _become(self, state: CopyState) -> None:
         """Change the state, with the lock held."""
@@ -370,17 +368,19 @@ class OffloadedParameter:
             self._become(CopyState.HOST_NEWER)
             return 0
         self.copy_in(update.device, (update.readers,))  # it outlives the copy, even if the parameter does not
-        self._host_version = self._host._version
+        self._host_version = self.backing.version
         self._become(CopyState.SHARED)
         return self.nbytes
 
     def _copy_out(self) -> None:
         with self._lock:
             assert self._state is not CopyState.HOST, f"{self.name} has no device copy"
-            self.wait_readers()
-            after = (self._streams.record_compute(),)
-            memory = self.buffer.memory[: self.nbytes]
-            self._streams.copy(Lane.OUT, memory, raw_bytes(self.parameter.detach()), after).synchronize()
+            with self.backing.begin_write(read=False) as write:
+                after, source = (self._streams.record_compute(), *write.after), raw_bytes(self.parameter.detach())
+                copied = self._streams.copy(Lane.OUT, write.memory, source, after)
+                write.after = (copied,)
+                copied.synchronize()
+                write.commit()
             self._become(CopyState.SHARED)
 
     def _notice_host_writes(self) -> None:
@@ -388,9 +388,9 @@ class OffloadedParameter:
 
         Lock held.
         """
-        if self._host_version == self._host._version:
+        if self._host_version == self.backing.version:
             return
-        self._host_version = self._host._version
+        self._host_version = self.backing.version
         if self._state is CopyState.DEVICE_NEWER:
             raise UsageError(
                 f"{self.name} was written to by a tensor of a state_dict that is older than its last update, which was "

@@ -5,17 +5,22 @@ each part of a move says how to take it back.
 """
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tencache_fx.errors import OptionError
+from tencache_fx.model_state.disk_backing import Place
+from tencache_fx.model_state.disk_choice import Candidate, Room, choose_for_disk
 from tencache_fx.model_state.gradient_parts import PartHook
+from tencache_fx.model_state.model_weights import ModelWeights
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.shard import RankGroup, Shard
 from tencache_fx.model_state.sharded_modules import check_readers
+from tencache_fx.planning.problem import STATE_BYTES
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
 
@@ -52,53 +57,81 @@ def _may_leave(parameter: Tensor, *, adapts: bool) -> bool:
 
 
 class Offloading:
-    """The move of one model to `device`, module by module: large parameters to `engine`'s host memory.
+    """The move of one model to `device`, module by module: large parameters to `engine`'s host memory, or its disk.
 
-    Leaving its context by an exception takes everything back. Raises, before anything moves, `OptionError` for what
-    cannot, and `BudgetError` when the host budget has no room for all of it.
+    With `weights`, that is where all values come from. Leaving its context by an exception takes everything back.
+    Raises, before anything moves, `OptionError` for what cannot, and `BudgetError` when neither host budget nor disk
+    has room for all of it.
     """
 
-    def __init__(self, engine: Engine, model: nn.Module, device: torch.device, group: RankGroup | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model: nn.Module,
+        device: torch.device,
+        group: RankGroup | None = None,
+        weights: ModelWeights | None = None,
+    ) -> None:
         self._engine = engine
         self._device = device
         self._group = group
+        self._weights = weights
         self.shards: dict[Tensor, Shard | None] = {}  # of those moved over a group; None for one that is whole
         self._adapts = is_adapted(model)
         self._made: dict[nn.Parameter, nn.Parameter] = {}  # for those on "meta"
         self._new: set[nn.Parameter] = set()  # those made
         self._undo = contextlib.ExitStack()
+        self._joined = contextlib.ExitStack()
         _check_ties(model)
-        _check_makers(model)
+        _check_makers(model, weights)
         if group is not None:
             check_readers(model)
-        sizes = []
+        sizes: dict[nn.Parameter, tuple[str, int]] = {}
         for name, parameter in model.named_parameters():
             if group is not None:
                 _check_whole(parameter, name)
-            if parameters_of(self._engine).find(parameter) is None and self._leaves(parameter):
+            is_new = parameters_of(engine).find(parameter) is None
+            if weights is not None and not is_new:
+                raise OptionError(f"{name} is offloaded already; give weights= the first time that offload is called.")
+            if is_new and self._leaves(parameter):
                 if not parameter.is_meta:  # else it is made dense
                     should_offload(parameter, name, adapts=self._adapts)
-                sizes.append(parameter.nbytes if group is None else local_bytes(parameter, group))
-        self.nbytes = sum(sizes)
+                sizes[parameter] = name, parameter.nbytes if group is None else local_bytes(parameter, group)
+        self.nbytes = sum(nbytes for _, nbytes in sizes.values())
         engine.object_buffers.drain()
-        engine.pool.make_room(sizes, Use.PARAMETER)
+        self._places = choose_places(engine, sizes, weights)
+        in_memory = [nbytes for each, (_, nbytes) in sizes.items() if not self._places[each].on_disk]
+        on_disk = [nbytes for each, (_, nbytes) in sizes.items() if self._places[each].on_disk]
+        more = parameters_of(engine).passing.missing_sizes(max(on_disk)) if on_disk else []
+        engine.pool.make_room([*in_memory, *more], Use.PARAMETER)
+        self._largest_bytes = max(on_disk, default=0)
 
     def __enter__(self) -> "Offloading":
         self._undo.callback(self._engine.object_buffers.drain)
+        if self._largest_bytes:  # all buffers, while there is room for them
+            passing = parameters_of(self._engine).passing
+            passing.join(self._largest_bytes)
+            self._joined.callback(passing.leave)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._undo.pop_all()
-        else:
-            self._undo.close()
+        in_place = {each.weights for each in self._places.values() if each.weights is not None and each.in_file}
+        with self._joined:
+            if kind is None:
+                self._undo.pop_all()
+            else:
+                self._undo.close()
+        if self._weights is not None:
+            self._weights.close_unread(in_place if kind is None else set())
 
     def make(self, module: nn.Module) -> None:
         """Make what a module has on "meta", by itself, on the device; tied parameters only once."""
-        on_meta = {key: p for key, p in module.named_parameters(recurse=False) if p.is_meta}
-        has_buffers = _has_buffers_on_meta(module)
         self._put_back_later(module._parameters)
         self._put_back_later(module._buffers)
+        if self._weights is not None:
+            self._make_empty(module, self._weights)
+        on_meta = {key: p for key, p in module.named_parameters(recurse=False) if p.is_meta}
+        has_buffers = _has_buffers_on_meta(module, self._weights)
         for key, parameter in on_meta.items():
             if parameter in self._made:
                 module.register_parameter(key, self._made[parameter])
@@ -114,6 +147,23 @@ class Offloading:
         module._buffers |= buffers
         self._made |= {parameter: getattr(module, key) for key, parameter in on_meta.items()}
         self._new |= {self._made[parameter] for parameter in on_meta.values()}
+        self._places |= {self._made[each]: self._places.get(each, Place()) for each in on_meta.values()}
+
+    def _make_empty(self, module: nn.Module, weights: ModelWeights) -> None:
+        """Make the parameters and buffers on "meta" that weight files have the values of, without these."""
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta and weights.find(parameter) is not None:
+                if parameter not in self._made:
+                    made = nn.Parameter(torch.empty_like(parameter, device=self._device), parameter.requires_grad)
+                    self._made[parameter] = made
+                    self._new.add(made)
+                    self._places[made] = self._places.get(parameter, Place())
+                    weights.carry_over({parameter: made})
+                module.register_parameter(key, self._made[parameter])
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta and weights.find(buffer) is not None:
+                module._buffers[key] = made_buffer = torch.empty_like(buffer, device=self._device)
+                weights.carry_over({buffer: made_buffer})
 
     def move(self, parameter: nn.Parameter, name: str) -> int:
         """Offload a parameter that should be, and is not yet; move any other to the device. Return the bytes moved."""
@@ -127,20 +177,33 @@ class Offloading:
             self._take_part(parameter, self._group)
         if self._leaves(parameter):
             should_offload(parameter, name, adapts=self._adapts)
-            device = before.device
-            offloaded = store.offload(parameter, name, self._device)
-            self._undo.callback(_undo_offload, offloaded, None if parameter in self._new else device)
+            offloaded = store.offload(parameter, name, self._device, self._places.get(parameter, Place()))
+            if parameter in self._new:
+                self._undo.callback(offloaded.forget)
+            elif self._weights is not None:
+                self._undo.callback(_give_back, offloaded, before)
+            else:
+                self._undo.callback(_undo_offload, offloaded, before.device)
             if (shard := self.shards.get(parameter)) is not None:
                 offloaded.shard = shard
                 PartHook(parameter, store.additions, shard.group.name)
             del before  # its memory is to go
             return offloaded.nbytes
-        parameter.data = parameter.data.to(self._device)
+        parameter.data = self._moved(parameter)
         self._undo.callback(setattr, parameter, "data", before)
         if parameter.requires_grad and parameter not in store.kept:
             store.kept[parameter] = True
             self._undo.callback(store.kept.pop, parameter)
         return 0
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """Return a parameter's or a buffer's value on the device: that of a file, if there is one."""
+        value = tensor.detach()
+        if self._weights is None or (weights := self._weights.find(tensor)) is None:
+            return value.to(self._device)
+        moved = torch.empty_like(value, device=self._device)
+        weights.fill(moved)
+        return moved
 
     def _leaves(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is to be in host memory, in whole or in part."""
@@ -166,7 +229,7 @@ class Offloading:
     def move_buffers(self, module: nn.Module) -> None:
         """Move a module's own buffers to the device; with a group, they are those of rank 0."""
         for key, buffer in module.named_buffers(recurse=False):
-            module._buffers[key] = moved = buffer.to(self._device)
+            module._buffers[key] = moved = self._moved(buffer)
             if self._group is not None:
                 torch.distributed.broadcast(moved, group=self._group.process_group, group_src=0)
 
@@ -195,11 +258,53 @@ def _check_whole(parameter: Tensor, name: str) -> None:
         )
 
 
-def _undo_offload(offloaded: OffloadedParameter, device: torch.device | None) -> None:
-    """Make a parameter that has just been offloaded an ordinary one again; None for one that is not needed any more."""
-    if device is not None:
-        offloaded.make_ordinary(device)
+def _undo_offload(offloaded: OffloadedParameter, device: torch.device) -> None:
+    """Make a parameter that has just been offloaded an ordinary one again."""
+    offloaded.make_ordinary(device)
     offloaded.forget()
+
+
+def _give_back(offloaded: OffloadedParameter, before: Tensor) -> None:
+    """Give a parameter whose value came from a file the one that it had."""
+    offloaded.parameter.data = before
+    offloaded.forget()
+
+
+def choose_places(
+    engine: Engine, sizes: Mapping[nn.Parameter, tuple[str, int]], weights: ModelWeights | None
+) -> dict[nn.Parameter, Place]:
+    """Return where these parameters, with their names and bytes, go to; raises `BudgetError` if there is no room.
+
+    Those that are all but frozen models' few trained ones are not among them.
+    """
+    store, pool, parameters = engine.store, engine.pool, parameters_of(engine)
+    slices = {each: None if weights is None else weights.find(each) for each in sizes}
+    in_file = {
+        each: found is not None and not each.requires_grad and each.is_contiguous() for each, found in slices.items()
+    }
+    trained_bytes = sum(each.nbytes for each in parameters if not each.is_dead and each.parameter.requires_grad)
+    candidates = [
+        Candidate(
+            name=name,
+            nbytes=nbytes,
+            state_bytes=STATE_BYTES * (nbytes // each.itemsize),
+            trained=each.requires_grad,
+            in_file=in_file[each],
+        )
+        for each, (name, nbytes) in sizes.items()
+    ]
+    room = Room(
+        host_budget_bytes=pool.budget_bytes,
+        host_bytes=pool.budget_bytes - pool.acquired_bytes,
+        gradient_bytes=max(0, trained_bytes - pool.held_for(Use.GRADIENT)),
+        disk_bytes=None if store is None else store.budget_bytes - store.acquired_bytes,
+        passing_bytes=parameters.passing.nbytes,
+    )
+    chosen = choose_for_disk(candidates, room)
+    return {
+        each: Place(on_disk=name in chosen, weights=slices[each], in_file=name in chosen and in_file[each])
+        for each, (name, _) in sizes.items()
+    }
 
 
 def _check_ties(model: nn.Module) -> None:
@@ -210,12 +315,12 @@ def _check_ties(model: nn.Module) -> None:
             raise OptionError(f"{name} shares memory with {other}; tie them by using one Parameter in both places.")
 
 
-def _check_makers(model: nn.Module) -> None:
-    """Refuse modules on "meta" that cannot make what they have there."""
+def _check_makers(model: nn.Module, weights: ModelWeights | None) -> None:
+    """Refuse modules on "meta" that cannot make what they have there, and no file has."""
     made: set[nn.Parameter] = set()
     for name, module in model.named_modules():
-        on_meta = {p for p in module.parameters(recurse=False) if p.is_meta}
-        if on_meta <= made and not _has_buffers_on_meta(module):
+        on_meta = {p for p in module.parameters(recurse=False) if p.is_meta and not _has(weights, p)}
+        if on_meta <= made and not _has_buffers_on_meta(module, weights):
             continue
         if not callable(getattr(module, "reset_parameters", None)) or on_meta & made:
             raise OptionError(
@@ -226,5 +331,9 @@ def _check_makers(model: nn.Module) -> None:
         made |= on_meta
 
 
-def _has_buffers_on_meta(module: nn.Module) -> bool:
-    return any(buffer.is_meta for buffer in module.buffers(recurse=False))
+def _has_buffers_on_meta(module: nn.Module, weights: ModelWeights | None) -> bool:
+    return any(buffer.is_meta and not _has(weights, buffer) for buffer in module.buffers(recurse=False))
+
+
+def _has(weights: ModelWeights | None, tensor: Tensor) -> bool:
+    return weights is not None and weights.find(tensor) is not None

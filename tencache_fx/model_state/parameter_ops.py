@@ -34,7 +34,8 @@ from tencache_fx.runtime.transfers import ActiveTransfer, Layout, Stage, new_tok
 def fetch_param(engine: Engine, parameter: Tensor, label: str = "") -> Tensor:
     """Allocate a parameter's bytes and issue the copy in of its host copy; return the ticket.
 
-    The copy runs behind an update under way. A parameter that is on the device is copied there.
+    The copy runs behind an update under way, and behind the read of one that is on disk. A parameter that is on the
+    device is copied there.
     """
     engine.enter()
     label = label or "a parameter"
@@ -53,7 +54,7 @@ def fetch_param(engine: Engine, parameter: Tensor, label: str = "") -> Tensor:
                 _load(engine, offloaded)
             transfer.dst = dst.copy_(parameter.detach())
             transfer.copied_in = streams.record_compute()
-        elif offloaded.updating:
+        elif offloaded.blocks:
             lifecycle.start_copy_in_later(transfer, dst, lambda: _copy_in(offloaded, dst, allocated))
         else:
             transfer.dst, transfer.copied_in = dst, _copy_in(offloaded, dst, allocated)
@@ -63,7 +64,7 @@ def fetch_param(engine: Engine, parameter: Tensor, label: str = "") -> Tensor:
 
 
 def _copy_in(offloaded: OffloadedParameter, dst: Tensor, allocated: Event) -> Event:
-    """Issue the copy in of a parameter once its update is done. Blocks until then."""
+    """Issue the copy in of a parameter once its update is done, and once it is read. Blocks until then."""
     offloaded.wait_update()
     return offloaded.copy_in(dst, (allocated,))
 
@@ -77,8 +78,9 @@ def sync_param(engine: Engine, parameter: Tensor) -> Tensor:
 
 
 def _load(engine: Engine, offloaded: OffloadedParameter) -> None:
-    """Load a parameter, and note how long the host has waited for its update."""
-    watch = engine.streams.watch() if offloaded.updating else None
+    """Load a parameter, and note how long the host has waited for its update, or for the disk."""
+    waits = offloaded.updating or (offloaded.blocks and not offloaded.on_device)
+    watch = engine.streams.watch() if waits else None
     offloaded.load()
     if watch is not None:
         watch.stop()

@@ -17,20 +17,29 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tencache_fx.errors import InvariantError, UsageError
+from tencache_fx.model_state.backing import Backing, HostBacking
+from tencache_fx.model_state.disk_backing import DiskBacking, Place
 from tencache_fx.model_state.disk_state import DiskLine
 from tencache_fx.model_state.grad_accumulation import GradientAccumulator
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+from tencache_fx.model_state.passing_buffers import PassingBuffers
 from tencache_fx.model_state.pending_backwards import PendingBackwards
 from tencache_fx.model_state.update_queue import Updates
+from tencache_fx.model_state.weight_files import WeightFile, WeightSlice
+from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import find_engine, inherited_engines
+from tencache_fx.runtime.transfers import Layout
 
 _MOST_ROOM_BYTES = 192 << 20
+_IN_HOST_MEMORY = Place()
 
 
 class ParameterStore:
     """All offloaded parameters of one device, with the threads that update them and add up their gradients.
+
+    Those on disk pass through the buffers of `passing`.
 
     It is the attachment of the device's engine, made when the first parameter is offloaded (`parameters_of`).
     """
@@ -41,7 +50,9 @@ class ParameterStore:
         self.pending = PendingBackwards()
         self.kept = WeakTensorKeyDictionary()  # trained parameters that `offload` left on the device
         self._engine, self._buffers = engine, engine.object_buffers
+        self.passing = PassingBuffers(engine.pool, engine.streams)
         self._disk_line: DiskLine | None = None
+        self._files: weakref.WeakSet[WeightFile] = weakref.WeakSet()  # that parameters are read from
         self._by_storage: dict[int, OffloadedParameter] = {}
         self._hooks: dict[Any, Any] = {}  # of torch's, by how and what was registered
         engine.pool.keep_free(self._state_to_come)
@@ -73,22 +84,29 @@ class ParameterStore:
         del self._by_storage[key]  # somebody has given the parameter another storage
         return None
 
-    def offload(self, parameter: Tensor, name: str, device: torch.device) -> OffloadedParameter:
-        """Offload a parameter, of any device, to host memory; afterwards it is one of `device`, with nothing there.
+    @property
+    def disk_bytes(self) -> int:
+        """Return the bytes of the parameters that are on disk."""
+        return sum(offloaded.nbytes for offloaded in self if offloaded.tier is Tier.NVME)
 
-        Raises `BudgetError` when the host budget has no room for it; then, as after any error, it is as it was.
+    def offload(
+        self, parameter: Tensor, name: str, device: torch.device, place: Place = _IN_HOST_MEMORY
+    ) -> OffloadedParameter:
+        """Offload a parameter, of any device, to its place; afterwards it is one of `device`, with nothing there.
+
+        Raises `BudgetError` when the host budget has no room for it, or `StoreError` when the disk has none; then, as
+        after any error, it is as it was.
         """
         self._buffers.drain()
         value = parameter.detach()
-        buffer = self._engine.pool.acquire(value.numel() * value.itemsize, Use.PARAMETER)
+        empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+        backing = self._backing(Layout.of(empty, name), name, place)
         with contextlib.ExitStack() as undo:
-            undo.callback(self._engine.pool.discard, buffer)
+            undo.callback(backing.free)
             undo.callback(setattr, parameter, "data", value)
-            empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
-            offloaded = OffloadedParameter(empty, name, buffer, self._engine.streams)
-            self._engine.streams.wait_host(buffer.after)
-            buffer.after = ()
-            offloaded.set_host(value)
+            offloaded = OffloadedParameter(empty, name, backing, self._engine.streams)
+            if not place.in_file:
+                offloaded.set_host(value_of(place.weights, value))
             parameter.data = empty
             offloaded._parameter = weakref.ref(parameter)
             offloaded.free_device_copy()
@@ -99,6 +117,18 @@ class ParameterStore:
             undo.pop_all()
         self.watch(register_optimizer_step_pre_hook, self._refuse)
         return offloaded
+
+    def _backing(self, layout: Layout, name: str, place: Place) -> Backing:
+        engine = self._engine
+        if place.on_disk:
+            weights = place.weights if place.in_file else None
+            if weights is not None:
+                self._files.add(weights.file)
+            return DiskBacking(engine, self.passing, layout, name, weights)
+        buffer = engine.pool.acquire(layout.nbytes, Use.PARAMETER)
+        engine.streams.wait_host(buffer.after)
+        buffer.after = ()
+        return HostBacking(layout, buffer, engine.pool, engine.streams)
 
     def watch(self, register: Callable[[Any], Any], hook: Callable[..., Any]) -> None:
         """Register one of torch's hooks for all modules or optimizers, up to `forget`, if it is not there yet."""
@@ -120,6 +150,8 @@ class ParameterStore:
     def forget(self) -> None:
         """Forget all parameters; those that are not on the device are lost."""
         self._by_storage.clear()
+        for file in self._files:
+            file.close()
         while self._hooks:
             self._hooks.popitem()[1].remove()
 
@@ -153,7 +185,7 @@ class ParameterStore:
     def _forget(self, key: int, offloaded: OffloadedParameter) -> None:
         if self._by_storage.get(key) is offloaded:
             del self._by_storage[key]
-        self._buffers.discard_later(offloaded.buffer, offloaded.is_unread)
+        self._buffers.free_later(offloaded.backing.free, offloaded.backing.is_unused)
 
     def _refuse(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Stop an optimizer that would change parameters whose bytes are not where it looks for them."""
@@ -166,6 +198,11 @@ class ParameterStore:
                     f"{type(optimizer).__name__} would update {offloaded.name}, which is offloaded to host memory; use "
                     "tencache_fx.optim.AdamW, or call step() inside `with tencache_fx.summon(model):`."
                 )
+
+
+def value_of(weights: WeightSlice | None, value: Tensor) -> Callable[[Tensor], object]:
+    """Return what copies a value to a tensor: that of a file if there is one, else `value`."""
+    return (lambda target: target.copy_(value)) if weights is None else weights.fill
 
 
 def parameters_of(engine: Engine) -> ParameterStore:
@@ -231,6 +268,13 @@ def total_offloaded_bytes(device: torch.device) -> int:
     engine = find_engine(device) if device.type in ("cpu", "cuda") else None
     store = None if engine is None else _attached_to(engine)
     return sum(offloaded.nbytes for offloaded in store or ())
+
+
+def has_parameters_on_disk(device: torch.device) -> bool:
+    """Return whether any offloaded parameter of `device` is on disk."""
+    engine = find_engine(device) if device.type in ("cpu", "cuda") else None
+    store = None if engine is None else _attached_to(engine)
+    return any(offloaded.tier is Tier.NVME for offloaded in store or ())
 
 
 def evict_residents(device: torch.device) -> bool:

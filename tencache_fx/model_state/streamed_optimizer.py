@@ -209,7 +209,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             if offloaded is not None:
                 offloaded.wait_update()
                 offloaded.evict()  # loaded by a module that ran by itself, whose backward is over
-                if offloaded.on_device:  # a plan, or `summon`, keeps it there
+                if offloaded.on_device or offloaded.tier is Tier.NVME:  # a plan, or `summon`, keeps it there
                     offloaded.load()
                 else:
                     offloaded.sync_host()
@@ -245,6 +245,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 done.append(Done(update, held, arrays, rest))
         finally:
             self._keep(done, stream)
+            for offloaded in (update.offloaded for update in chunk.updates if update.offloaded is not None):
+                if offloaded.tier is Tier.NVME:  # else it went out by itself
+                    offloaded.evict()
 
     def _carried(self, update: StreamedUpdate) -> dict[str, Any]:
         """Return what the class has of a parameter, for it to change."""

@@ -39,7 +39,8 @@ class StreamedUpdate:
 
     `master` is the fp32 weight and `change` the fp32 gradient, both of the parameter's shape; `arrays` are the tensors
     of its state by name. `fresh` says that the weight may have been set since its master was made. A weight that
-    `is_on_host` is copied in and out; of an offloaded one that a plan keeps on the device, that copy is updated.
+    `is_on_host` is copied in and out; of an offloaded one that is on the device, because a plan keeps it there, or
+    because its other copy is on disk, that copy is updated.
     """
 
     parameter: Tensor
@@ -155,7 +156,8 @@ class UpdateStream:
             update, parameter = each.update, each.update.parameter
             if update.is_on_host:
                 assert update.offloaded is not None
-                pairs.append((update.offloaded.elements, flat(update.master.to(parameter.dtype))))
+                write = update.offloaded.begin_write(read=False)
+                pairs.append((write.elements, flat(update.master.to(parameter.dtype))))
                 written.append(update.offloaded)
             elif update.master.data_ptr() != parameter.data_ptr():
                 parameter.data.copy_(update.master)  # whose version counts by itself
@@ -198,7 +200,7 @@ class UpdateStream:
         elif update.reads_weight:
             assert update.offloaded is not None
             update.weight = torch.empty_like(parameter)
-            pairs.append((flat(update.weight), update.offloaded.elements))
+            pairs.append((flat(update.weight), update.offloaded.begin_write(read=True).elements))
 
     def _end_update(self, event: Event, offloaded: OffloadedParameter, future: "Future[None]") -> None:
         try:

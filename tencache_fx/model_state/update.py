@@ -1,5 +1,6 @@
 """One offloaded parameter's update: on the host, or streamed through the device, with the same bits either way."""
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tencache_fx.model_state.backing import HostWrite
 from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.host_gradient import HostGradient, HostGradientBuffer
 from tencache_fx.model_state.host_state import State
@@ -62,32 +64,37 @@ class ParameterUpdate:
     @torch.no_grad()
     def on_host(self) -> None:
         """Update in host memory."""
-        gradient, weight, numbers, arrays = self._begin()
-        self.offloaded.wait_readers()
-        begin_ns = time.perf_counter_ns()
-        self._kernel(_CPU)(gradient, weight, *arrays, numbers)
-        self.stats.add(updates=1, update_ns=time.perf_counter_ns() - begin_ns)
-        self._end()
+        with self._begin_write() as write:
+            gradient, numbers, arrays = self._begin(write)
+            write.wait_readers()
+            begin_ns = time.perf_counter_ns()
+            self._kernel(_CPU)(gradient, write.elements, *arrays, numbers)
+            self.stats.add(updates=1, update_ns=time.perf_counter_ns() - begin_ns)
+            self._end(write)
 
     @torch.no_grad()
     def on_device(self, room: Room) -> Begun:
         """Issue the update's pieces."""
         device = self.offloaded.parameter.device
-        gradient, weight, on_host, arrays = self._begin()
-        kernel, numbers = self._kernel(device), room.copy_in(on_host)
+        with contextlib.ExitStack() as undo:
+            write = undo.enter_context(self._begin_write())
+            gradient, on_host, arrays = self._begin(write)
+            kernel, numbers, weight = self._kernel(device), room.copy_in(on_host), write.elements
 
-        def work(pieces: Sequence[Tensor]) -> None:
-            change, *some, value = pieces
-            kernel(change, value, *some, numbers)
+            def work(pieces: Sequence[Tensor]) -> None:
+                change, *some, value = pieces
+                kernel(change, value, *some, numbers)
 
-        reading = () if self.offloaded.last_read is None else (self.offloaded.last_read,)
-        parts = dict(zip(arrays, parts_of(self.state.forms.values()), strict=True))
-        last = room.stream(len(weight), [gradient, *arrays], [*arrays, weight], work, reading, parts)
+            parts = dict(zip(arrays, parts_of(self.state.forms.values()), strict=True))
+            last = room.stream(len(weight), [gradient, *arrays], [*arrays, weight], work, write.after, parts)
+            undo.pop_all()
 
         def finish() -> None:
-            last.synchronize()
-            self.stats.add(updates=1, device_updates=1)
-            self._end()
+            with write:
+                write.after = (last,)
+                last.synchronize()
+                self.stats.add(updates=1, device_updates=1)
+                self._end(write)
 
         return Begun(last.query, finish)
 
@@ -95,43 +102,53 @@ class ParameterUpdate:
     def on_disk(self) -> Begun:
         """Begin with the first piece of a state that is on disk."""
         assert isinstance(self.state, DiskState)
-        gradient, weight, numbers, _ = self._begin()
-        kernel = self._kernel(_CPU)
-        self.offloaded.wait_readers()
+        with contextlib.ExitStack() as undo:
+            write = undo.enter_context(self._begin_write())
+            gradient, numbers, _ = self._begin(write)
+            kernel, weight = self._kernel(_CPU), write.elements
+            write.wait_readers()
 
-        @torch.no_grad()
-        def work(part: slice, arrays: Sequence[Tensor]) -> None:
-            if self.fresh:
-                set_master(arrays[0], weight[part])
-            kernel(gradient[part], weight[part], *arrays, numbers)
+            @torch.no_grad()
+            def work(part: slice, arrays: Sequence[Tensor]) -> None:
+                if self.fresh:
+                    set_master(arrays[0], weight[part])
+                kernel(gradient[part], weight[part], *arrays, numbers)
 
-        done = self.state.begin(work)
+            done = self.state.begin(work)
+            undo.pop_all()
 
         def finish() -> None:
-            done.result()
-            self.stats.add(updates=1)
-            self._end()
+            with write:
+                done.result()
+                self.stats.add(updates=1)
+                self._end(write)
 
         return Begun(done.done, finish)
 
-    def _begin(self) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-        """Return the gradient, the weight, the numbers, once they are known, and the arrays, if these are in memory.
+    def _begin_write(self) -> HostWrite:
+        """Return memory for the new weight, with the old one in it if that is read."""
+        self.buffer.landed()  # nothing is to wait for a gradient while it has memory that others wait for
+        return self.offloaded.begin_write(read=self.fresh)
+
+    def _begin(self, write: HostWrite) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """Return the gradient, the numbers, once they are known, and the arrays, if these are in memory.
 
         A master that is out of date is set.
         """
-        gradient, weight = flat(self.buffer.landed()), self.offloaded.elements
+        gradient = flat(self.buffer.landed())
         arrays = self.state.arrays if isinstance(self.state, State) else ()
         if self.fresh and arrays:
-            set_master(arrays[0], weight)
+            set_master(arrays[0], write.elements)
         numbers = self.step.numbers
         if self.factor is not None:
             numbers = torch.cat([numbers[:1] * self.factor(), numbers[1:]])
-        return gradient, weight, numbers, arrays
+        return gradient, numbers, arrays
 
     def _kernel(self, device: torch.device) -> Callable[..., None]:
         return self.step.kernel.compiled(self.offloaded.layout.dtype, device)
 
-    def _end(self) -> None:
+    def _end(self, write: HostWrite) -> None:
+        write.commit()
         self.count()
         self.stats.add(h2d_bytes=self.offloaded.finish_update())
 

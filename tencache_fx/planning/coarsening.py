@@ -218,7 +218,7 @@ class _Merger:
         parameters: dict[str, list[object]] = {}
         for storage in self.problem.storages:
             if storage.kind in (Kind.FETCHED, Kind.STORED):
-                parameters.setdefault(storage.parameter, []).append((storage.kind, lives[storage.name]))
+                parameters.setdefault(storage.parameter, []).append((storage.kind, lives[storage.name], storage.tier))
         first_like: dict[_Key, str] = {}
         alike = {name: first_like.setdefault(tuple(places), name) for name, places in parameters.items()}
         for storage in self.problem.storages:

@@ -5,7 +5,7 @@ backwards, and then up to `lead` copy times (the prefetch lead) earlier where me
 are free when its copy has landed, or earlier, with a wait, where they are wanted. The other choice is which parameters
 need no load: of a cyclic order no set of parameters is better to keep than another of the same size (Belady's rule
 gains nothing when everything is read once per round), so those that are read first are pinned, whose copies nothing
-could hide.
+could hide; and before these those on disk, which take longest to come.
 """
 
 from bisect import bisect_left
@@ -179,7 +179,7 @@ def pinned_bytes(problem: Problem, parameters: Collection[str], updated_here: Co
 
 
 def first_parameters(problem: Problem, share: float, having: Kind = Kind.FETCHED) -> tuple[str, ...]:
-    """Return the parameters that are read first, up to `share` of the bytes of all that are offloaded.
+    """Return the parameters that are read first, those on disk before others, up to `share` of the bytes of all.
 
     Only those count of which there is a storage of kind `having`: that have a gradient, for STORED.
     """
@@ -198,7 +198,7 @@ def first_parameters(problem: Problem, share: float, having: Kind = Kind.FETCHED
 def _bytes_in_order_of_reading(problem: Problem, having: Kind) -> dict[str, int]:
     sizes: dict[str, int] = {}
     candidates = {storage.parameter for storage in problem.storages if storage.kind is having}
-    for storage in sorted(problem.storages, key=lambda s: (s.birth, s.name)):
+    for storage in sorted(problem.storages, key=lambda s: (s.tier is not Tier.NVME, s.birth, s.name)):
         if storage.kind is Kind.FETCHED and storage.parameter in candidates:
             sizes.setdefault(storage.parameter, storage.nbytes)
     return sizes
@@ -207,7 +207,7 @@ def _bytes_in_order_of_reading(problem: Problem, having: Kind) -> dict[str, int]
 def _arrival(problem: Problem, barriers: Barriers, storage: Storage) -> Transfer:
     """Return the load that begins as late as can be."""
     back = CopyIn(prefetch_at=_latest_prefetch(problem, barriers, storage), needed_at=storage.birth)
-    return Transfer(name=storage.name, nbytes=storage.nbytes, tier=Tier.HOST, back=back)
+    return Transfer(name=storage.name, nbytes=storage.nbytes, tier=storage.tier, back=back)
 
 
 def _latest_prefetch(problem: Problem, barriers: Barriers, storage: Storage) -> Step:

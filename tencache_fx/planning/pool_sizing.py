@@ -36,12 +36,14 @@ def pool_classes(transfers: Iterable[Transfer], tier: Tier) -> tuple[PoolClass, 
 
 
 def staging_classes(transfers: Iterable[Transfer], room_bytes: int) -> tuple[PoolClass, ...]:
-    """Return the buffers that transfers to NVMe pass through: each holds the largest, four at most, one at least.
+    """Return the buffers that swaps to NVMe pass through: each holds the largest, four at most, one at least.
 
     Four let a copy out, a write, a read and a copy in go on at once. Fewer if `room_bytes` of host memory hold fewer;
-    the one that is always there may exceed them, which the caller has to check.
+    the one that is always there may exceed them, which the caller has to check. Parameters on disk pass through buffers
+    of their own, beside the host memory of plans.
     """
-    sizes = [transfer.nbytes for transfer in transfers if transfer.tier is Tier.NVME]
+    swaps = (transfer for transfer in transfers if transfer.kind is TransferKind.SWAP)
+    sizes = [transfer.nbytes for transfer in swaps if transfer.tier is Tier.NVME]
     if not sizes:
         return ()
     nbytes = round_up(max(sizes), PAGE_BYTES)

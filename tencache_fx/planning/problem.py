@@ -14,6 +14,10 @@ STATE_BYTES = 12
 """Of an optimizer, for each element of a parameter: an fp32 master weight and two moments."""
 
 
+PASSING_BUFFERS = 4
+"""Of host memory, through which parameters on disk pass: so many are on their way to the device at once."""
+
+
 class Tier(StrEnum):
     """Where bytes live, fastest first."""
 
@@ -61,7 +65,7 @@ class Storage:
     transfers add to it. A FETCHED one is `ready` from the op on that fetches it, where graphs read copies of parameters
     that stay: nothing fetches it later. `state_bytes` of a STORED one are those of the optimizer's state, which an
     update reads and writes; its caller frees it at `caller_frees_at`, or behind the last step, if it stays on the
-    device.
+    device. `tier` is where the bytes of a FETCHED one come from: host memory or disk.
     """
 
     name: str
@@ -76,6 +80,7 @@ class Storage:
     formula: str = ""
     parameter: str = ""
     state_bytes: int = 0
+    tier: Tier = Tier.HOST
 
     def living(
         self, birth: Step, death: Step, uses: tuple[Step, ...], ready: Step, *, spillable: bool | None = None
@@ -94,6 +99,7 @@ class Storage:
             formula=self.formula,
             parameter=self.parameter,
             state_bytes=self.state_bytes,
+            tier=self.tier,
         )
 
     def check(self) -> None:
@@ -103,6 +109,8 @@ class Storage:
             raise ValueError(f"{self.name} lives for [{self.birth}, {self.death}), and its uses are not in there.")
         if self.kind in (Kind.FETCHED, Kind.STORED) and not (self.parameter and self.uses):
             raise ValueError(f"{self.name} is a {self.kind}, and names no parameter, or has no uses.")
+        if self.tier is Tier.DEVICE:
+            raise ValueError(f"{self.name} comes from the device.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +213,8 @@ class Problem:
                 raise ValueError(f"all its {unit} come to {sum(amounts)}, more than {MOST}.")
         if self.budgets.disk_bytes and not self.links.has_disk:
             raise ValueError("there is a budget for a disk, and no rate of one.")
+        if not self.links.disk_read_bytes_per_s and any(storage.tier is Tier.NVME for storage in self.storages):
+            raise ValueError("parameters are on a disk, and there is no rate of reading one.")
 
     @cached_property
     def derived(self) -> dict[object, Any]:

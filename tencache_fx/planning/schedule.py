@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import inf
 
 import numpy as np
 
@@ -35,7 +36,9 @@ def copy_times(links: Links, nbytes: int, tier: Tier) -> CopyTimes:
     into = latency + nbytes / links.h2d_bytes_per_s * 1e9
     if tier is not Tier.NVME:
         return CopyTimes(out, 0.0, 0.0, into)
-    write = links.disk_latency_ns + nbytes / links.disk_write_bytes_per_s * 1e9
+    write = inf  # parameters may be read from a disk to which nothing is written
+    if links.disk_write_bytes_per_s:
+        write = links.disk_latency_ns + nbytes / links.disk_write_bytes_per_s * 1e9
     read = links.disk_latency_ns + nbytes / links.disk_read_bytes_per_s * 1e9
     return CopyTimes(out, write, read, into)
 

@@ -10,6 +10,9 @@ A swap to NVMe takes a staging buffer: on the way out from `offload` until it is
 free), on the way in from the start of the read until the copy in has landed. Reads are first in line for a freed
 buffer: they were asked for before the offload that waits. A read waits for its own write.
 
+A load from NVMe, of a parameter on disk, takes one of a few buffers that serve only such loads, from the start of the
+read until the copy in has landed. It is read as swaps are, and in one queue with these.
+
 Every transfer ends inside the region, so all servers are idle when a step ends and a second step would repeat the first
 exactly: one replay is the steady state (`tests/test_simulate.py` replays two in a row to show it).
 """
@@ -24,7 +27,7 @@ from operator import itemgetter
 from typing import Literal
 
 from tencache_fx.planning.plan import PoolClass, Transfer
-from tencache_fx.planning.problem import Problem, Step, Tier
+from tencache_fx.planning.problem import PASSING_BUFFERS, Problem, Step, Tier
 
 Verb = Literal["offload", "release", "prefetch", "wait"]
 
@@ -132,8 +135,14 @@ def simulate(problem: Problem, transfers: Sequence[Transfer], staging: Sequence[
     Raises `ValueError` when a transfer needs a link whose rate is 0, or is larger than every staging buffer.
     """
     ends = list(accumulate((op.duration_ns for op in problem.ops), initial=0))
-    machine = _Machine(problem, staging)
-    runs = {transfer.name: _Run(transfer=transfer, pool=machine.pool_for(transfer)) for transfer in transfers}
+    on_disk = [transfer for transfer in transfers if transfer.tier is Tier.NVME]
+    machine = _Machine(problem, staging, uses_disk=bool(on_disk))
+    runs = {
+        transfer.name: _Run(
+            transfer=transfer, pool=machine.pool_for(transfer), written=inf if transfer.out is not None else 0.0
+        )
+        for transfer in transfers
+    }
     now = stall_out = stall_in = 0.0
     step = 0
     begun: list[tuple[int, float]] = []
@@ -155,7 +164,6 @@ def simulate(problem: Problem, transfers: Sequence[Transfer], staging: Sequence[
             run.stall_out += waited
             stall_out += waited
     begun.append((step, now))
-    on_disk = sum(transfer.nbytes for transfer in transfers if transfer.tier is Tier.NVME)
     return Replay(
         makespan_ns=round(now + ends[-1] - ends[step]),
         ideal_ns=ends[-1],
@@ -163,8 +171,8 @@ def simulate(problem: Problem, transfers: Sequence[Transfer], staging: Sequence[
         stall_in_ns=round(stall_in),
         d2h_bytes=sum(transfer.nbytes for transfer in transfers if transfer.back is None or transfer.out is not None),
         h2d_bytes=sum(transfer.nbytes for transfer in transfers if transfer.back is not None),
-        disk_write_bytes=on_disk,
-        disk_read_bytes=on_disk,
+        disk_write_bytes=sum(transfer.nbytes for transfer in on_disk if transfer.out is not None),
+        disk_read_bytes=sum(transfer.nbytes for transfer in on_disk),
         ends_ns=ends,
         begun=begun,
         runs=tuple(runs[transfer.name] for transfer in transfers),
@@ -176,7 +184,7 @@ class _Run:
     """One transfer in progress; times are `inf` until they are known."""
 
     transfer: Transfer
-    pool: int  # the staging class it borrows from, -1 for none
+    pool: int  # the class of buffers that it takes one of on its way from or to disk, -1 for none
     out_start: float = inf
     out_end: float = inf
     write_start: float = inf
@@ -238,21 +246,23 @@ class _Server:
 class _Machine:
     """The four servers and the staging buffers, at one point in time (`now`, in ns)."""
 
-    def __init__(self, problem: Problem, staging: Sequence[PoolClass]) -> None:
+    def __init__(self, problem: Problem, staging: Sequence[PoolClass], *, uses_disk: bool) -> None:
         links = problem.links
         self.now = 0.0
         self.out = _Server(links.d2h_bytes_per_s, links.d2h_duplex_bytes_per_s, links.copy_latency_ns)
         self.into = _Server(links.h2d_bytes_per_s, links.h2d_duplex_bytes_per_s, links.copy_latency_ns)
         disk_rates = links.disk_write_bytes_per_s, links.disk_read_bytes_per_s
         self.write, self.read = (_Server(rate, rate, links.disk_latency_ns) for rate in disk_rates)
-        self.servers = (self.out, self.into, self.write, self.read) if staging else (self.out, self.into)
+        self.servers = (self.out, self.into, self.write, self.read) if uses_disk else (self.out, self.into)
         self.staging = sorted(staging, key=lambda pool: pool.nbytes)
-        self.free = [pool.count for pool in self.staging]
+        self.free = [*(pool.count for pool in self.staging), PASSING_BUFFERS]
 
     def pool_for(self, transfer: Transfer) -> int:
-        """Return the smallest staging class that holds `transfer`, or -1 if it needs none."""
+        """Return the smallest staging class that holds `transfer`, or -1 if it needs none; the last is for loads."""
         if transfer.tier is not Tier.NVME:
             return -1
+        if transfer.out is None:
+            return len(self.staging)
         for index, pool in enumerate(self.staging):
             if pool.nbytes >= transfer.nbytes and pool.count > 0:
                 return index

@@ -125,11 +125,12 @@ class ParameterNames:
     """Which offloaded parameters the calls of a step read, as far as was seen.
 
     `names` has one name of each, by the calls and what the region calls it. Updates of those `freed_at_once` follow the
-    graph that stores the gradient.
+    graph that stores the gradient. Those `on_disk` are read from there.
     """
 
     names: Mapping[SwapKey, str] = field(default_factory=lambda: MappingProxyType({}))
     freed_at_once: frozenset[str] = frozenset()
+    on_disk: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +187,7 @@ def join(
     parameters = parameters or ParameterNames()
     gradients: dict[str, list[tuple[int, Step]]] = {}  # by parameter, with when their graph's caller has them
     for visit, behind in zip(visits, (*starts, Step(len(ops)))[1:], strict=True):
-        found = _parameters(visit, begins[visit.index, visit.call, visit.backward], parameters.names)
+        found = _parameters(visit, begins[visit.index, visit.call, visit.backward], parameters)
         if not visit.backward and (visit.index, visit.call, True) in begins:
             shifts = begins[visit.index, visit.call, False], begins[visit.index, visit.call, True]
             found = chain(found, _swapped(visit, *shifts, shared))
@@ -254,7 +255,7 @@ def _swapped(
 
 
 def _parameters(
-    visit: Visit, shift: Step, names: Mapping[SwapKey, str]
+    visit: Visit, shift: Step, parameters: ParameterNames
 ) -> Iterator[tuple[SwapKey, Storage, tuple[range, ...]]]:
     """Yield the offloaded parameters and gradients of a run, and when its graph holds their bytes by itself.
 
@@ -269,7 +270,10 @@ def _parameters(
         first = storage.birth if transfer.back is None else transfer.prefetch_at
         last = storage.death if transfer.out is None else transfer.freed_at
         key = SwapKey(visit.index, visit.call, storage.name)
-        parameter = key._replace(label=storage.parameter)
+        name = parameters.names.get(key._replace(label=storage.parameter))
+        tier = storage.tier  # calls that share their code may read others' in other places
+        if name is not None and storage.kind is Kind.FETCHED:
+            tier = Tier.NVME if name in parameters.on_disk else Tier.HOST
         moved = replace(
             storage,
             name=str(key),
@@ -277,7 +281,8 @@ def _parameters(
             death=Step(storage.death + shift),
             uses=tuple(Step(use + shift) for use in storage.uses),
             ready=Step(0 if transfer.back is None else first + shift),
-            parameter=names.get(parameter, str(parameter)),
+            parameter=name or str(key._replace(label=storage.parameter)),
+            tier=tier,
         )
         yield key, moved, (range(first + shift, last + shift),)
 
@@ -286,7 +291,7 @@ def align(joined: StepProblem, plan: Plan) -> Plan:
     """Return `plan` with every copy back issued, and all bytes freed, at a point where the graphs can do so.
 
     A copy back begins at the point before, if memory allows that, and else at the one behind, or at its own op. Bytes
-    are freed at the point behind, if memory allows that, and else at the one before. Transfers to disk are left alone,
+    are freed at the point behind, if memory allows that, and else at the one before. Swaps to disk are left alone,
     whose order keeps staging buffers from running out. The forecast is that of what will run. O(transfers x steps).
     """
     problem, steps = joined.problem, [step for step, _ in joined.points]
@@ -311,7 +316,7 @@ def align(joined: StepProblem, plan: Plan) -> Plan:
     returning = [
         (transfer.needed_at, place)
         for place, transfer in enumerate(transfers)
-        if transfer.back is not None and transfer.tier is Tier.HOST
+        if transfer.back is not None and (transfer.tier is Tier.HOST or transfer.kind is TransferKind.LOAD)
     ]
     for _, place in sorted(returning):
         transfer = transfers[place]

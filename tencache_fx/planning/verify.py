@@ -60,8 +60,8 @@ def _check_storage(problem: Problem, storage: Storage, transfer: Transfer) -> No
 def _check_one_way(problem: Problem, storage: Storage, transfer: Transfer) -> None:
     """A parameter comes in before its first reader in the same graph, a gradient is copied out behind its last."""
     start, end = (0, problem.boundary) if storage.birth < problem.boundary else (problem.boundary, len(problem.ops))
-    if transfer.tier is not Tier.HOST:
-        _fail("tier", transfer, "parameters and gradients are offloaded to host memory")
+    if transfer.tier is not (storage.tier if transfer.kind is TransferKind.LOAD else Tier.HOST):
+        _fail("tier", transfer, f"the parameter is in {storage.tier}, and gradients are offloaded to host memory")
     if storage.kind is not (Kind.FETCHED if transfer.kind is TransferKind.LOAD else Kind.STORED):
         _fail("one-way", transfer, f"a {storage.kind} has no transfer to {transfer.kind}")
     if transfer.kind is TransferKind.LOAD and not start <= transfer.prefetch_at <= storage.birth == transfer.needed_at:
@@ -162,8 +162,8 @@ def _check_device(problem: Problem, plan: Plan) -> None:
 
 def _check_host(problem: Problem, plan: Plan) -> None:
     _check_in_use("pool", plan.pool, [s for s in plan.transfers if s.tier is Tier.HOST and s.kind is TransferKind.SWAP])
-    for transfer in plan.transfers:
-        if transfer.tier is Tier.NVME and not any(c.nbytes >= transfer.nbytes and c.count > 0 for c in plan.staging):
+    for transfer in _swaps_to_disk(plan):
+        if not any(c.nbytes >= transfer.nbytes and c.count > 0 for c in plan.staging):
             _fail("staging", transfer, f"no staging buffer holds it: {plan.staging}")
     held = sum(c.nbytes * c.count for c in (*plan.pool, *plan.staging))
     if held > problem.budgets.host_bytes:
@@ -193,7 +193,7 @@ def _gaps(transfers: Iterable[Transfer]) -> list[int]:
 
 
 def _check_disk(problem: Problem, plan: Plan) -> None:
-    on_disk = [transfer for transfer in plan.transfers if transfer.tier is Tier.NVME]
+    on_disk = _swaps_to_disk(plan)
     for gap in _gaps(on_disk):
         held = sum(transfer.nbytes for transfer in on_disk if transfer.copy_out_after <= gap < transfer.needed_at)
         if held > plan.forecast.disk_bytes:
@@ -203,16 +203,22 @@ def _check_disk(problem: Problem, plan: Plan) -> None:
         _fail("disk-budget", None, f"the extents hold {used} bytes, the budget is {limit}")
 
 
+def _swaps_to_disk(plan: Plan) -> list[Transfer]:
+    """Return the transfers that need staging buffers and extents; a load from disk has those of its parameter."""
+    return [each for each in plan.transfers if each.tier is Tier.NVME and each.kind is TransferKind.SWAP]
+
+
 def _check_traffic(plan: Plan) -> None:
     f = plan.forecast
     moved_out = sum(transfer.nbytes for transfer in plan.transfers if transfer.kind is not TransferKind.LOAD)
     moved_in = sum(transfer.nbytes for transfer in plan.transfers if transfer.kind is not TransferKind.STORE)
-    on_disk = sum(transfer.nbytes for transfer in plan.transfers if transfer.tier is Tier.NVME)
+    written = sum(transfer.nbytes for transfer in _swaps_to_disk(plan))
+    read = sum(transfer.nbytes for transfer in plan.transfers if transfer.tier is Tier.NVME)
     for link, predicted, found in (
         ("d2h", f.d2h_bytes, moved_out),
         ("h2d", f.h2d_bytes, moved_in),
-        ("disk write", f.disk_write_bytes, on_disk),
-        ("disk read", f.disk_read_bytes, on_disk),
+        ("disk write", f.disk_write_bytes, written),
+        ("disk read", f.disk_read_bytes, read),
     ):
         if predicted != found:
             _fail("forecast-traffic", None, f"{predicted} bytes predicted over {link}, {found} found")

@@ -5,14 +5,13 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from torch import fx
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.hardware.device_memory import external_bytes, input_bytes
 from tencache_fx.model_state.disk_state import line_bytes
-from tencache_fx.model_state.shard import UNKNOWN, Shard
+from tencache_fx.model_state.shard import UNKNOWN
 from tencache_fx.passes.code_interface import Interface
 from tencache_fx.passes.code_memory import UnreadableCodeError, code_peak_bytes
 from tencache_fx.passes.graphs import RegionGraphs
@@ -36,6 +35,7 @@ from tencache_fx.region.dynamic_shapes import SizeFormulas, Sizes
 from tencache_fx.region.earlier_runs import EarlierRuns
 from tencache_fx.region.environment import Environment
 from tencache_fx.region.kept_plans import kept_choice, kept_plan
+from tencache_fx.region.parameter_facts import ParameterFacts
 from tencache_fx.region.reservations import Reservation, StatedProblem
 from tencache_fx.region.source import RegionSource
 from tencache_fx.tensors import upper_bound
@@ -133,34 +133,6 @@ SplitAgain = Callable[[frozenset[str], Names], tuple[ForwardBackward, Candidate 
 """Splits a region with these nodes recomputed, which are the storages of these names."""
 
 
-class ParameterFacts(Protocol):
-    """An offloaded parameter as planning knows it: its bytes, and those of it that are on the device, too."""
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of the parameter."""
-
-    @property
-    def shard(self) -> Shard | None:
-        """Return what it is a part of; None for a whole one."""
-
-    @property
-    def on_device(self) -> bool:
-        """Return True if the parameter's bytes are on the device, too."""
-
-    @property
-    def updated_on_device(self) -> bool:
-        """Return True if its gradient and its optimizer's state are there, or are to be."""
-
-    @property
-    def state_bytes(self) -> int:
-        """Return the bytes of its optimizer's state, or of the state that may be made."""
-
-    @property
-    def device_state_bytes(self) -> int:
-        """Return the bytes of that state that are there now."""
-
-
 class RegionPlanner:
     """Plans a region for one attempt to compile it.
 
@@ -210,7 +182,8 @@ class RegionPlanner:
                 return None
         shards = {name: _group_of(each, capture) for name, each in self._offloaded.items()}
         state_bytes = {name: each.state_bytes for name, each in self._offloaded.items()}
-        staying = write_markers(capture, capture.offloaded, state_bytes, shards)
+        tiers = {name: each.tier for name, each in self._offloaded.items()}
+        staying = write_markers(capture, capture.offloaded, state_bytes, shards, tiers)
         staying_bytes = sum(self._offloaded[name].nbytes for name in staying)
         training = capture.backward is not None
         by_step = self._by_step and training
@@ -318,7 +291,8 @@ class RegionPlanner:
             min(self._options.host_budget - used.host_acquired_bytes, most_bytes),
             min(self._options.spill_budget - used.disk_acquired_bytes, most_bytes),
             [
-                (name, each.nbytes, each.on_device, each.updated_on_device, each.state_bytes, each.device_state_bytes)
+                (name, each.nbytes, each.tier, each.on_device)
+                + (each.updated_on_device, each.state_bytes, each.device_state_bytes)
                 for name, each in sorted(self._offloaded.items())
             ],
             self.unforeseen_bytes,

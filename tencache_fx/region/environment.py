@@ -1,13 +1,14 @@
 """The environment of a compilation: this machine and this process, as they are now."""
 
 import gc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from tencache_fx.hardware import rates
 from tencache_fx.hardware.device_memory import held_bytes
 from tencache_fx.hardware.rates import Roofline
+from tencache_fx.model_state.parameter_store import has_parameters_on_disk
 from tencache_fx.options import Options
 from tencache_fx.planning.problem import Links
 from tencache_fx.region.optimizer_forecast import expected_state_bytes
@@ -48,7 +49,7 @@ class Environment:
             held = held_bytes(device)
         return Environment(
             roofline=rates.roofline(device, calibrate=options.calibrate),
-            links=rates.links(device, options.spill_dir, calibrate=options.calibrate),
+            links=links_of(device, options),
             held_bytes=held,
             usage=usage(device),
             reservations={
@@ -58,3 +59,14 @@ class Environment:
                 Reservation.DRIFT: budget_bytes // _DRIFT,
             },
         )
+
+
+def links_of(device: torch.device, options: Options) -> Links:
+    """Return the rates of the links of this machine, measuring what is not known yet.
+
+    Where parameters are read from weight files, and there is no spill directory, the disk reads at a fixed rate.
+    """
+    found = rates.links(device, options.spill_dir, calibrate=options.calibrate)
+    if found.disk_read_bytes_per_s or not has_parameters_on_disk(device):
+        return found
+    return replace(found, disk_read_bytes_per_s=rates.FIXED_DISK.read_bytes_per_s)

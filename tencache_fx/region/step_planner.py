@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tencache_fx.errors import BudgetError, OptionError, StoreError
-from tencache_fx.hardware import rates
 from tencache_fx.hardware.device_memory import held_bytes
 from tencache_fx.options import Options
 from tencache_fx.planning.parameter_schedule import keep_resident
@@ -20,6 +19,7 @@ from tencache_fx.planning.tuning import TUNING
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.records import StepRecord
 from tencache_fx.region.backward_counter import BackwardCounter
+from tencache_fx.region.environment import links_of
 from tencache_fx.region.kept_plans import kept_plan
 from tencache_fx.region.optimizer_forecast import expected_state_bytes
 from tencache_fx.region.step_choices import StepChoices
@@ -135,7 +135,7 @@ class StepPlanner:
         other = program.planned is not None and program.planned.made_for != (limit, program.accumulation)
         if not other and (program.plans >= _PLANS or not self._is_outdated(program, limit)):
             return
-        links = rates.links(device, options.spill_dir, calibrate=options.calibrate)
+        links = links_of(device, options)
         read = self._residency.read_by(program.visits)
         beside_bytes = self._residency.bytes_beside(read)
         budgets = self._budgets(program, options, beside_bytes)

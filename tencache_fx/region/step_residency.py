@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.step_hooks import step_hooks
 from tencache_fx.planning.plan import Plan
-from tencache_fx.planning.problem import Kind
+from tencache_fx.planning.problem import Kind, Tier
 from tencache_fx.planning.step import ParameterNames, SwapKey, Visit
 from tencache_fx.runtime.step_parameters import Resident
 from tencache_fx.runtime.swap_points import SwapPoints
@@ -88,7 +88,9 @@ class StepResidency:
                     stored.add(key)
         at_once = frozenset(name for name, owner in owners.items() if _is_updated_in_backward(owner))
         trained = frozenset(names[key] for key in stored & names.keys())
-        return ReadParameters(names=ParameterNames(names=names, freed_at_once=at_once), owners=owners, trained=trained)
+        on_disk = frozenset(name for name, owner in owners.items() if owner.tier is Tier.NVME)
+        found = ParameterNames(names=names, freed_at_once=at_once, on_disk=on_disk)
+        return ReadParameters(names=found, owners=owners, trained=trained)
 
     def decided(
         self, order: Order, limit: int | None, read: ReadParameters

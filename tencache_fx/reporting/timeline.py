@@ -174,7 +174,7 @@ def _timeline(
         disk=_curve(
             (t.write_start_ns, t.read_end_ns, transfer.nbytes)
             for transfer in plan.transfers
-            if transfer.tier is Tier.NVME
+            if transfer.tier is Tier.NVME and transfer.out is not None  # parameters are there all the time
             for t in (times[transfer.name],)
         ),
     )
@@ -316,7 +316,8 @@ def _notes(problem: Problem, plan: Plan, held: Mapping[Held, Profile], where: Wh
 
 def _reason(problem: Problem, plan: Plan, storage: Storage, total: Profile) -> str:
     if storage.kind is Kind.FETCHED:
-        return f"parameter {storage.parameter} is in host memory; first read by {_op(problem, storage.birth)}"
+        place = "on disk" if storage.tier is Tier.NVME else "in host memory"
+        return f"parameter {storage.parameter} is {place}; first read by {_op(problem, storage.birth)}"
     if storage.kind is Kind.STORED:
         return f"gradient of {storage.parameter}, which is updated where its state is"
     transfer = next(each for each in plan.transfers if each.name == storage.name)

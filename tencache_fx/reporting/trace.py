@@ -76,7 +76,7 @@ def _flows(process: int, place: int, bars: Sequence[Bar]) -> Iterator[dict[str, 
             ways.setdefault(bar.storage, []).append(bar)
     for number, (storage, found) in enumerate(ways.items()):
         way = sorted(found, key=lambda bar: _FLOW.index(bar.lane))
-        if len(way) < 2:  # a load or a store
+        if len(way) < 2 or way[0].lane is not Lane.OUT:  # a load or a store
             continue
         for bar, phase in zip(way, ("s", *"t" * (len(way) - 2), "f"), strict=True):
             yield {

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tencache_fx.planning.problem import Problem, Step, Storage
+from tencache_fx.planning.problem import Kind, Problem, Step, Storage, Tier
 from tencache_fx.records import Listing, RegionRecord, StepRecord
 
 
@@ -81,7 +81,8 @@ def _plain(name: str) -> str:
 def _of(storage: Storage, problem: Problem, ops: Sequence[str], layer: str) -> str:
     """Return where a storage is from: its layer, or of a parameter its name, or else what reads it first."""
     if storage.parameter:
-        return storage.parameter
+        on_disk = storage.kind is Kind.FETCHED and storage.tier is Tier.NVME
+        return f"{storage.parameter}, on disk" if on_disk else storage.parameter
     if layer or not storage.uses:
         return layer
     first = storage.uses[0]

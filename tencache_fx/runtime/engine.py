@@ -37,6 +37,10 @@ from tencache_fx.units import PAGE_BYTES, round_up
 class Attachment(Protocol):
     """A part of the program that uses an engine's pool and streams, and is closed with it."""
 
+    @property
+    def disk_bytes(self) -> int:
+        """Return the bytes of the parameters that are on disk."""
+
     def stop(self, *, at_exit: bool) -> None:
         """Finish all work and join the threads, while pool, lanes and store still run.
 
@@ -53,7 +57,8 @@ class Engine:
     `stats.take()` adds these gauges to the counters: `host_acquired_bytes` (in use), `host_high_water_bytes` (its
     maximum), `host_pool_bytes`, `host_waste_bytes` (allocated, but not asked for at the high water), `disk_bytes`
     (allocated), `disk_acquired_bytes`, `disk_written_bytes` (since the store was opened; of each directory, too:
-    `disk_written_bytes:/scratch`), `transfers` (under way).
+    `disk_written_bytes:/scratch`), `parameter_disk_bytes` (of offloaded parameters on disk, in weight files or in the
+    store), `transfers` (under way).
     """
 
     id: int = -1
@@ -100,6 +105,11 @@ class Engine:
     def inherited(self) -> bool:
         """Return whether this is a forked child's copy of its parent's engine, without threads and buffers."""
         return os.getpid() != self._pid
+
+    @property
+    def parameter_disk_bytes(self) -> int:
+        """Return the bytes of the offloaded parameters that are on disk."""
+        return 0 if self.attachment is None else self.attachment.disk_bytes
 
     def attach_store(self, store: Store) -> None:
         """Take over `store`, which `close` will close; raises `OptionError` when there is one already."""
@@ -308,6 +318,7 @@ class Engine:
             "disk_acquired_bytes": 0 if store is None else store.acquired_bytes,
             "disk_written_bytes": sum(use.written_bytes for use in uses),
             **{f"disk_written_bytes:{use.directory}": use.written_bytes for use in uses},
+            "parameter_disk_bytes": self.parameter_disk_bytes,
             "transfers": len(self._table),
         }
 

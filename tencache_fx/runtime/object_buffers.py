@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from tencache_fx.runtime.buffers import Buffer, Use
@@ -26,7 +27,7 @@ class ObjectBuffers:
         self._pool = pool
         self._streams = streams
         self._returned: deque[Buffer] = deque()
-        self._discarded: deque[tuple[Buffer, Callable[[], bool]]] = deque()
+        self._frees: deque[tuple[Callable[[], object], Callable[[], bool]]] = deque()
         self._expected: deque[Future[Any]] = deque()
         self._expecting = threading.Lock()
         self._draining = threading.Lock()  # threads take turns; finalizers only append
@@ -61,30 +62,33 @@ class ObjectBuffers:
         """Let the next runtime call release a buffer: safe to call from a finalizer."""
         self._returned.append(buffer)
 
-    def discard_later(self, buffer: Buffer, copies_are_over: Callable[[], bool] = _at_once) -> None:
-        """Let a runtime call unmap a buffer, once `copies_are_over()`.
+    def discard_later(self, buffer: Buffer) -> None:
+        """Let the next runtime call unmap a buffer that no copy touches: safe to call from a finalizer.
 
-        Safe to call from a finalizer. The memory goes with the last tensor that shares it, such as one of a
-        `state_dict`.
+        The memory goes with the last tensor that shares it, such as one of a `state_dict`.
         """
-        self._discarded.append((buffer, copies_are_over))
+        self.free_later(partial(self._pool.discard, buffer), _at_once)
+
+    def free_later(self, free: Callable[[], object], is_unused: Callable[[], bool]) -> None:
+        """Let a runtime call `free()` something, once `is_unused()`: safe to call from a finalizer."""
+        self._frees.append((free, is_unused))
 
     def drain(self) -> None:
-        """Release the buffers of dead objects; unmap those to discard once no copy touches them."""
+        """Release the buffers of dead objects; free what is to be freed and no longer used."""
         with self._draining:
             while self._returned:
                 self._pool.release(self._returned.popleft())
-            for _ in range(len(self._discarded)):
-                buffer, copies_are_over = self._discarded.popleft()
-                if copies_are_over():
-                    self._pool.discard(buffer)
+            for _ in range(len(self._frees)):
+                free, is_unused = self._frees.popleft()
+                if is_unused():
+                    free()
                 else:
-                    self._discarded.append((buffer, copies_are_over))
+                    self._frees.append((free, is_unused))
 
     def forget(self) -> None:
         """Forget all buffers: the pool is about to be closed."""
         self._returned.clear()
-        self._discarded.clear()
+        self._frees.clear()
 
     def _wait_for_one(self) -> bool:
         """Block until the oldest expected work is done; return False if none was expected."""

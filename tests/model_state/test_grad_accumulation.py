@@ -368,6 +368,6 @@ def test_a_step_with_an_addition_that_failed_leaves_the_weights(monkeypatch: pyt
     optimizer.step()
     with pytest.raises(InvariantError, match="could not be updated: .*injected"):
         run(batch(0))
-    assert [home.name for home in parameters_of(engine) if not torch.equal(home._host, before[home.name])] == []
+    assert [home.name for home in parameters_of(engine) if not torch.equal(home.host, before[home.name])] == []
     with pytest.warns(UserWarning, match="could not be updated"):
         tencache_fx.close()

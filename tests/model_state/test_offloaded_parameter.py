@@ -137,8 +137,8 @@ class CopyMachine(RuleBasedStateMachine):
             assert gate.wait(30)
             if fails:
                 raise RuntimeError("no update")
-            self.offloaded.wait_readers()
-            self.offloaded.elements.fill_(value)
+            self.offloaded.backing.begin_write(read=True).wait_readers()
+            self.offloaded.begin_write(read=True).elements.fill_(value)
             self.offloaded.finish_update()
 
         def submit() -> "Future[None]":
@@ -174,7 +174,7 @@ class CopyMachine(RuleBasedStateMachine):
     def write_to_host(self) -> None:
         """A `state_dict` of before the last update on the device is too old to be written to."""
         self.blocking(self.offloaded.wait_update)
-        self.offloaded.wait_readers()
+        self.offloaded.backing.begin_write(read=True).wait_readers()
         value = self.new_value()
         self.alias.fill_(value)
         if self.model["device_newer"]:

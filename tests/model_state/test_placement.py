@@ -97,7 +97,7 @@ def test_nothing_of_it_is_on_the_device_between_steps() -> None:
     assert kinds >= {Kind.FETCHED, Kind.STORED}
     (engine,) = engines()
     optimizer.state_dict()
-    home_bytes = sum(home.buffer.nbytes for home in homes)
+    home_bytes = sum(home.backing._buffer.nbytes for home in homes)
     updated = [home for home in homes if home.parameter.requires_grad]
     assert engine.pool.acquired_for(Use.STATE) == sum(3 * home.nbytes for home in updated)
     assert engine.stats.take()["host_acquired_bytes"] == home_bytes + engine.pool.acquired_for(Use.STATE)

@@ -128,7 +128,10 @@ def _storages(draw: st.DrawFn, name: str, steps: int) -> Storage:
 
 @st.composite
 def moving_problems(draw: st.DrawFn) -> Problem:
-    """As `problems`, with parameters that come from home in one graph or in both, and gradients that leave."""
+    """As `problems`, with parameters that come from home in one graph or in both, and gradients that leave.
+
+    The second parameter, if there is one, is on disk.
+    """
     problem = draw(problems())
     steps, boundary = len(problem.ops), problem.boundary
     storages = list(problem.storages)
@@ -138,7 +141,8 @@ def moving_problems(draw: st.DrawFn) -> Problem:
             if first < end and draw(st.integers(0, 3)):
                 birth = draw(st.integers(first, end - 1))
                 uses = {birth} | draw(st.sets(st.integers(birth, end - 1), max_size=2))
-                storages.append(_moving(f"w{index}_{graph}", nbytes, Kind.FETCHED, sorted(uses), f"w{index}"))
+                moving = _moving(f"w{index}_{graph}", nbytes, Kind.FETCHED, sorted(uses), f"w{index}")
+                storages.append(replace(moving, tier=Tier.NVME if index == 1 else Tier.HOST))
         if boundary < steps and draw(st.booleans()):
             birth = draw(st.integers(boundary, steps - 1))
             uses = {birth} | draw(st.sets(st.integers(birth, steps - 1), max_size=2))

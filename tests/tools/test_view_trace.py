@@ -72,13 +72,14 @@ def check_counts(events: list[Event], process: int, plan: Plan) -> None:
     """There is a slice for each copy, and an arrow for each swap, from its copy out to its copy in."""
     kinds = Counter(transfer.kind for transfer in plan.transfers)
     swaps = kinds[TransferKind.SWAP]
-    on_disk = sum(transfer.tier is Tier.NVME for transfer in plan.transfers)
+    on_disk = Counter(transfer.kind for transfer in plan.transfers if transfer.tier is Tier.NVME)
     found = lanes(events, process)
     assert len(found.get("copies out", ())) == swaps + kinds[TransferKind.STORE]
     assert len(found.get("copies in", ())) == swaps + kinds[TransferKind.LOAD]
-    assert len(found.get("disk writes", ())) == len(found.get("disk reads", ())) == on_disk
+    assert len(found.get("disk writes", ())) == on_disk[TransferKind.SWAP]
+    assert len(found.get("disk reads", ())) == on_disk.total()
     phases = Counter(each["ph"] for each in events if each["pid"] == process)
-    assert (phases["s"], phases["t"], phases["f"]) == (swaps, 2 * on_disk, swaps)
+    assert (phases["s"], phases["t"], phases["f"]) == (swaps, 2 * on_disk[TransferKind.SWAP], swaps)
     held = [sum(each["args"].values()) for each in events if each["name"] == "device bytes" and each["pid"] == process]
     assert max(held) == plan.forecast.peak_bytes
     ends = [each["ts"] + each["dur"] for each in found["graphs"]]
