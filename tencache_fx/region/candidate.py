@@ -31,6 +31,7 @@ from tencache_fx.planning.step_recompute import recomputed_to_fit
 from tencache_fx.planning.swap_region import plan_swap_points
 from tencache_fx.planning.tuning import SPLITS, TUNING
 from tencache_fx.region.analysis import RegionAnalysis, analyze
+from tencache_fx.region.collective_links import state_collectives
 from tencache_fx.region.dynamic_shapes import SizeFormulas, Sizes
 from tencache_fx.region.earlier_runs import EarlierRuns
 from tencache_fx.region.environment import Environment
@@ -125,8 +126,6 @@ class Candidate:
         return 0, step_ns(self.problem, self.plan.forecast)
 
 
-_ROOM = 2  # times the floor of a region that is planned with its step: others of that are on the device as well
-
 Names = tuple[str, ...]
 
 SplitAgain = Callable[[frozenset[str], Names], tuple[ForwardBackward, Candidate | None]]
@@ -161,7 +160,7 @@ class RegionPlanner:
         self.unforeseen_bytes = unforeseen_bytes + self.earlier.margin_bytes
         self._offloaded, self._environment = offloaded, environment
         self.accumulation = self.earlier.accumulation if accumulation is None else accumulation
-        self._by_step, self._recomputed = by_step, recomputed
+        self.by_step, self._recomputed = by_step, recomputed
 
     def plan(self, capture: RegionGraphs, first: Candidate | None = None, recomputed: Names = ()) -> Candidate | None:
         """Return the plan for these graphs, and what it is made from; `first` is the one without what is `recomputed`.
@@ -186,7 +185,7 @@ class RegionPlanner:
         staying = write_markers(capture, capture.offloaded, state_bytes, shards, tiers)
         staying_bytes = sum(self._offloaded[name].nbytes for name in staying)
         training = capture.backward is not None
-        by_step = self._by_step and training
+        by_step = self.by_step and training
         # How much is to be free beside other regions, the step's problem says.
         wanted = {} if by_step else self._environment.wanted(training=training)
         if Reservation.BOUNDARY in wanted or by_step:
@@ -231,12 +230,10 @@ class RegionPlanner:
                 bytes_here += each.device_state_bytes
         return max(0, self._environment.held_bytes - bytes_here)
 
-    def is_tight(self, candidate: Candidate) -> bool:
-        """Return whether a candidate needs too much memory, or may where the region is planned with its step."""
-        limit = self._options.device_budget
-        if isinstance(candidate.plan, BudgetError) or limit is None:
-            return limit is not None
-        return self._by_step and _ROOM * floor_bytes(candidate.problem) > limit
+    @property
+    def device_budget(self) -> int | None:
+        """The device budget in bytes; None without one."""
+        return self._options.device_budget
 
     def recompute_more(self, first: Candidate, split: SplitAgain) -> tuple[ForwardBackward | None, Candidate]:
         """Return the best of `first` and of candidates that recompute more, with the graphs of one of those.
@@ -252,7 +249,7 @@ class RegionPlanner:
             assert candidate is not None
             return graphs, candidate
 
-        if self._by_step:
+        if self.by_step:
             recomputed = self._recomputed
             if recomputed is None:
                 recomputed = recomputed_to_fit(first.captured)
@@ -325,8 +322,7 @@ class RegionPlanner:
 
         The storages that were `originally` there, before more was recomputed, have formulas as well.
         """
-        options, capture = self._options, known.capture
-        fuses = options.compiler == "inductor"
+        options, capture, fuses = self._options, known.capture, self._options.compiler == "inductor"
         problem = Problem(
             ops=known.ops,
             boundary=capture.boundary,
@@ -336,6 +332,7 @@ class RegionPlanner:
             barriers=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and is_barrier(node)),
             min_spill_bytes=max(PAGE_BYTES, (options.device_budget or 0) // _BUDGET_PARTS),
             accumulation=self.accumulation,
+            collectives=state_collectives(known, of_gpu=self._environment.roofline.of_gpu),
         )
         formulas, entering_bytes = None, 0
         if options.device_budget is not None:  # measured at the sizes that torch traced with
