@@ -37,6 +37,15 @@ def busy_ns(problem: Problem) -> int:
     return sum(each.duration_ns for each in problem.collectives)
 
 
+def in_between(problem: Problem) -> frozenset[str]:
+    """Return the storages that a collective uses which the forward begins, and only the backward, or nobody, waits for.
+
+    Such a collective keeps what it reads, so its bytes are not free between the graphs: it cannot be recomputed.
+    """
+    across = (each for each in problem.collectives if each.begin < problem.boundary <= each.needed_at)
+    return frozenset(name for each in across for name in (*each.reads, *each.writes))
+
+
 def one_by_one(problem: Problem) -> Problem:
     """Return `problem` with each collective waited for right behind the step that begins it."""
     return replace(

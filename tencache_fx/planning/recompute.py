@@ -128,13 +128,17 @@ class _Line:
         return tuple(sorted({*(self.at[step] for step in old), *(self.again[s] for s in old if s in self.again)}))
 
     def collectives(self, storages: Collection[Storage]) -> tuple[Collective, ...]:
-        """Return the collectives, which never run again, with the names that what they read and write has now."""
+        """Return the collectives, which never run again, with the names that what they read and write has now.
+
+        What is made a second time may be read by nobody then, and be gone before the collective begins.
+        """
         again = {s.name.removesuffix(_AGAIN): s for s in storages if s.name.endswith(_AGAIN)}
         found = []
         for each in self.problem.collectives:
             moved = each.moved(self.at[each.begin], self.at[each.needed_at])
-            second = [again[name] for name in (*each.reads, *each.writes) if name in again]
-            found.append(moved.renamed({s.name.removesuffix(_AGAIN): s.name for s in second if s.birth <= moved.begin}))
+            second = {name: again[name] for name in (*each.reads, *each.writes) if name in again}
+            lasting = {name: s.name for name, s in second.items() if s.birth <= moved.begin < s.death}
+            found.append(moved.renamed(lasting))
         return tuple(found)
 
     def live(self, storage: Storage, *, again: bool) -> tuple[Storage, ...]:

@@ -20,6 +20,7 @@ from tencache_fx.passes.parameter_markers import write_markers
 from tencache_fx.passes.pause import is_barrier, write_pause
 from tencache_fx.passes.recipes import find_recipes, recomputed_nodes
 from tencache_fx.passes.symbols import unbacked_sizes
+from tencache_fx.planning.collectives import in_between
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import keep_resident, step_ns
 from tencache_fx.planning.plan import Plan
@@ -197,7 +198,8 @@ class RegionPlanner:
         stated = self._state_problem(known, held_now_bytes, () if first is None else first.analysis.storages)
         if first is None:
             recipes = find_recipes(capture, known.storages) if options.recompute == "auto" else ()
-            bare = dataclasses.replace(stated.problem, recipes=recipes)
+            held = in_between(stated.problem)
+            bare = dataclasses.replace(stated.problem, recipes=tuple(each for each in recipes if each.name not in held))
         else:
             extra_ns = max(0, known.duration_ns - first.analysis.duration_ns)
             bare = dataclasses.replace(stated.problem, recompute_ns=extra_ns)

@@ -1,6 +1,6 @@
 """Collectives of captured graphs as planning knows them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 import pytest
@@ -15,10 +15,13 @@ from tencache_fx.hardware import collective_rates, rates
 from tencache_fx.hardware.collective_rates import FIXED_RATES, GroupRates, agree_on_rates, backend_of, group_rates
 from tencache_fx.passes.collective_steps import Group, find_collectives
 from tencache_fx.passes.fake_aliasing import repair_view_fakes
-from tencache_fx.passes.lifetimes import measure_lifetimes
-from tencache_fx.planning.collectives import busy_ns
+from tencache_fx.passes.graphs import RegionGraphs
+from tencache_fx.passes.lifetimes import StorageNodes, measure_lifetimes
+from tencache_fx.planning.collectives import busy_ns, in_between
 from tencache_fx.planning.plan import Forecast
-from tencache_fx.planning.problem import Collective, CollectiveKind
+from tencache_fx.planning.problem import Budgets, Collective, CollectiveKind, Op, Problem
+from tencache_fx.planning.search import make_plan
+from tencache_fx.planning.verify import verify_plan
 from tencache_fx.region import compilation
 
 OPS = torch.ops._c10d_functional
@@ -53,21 +56,22 @@ class Gathered(torch.autograd.Function):
         return of_x + OPS.wait_tensor(total).sum(), OPS.wait_tensor(mine)
 
 
-def found_in(*, waits: bool = True) -> tuple[dict[str, Collective], dict[str, int]]:
-    """Return the collectives by name, and the steps."""
+def captured(*, waits: bool = True) -> tuple[RegionGraphs, Sequence[StorageNodes], dict[str, Collective]]:
+    """Return the graphs, their storages, and their collectives by name; of these `waits` says that all are awaited."""
     x, part = (torch.randn(rows, SIDE, requires_grad=True) for rows in (256, SIDE // RANKS))
     capture = capture_of(lambda x, part: Gathered.apply(x.sin(), part * 2), x, part)
     if not waits:
         (wait,) = (node for node in capture.nodes if node.name == "wait_tensor")
         wait.target = torch.ops.aten.clone.default
     repair_view_fakes(capture)
-    groups = {dist.group.WORLD.group_name: Group(RANKS, RATES)}
-    found = find_collectives(capture, measure_lifetimes(capture), groups)
-    return {each.name: each for each in found}, {node.name: step for step, node in enumerate(capture.nodes)}
+    storages = measure_lifetimes(capture)
+    found = find_collectives(capture, storages, {dist.group.WORLD.group_name: Group(RANKS, RATES)})
+    return capture, storages, {each.name: each for each in found}
 
 
 def test_each_collective_has_its_kind_its_bytes_and_its_steps():
-    found, steps = found_in()
+    capture, _, found = captured()
+    steps = {node.name: step for step, node in enumerate(capture.nodes)}
     gather, scatter, total = found.values()
     assert [each.kind for each in found.values()] == [
         CollectiveKind.ALL_GATHER,
@@ -85,8 +89,19 @@ def test_each_collective_has_its_kind_its_bytes_and_its_steps():
 
 
 def test_what_nobody_waits_for_is_under_way_until_the_end():
-    found, steps = found_in(waits=False)
-    assert found["all_gather_into_tensor"].needed_at == len(steps)
+    capture, storages, found = captured(waits=False)
+    gather = found["all_gather_into_tensor"]
+    assert gather.needed_at == len(capture.nodes)
+    problem = Problem(
+        ops=tuple(Op(name=node.name, duration_ns=1) for node in capture.nodes),
+        boundary=capture.boundary,
+        storages=tuple(item.storage for item in storages),
+        links=rates.FIXED_LINKS,
+        budgets=Budgets(device_bytes=None, host_bytes=0),
+        collectives=tuple(found.values()),
+    )
+    verify_plan(problem, make_plan(problem, "none"))
+    assert in_between(problem) == {*gather.reads, *gather.writes}
 
 
 class HalfLinear(nn.Module):

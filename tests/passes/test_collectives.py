@@ -155,7 +155,7 @@ def test_what_nobody_waits_for_stays() -> None:
     wait.target = torch.ops.aten.alias.default
     steps, found = measured(capture)
     assert not found["all_reduce"].storage.spillable
-    assert found["mul"].storage.death == len(steps)
+    assert found["mul"].storage.death == found["all_reduce"].storage.death == len(steps)
 
 
 def test_what_is_written_by_name_is_written() -> None:

@@ -7,16 +7,26 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from problems import links, make_region, make_storage, make_swap, problems, problems_with_swaps, with_collectives
+from problems import (
+    links,
+    make_region,
+    make_storage,
+    make_swap,
+    problems,
+    problems_with_swaps,
+    using_collectives,
+    with_collectives,
+)
+from programs import some_recipes, tight_problems
 
 from tencache_fx.errors import BudgetError, InvariantError
 from tencache_fx.planning.bounds import joint_lower_bound_ns
-from tencache_fx.planning.collectives import busy_ns, exposed_ns, ideal_ns, one_by_one, paced_ns, scaled
+from tencache_fx.planning.collectives import busy_ns, exposed_ns, ideal_ns, in_between, one_by_one, paced_ns, scaled
 from tencache_fx.planning.explain import find_reasons
 from tencache_fx.planning.loads import loads_of
 from tencache_fx.planning.plan import Plan, PoolClass, Transfer
 from tencache_fx.planning.planner import build_plan, least_step_ns, lower_bound_ns
-from tencache_fx.planning.problem import Budgets, Collective, CollectiveKind, Problem, Recipe, Step, Tier
+from tencache_fx.planning.problem import Budgets, Collective, CollectiveKind, Problem, Recipe, Step, Storage, Tier
 from tencache_fx.planning.recompute import recompute
 from tencache_fx.planning.search import make_plan
 from tencache_fx.planning.simulator import simulate
@@ -142,6 +152,50 @@ def test_no_plan_beats_the_bounds(problem: Problem, data: st.DataObject):
     busy = {load.name: load.busy_ns for load in loads_of(problem, plan)}
     assert busy["compute"] == sum(op.duration_ns for op in problem.ops)
     assert busy["collectives"] == busy_ns(problem) <= forecast.makespan_ns
+
+
+def holds(transfer: Transfer | None, storage: Storage, step: int) -> bool:
+    """Say by the transfer's four steps whether the whole storage is on the device while a step runs."""
+    if transfer is None or transfer.out is None:
+        return storage.birth <= step < storage.death
+    return storage.birth <= step < transfer.freed_at or transfer.needed_at <= step < storage.death
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), policy=st.sampled_from(("10cache", "teraio", "joint")))
+def test_plans_leave_alone_what_collectives_use(data: st.DataObject, policy: str):
+    """Told step by step, not by the checker: what is under way has all that it uses, and leaves none of its results."""
+    problem = data.draw(using_collectives(data.draw(problems())))
+    try:
+        plan = make_plan(problem, policy)
+    except BudgetError:
+        assume(False)
+        return
+    verify_plan(problem, plan)
+    transfers = {transfer.name: transfer for transfer in plan.transfers}
+    storages = {storage.name: storage for storage in problem.storages}
+    for each in problem.collectives:
+        for name in (*each.reads, *each.writes):
+            steps = range(each.begin, min(each.needed_at + 1, len(problem.ops)))
+            assert all(holds(transfers.get(name), storages[name], step) for step in steps)
+        for name in each.writes:
+            assert name not in transfers or transfers[name].copy_out_after >= each.needed_at
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_collectives_have_what_they_use_whatever_runs_again(data: st.DataObject):
+    problem = data.draw(using_collectives(data.draw(tight_problems())))
+    held = in_between(problem)
+    problem = replace(problem, recipes=tuple(each for each in problem.recipes if each.name not in held))
+    again = recompute(problem, some_recipes(data.draw, problem)).within(device_bytes=None)
+    names = {storage.name: storage for storage in again.storages}
+    for before, now in zip(problem.collectives, again.collectives, strict=True):
+        assert again.ops[now.begin] == problem.ops[before.begin]
+        assert now.needed_at == len(again.ops) or again.ops[now.needed_at] == problem.ops[before.needed_at]
+        for name in (*now.reads, *now.writes):
+            assert names[name].birth <= now.begin < min(now.needed_at + 1, len(again.ops)) <= names[name].death
+    verify_plan(again, make_plan(again, "none"))
 
 
 def plan_of(problem: Problem, *transfers: Transfer) -> Plan:

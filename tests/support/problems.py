@@ -258,6 +258,37 @@ def with_collectives(draw: st.DrawFn, problem: Problem) -> Problem:
     return replace(problem, collectives=tuple(collectives))
 
 
+@st.composite
+def using_collectives(draw: st.DrawFn, problem: Problem) -> Problem:
+    """Return `problem` with collectives that use its storages, which then live as `measure_lifetimes` has it.
+
+    What one reads is in use until its wait, and what it writes may not leave before that.
+    """
+    steps, storages = len(problem.ops), {storage.name: storage for storage in problem.storages}
+    found = []
+    for number in range(draw(st.integers(1, 4))):
+        name = draw(st.sampled_from(sorted(storages)))
+        storage = storages[name]
+        writes = storage.kind is Kind.ACTIVATION and storage.birth in storage.uses and draw(st.booleans())
+        begin = storage.birth if writes else draw(st.integers(storage.birth, storage.death - 1))
+        needed_at = draw(st.integers(begin + 1, steps))
+        end = min(needed_at + 1, steps)
+        uses = {*storage.uses, *((begin, end - 1) if writes else range(begin, end))}
+        storages[name] = replace(
+            storage,
+            uses=tuple(map(Step, sorted(uses))),
+            death=Step(max(storage.death, end)),
+            ready=Step(max(storage.ready, min(needed_at, steps - 1) if writes else 0)),
+            spillable=storage.spillable and not (writes and needed_at == steps),
+        )
+        used = {"writes": (name,)} if writes else {"reads": (name,)}
+        times = {"begin": Step(begin), "needed_at": Step(needed_at), "latency_ns": 2, "bytes_per_s": 10**9}
+        kind = draw(st.sampled_from(CollectiveKind))
+        found.append(Collective(name=f"c{number}", kind=kind, nbytes=storage.nbytes, ranks=2, **times, **used))
+    collectives = tuple(sorted(found, key=lambda each: each.begin))
+    return replace(problem, storages=tuple(storages.values()), collectives=collectives)
+
+
 @dataclass
 class _Model:
     """A Llama-like model's training step, written down op by op: what each touches and how long it takes."""
