@@ -42,7 +42,9 @@ class GroupRates:
     bytes_per_s: Positive
 
 
-# Where nothing was measured: GPUs that NVLink joins, and processes of one host over its loopback device.
+# Where nothing was measured, because that takes all ranks at once, and only `offload(model, shard=...)` has them there.
+# Round numbers that tell long collectives from short ones: for GPUs, half of what NVLink carries one way between A100s
+# (300 GB/s); for processes of one host, about what its loopback device does.
 FIXED_RATES: Mapping[str, GroupRates] = MappingProxyType(
     {
         "cuda": GroupRates(latency_ns=30_000, bytes_per_s=150_000_000_000),
@@ -59,6 +61,17 @@ def group_rates(group: "dist.ProcessGroup", device_type: str) -> GroupRates:
     Nothing is measured, and no other rank is asked.
     """
     return _AGREED.get(group, {}).get(device_type, FIXED_RATES[device_type])
+
+
+def group_facts() -> Sequence[tuple[str, int, Sequence[tuple[str, GroupRates]]]]:
+    """Return the name and the number of ranks of each process group, and what its ranks have agreed on, in order.
+
+    Durations of collectives follow from that, and plans from these: what is kept of a plan is for these facts only.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return ()
+    groups = dist.distributed_c10d._world.pg_names
+    return sorted((name, each.size(), sorted(_AGREED.get(each, {}).items())) for each, name in groups.items())
 
 
 def agree_on_rates(group: "dist.ProcessGroup", device: torch.device, *, calibrate: bool) -> GroupRates:
@@ -120,8 +133,9 @@ def _measure(group: "dist.ProcessGroup", device: torch.device) -> GroupRates:
     ranks = group.size()
     seconds = [_gather_seconds(group, device, nbytes // ranks) for nbytes in _WHOLE_BYTES[device.type]]
     sent = [CollectiveKind.ALL_GATHER.traffic(nbytes, ranks) for nbytes in _WHOLE_BYTES[device.type]]
-    more_s = seconds[2] - seconds[1]
-    rate = per_second(sent[2] - sent[1], more_s) if more_s > seconds[2] / 4 else per_second(sent[2], seconds[2])
+    # The two large ones are sent alike. If something held one of them up, or latency is most of both, the first tells.
+    other = 1 if seconds[2] - seconds[1] > seconds[2] / 4 else 0
+    rate = per_second(sent[2] - sent[other], max(seconds[2] - seconds[other], 1e-9))
     rate = min(max(1, rate), MOST)
     return GroupRates(latency_ns=max(0, int(seconds[0] * 1e9) - sent[0] * 1_000_000_000 // rate), bytes_per_s=rate)
 

@@ -9,6 +9,7 @@ from functools import partial
 from torch import fx
 
 from tencache_fx.errors import BudgetError
+from tencache_fx.hardware.collective_rates import group_facts
 from tencache_fx.hardware.device_memory import external_bytes, input_bytes
 from tencache_fx.model_state.disk_state import line_bytes
 from tencache_fx.model_state.shard import UNKNOWN
@@ -297,6 +298,7 @@ class RegionPlanner:
             self.unforeseen_bytes,
             self.earlier.correction.planning,
             self.accumulation,
+            group_facts(),
         )
 
     def budgets(self, storages: Iterable[Storage]) -> Budgets:

@@ -31,5 +31,12 @@ def may_gain_in_turn(planner: RegionPlanner, overlapping: Candidate) -> bool:
 
 
 def better(planner: RegionPlanner, overlapping: Candidate, in_turn: Candidate) -> Candidate:
-    """Return the candidate that is forecast to be faster; with its step, a region is planned for little memory."""
-    return in_turn if planner.by_step else min(overlapping, in_turn, key=Candidate.rank)
+    """Return the candidate that is forecast to be faster, `overlapping` if neither is.
+
+    A region that is planned with its step is to leave room: there the one that needs less memory is better.
+    """
+    return min(overlapping, in_turn, key=_need if planner.by_step else Candidate.rank)
+
+
+def _need(candidate: Candidate) -> tuple[bool, int]:
+    return isinstance(candidate.plan, BudgetError), floor_bytes(candidate.problem)

@@ -22,7 +22,7 @@ from tencache_fx.planning.plan import Forecast
 from tencache_fx.planning.problem import Budgets, Collective, CollectiveKind, Op, Problem
 from tencache_fx.planning.search import make_plan
 from tencache_fx.planning.verify import verify_plan
-from tencache_fx.region import compilation
+from tencache_fx.region import compilation, kept_region
 
 OPS = torch.ops._c10d_functional
 RANKS, SIDE = 2, 64
@@ -139,6 +139,30 @@ def test_a_plan_has_the_collectives_of_its_region(compiler: str):
         + forecast.stall_in_ns
         + forecast.stall_collective_ns
     )
+
+
+def test_a_region_is_kept_for_the_rates_that_it_was_planned_for(monkeypatch: pytest.MonkeyPatch):
+    """Else another start would take up a plan that overlaps, or copies, at the rates of another link."""
+    keys = []
+
+    def cache_key(*given: object) -> str | None:
+        keys.append(kept_region.cache_key(*given))
+        return None  # no entry is read or written
+
+    monkeypatch.setattr(compilation, "cache_key", cache_key)
+
+    def program(x: Tensor, part: Tensor) -> Tensor:
+        return Gathered.apply(x, part)
+
+    x, part = torch.randn(256, SIDE), torch.randn(SIDE // RANKS, SIDE, requires_grad=True)
+    for quick in (None, None, RATES):
+        torch.compiler.reset()
+        if quick is not None:
+            monkeypatch.setitem(collective_rates._AGREED, dist.group.WORLD, {"cpu": quick})
+        options = {"device_budget": "1MB", "host_budget": "1MB", "calibrate": False}
+        torch.compile(program, backend="tencache", options=options)(x, part)
+    assert None not in keys
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_ranks_that_send_nothing_are_not_measured():

@@ -268,8 +268,14 @@ def test_two_ranks_wait_late_in_a_tight_budget(tmp_path: Path) -> None:
     for each in found:
         assert not each["free"]["transfers"]
         assert any(name.startswith("all_reduce") for name in each["tight"]["transfers"])
-        assert each["free"]["error"] < 1e-4
-        assert each["tight"]["error"] < 1e-4
+        for budget in ("free", "tight"):
+            assert each[budget]["error"] < 1e-4
+            names = ["all_reduce", *(f"all_reduce_{k}" for k in range(1, 4))]
+            waits = ["wait_tensor_1", "wait_tensor_2", "wait_tensor_3", "wait_tensor"]
+            assert each[budget]["collectives"] == [
+                [name, "all reduce", 2, 4 * WIDTH * WIDTH, name, wait] for name, wait in zip(names, waits, strict=True)
+            ]
+            assert 0 < each[budget]["exposed"] < each[budget]["under way"], "kernels run between begins and waits"
 
 
 def test_ranks_that_run_collectives_in_another_order_are_told() -> None:

@@ -58,11 +58,11 @@ def loss_of(run: Callable[[Tensor], Tensor], rank: int, part: int = 0) -> Tensor
 
 
 @cache
-def wanted(*, clips: bool = False, parts: int = 1) -> dict[str, Tensor]:
+def wanted(*, clips: bool = False, parts: int = 1, steps: int = STEPS) -> dict[str, Tensor]:
     """Return the parameters that one process has after the same steps on what all ranks see."""
     model = blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         losses = [loss_of(model, rank, part) for rank in range(WORLD) for part in range(parts)]
         torch.stack(losses).mean().backward()
@@ -398,10 +398,13 @@ def in_the_plan() -> Found:
         agreed = group_rates(group, "cpu")
         rates.append([agreed.latency_ns, agreed.bytes_per_s])
     before = tencache_fx.regions()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
     loss_of(compiled(model), dist.get_rank()).backward()
     (record,) = (each for each in tencache_fx.regions() if each not in before)
+    optimizer.step()
     collectives, forecast = record.problem.collectives, record.plan.forecast
     return {
+        "off by": off_by(model, wanted(steps=1)),
         "rates": rates,
         "kinds": Counter(each.kind.value for each in collectives),
         "ranks": sorted({each.ranks for each in collectives}),
