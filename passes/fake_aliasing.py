@@ -21,6 +21,9 @@ from tencache_fx.passes.graphs import RegionGraphs, call_on_fakes, placeholders
 from tencache_fx.passes.op_kinds import storages_of
 from tencache_fx.tensors import storage_of, tensors_of
 
+# On a CUDA device a generator is handed in, in both graphs; on others a state that the forward has saved.
+_DRAWN_BY_STATE = (torch.ops.higher_order.run_with_rng_state, torch.ops.higher_order.graphsafe_run_with_rng_state)
+
 
 def repair_view_fakes(capture: RegionGraphs) -> None:
     """Replace, in place, the fakes of views that do not alias what they view, and add those that are missing.
@@ -34,7 +37,7 @@ def repair_view_fakes(capture: RegionGraphs) -> None:
                 node.meta["val"] = mended[node.name]
         saved = set().union(*map(storages_of, placeholders(graph)))
         for node in graph.nodes:
-            if node.target is torch.ops.higher_order.run_with_rng_state and "val" not in node.meta:
+            if node.target in _DRAWN_BY_STATE and "val" not in node.meta:
                 _add(node)
             if node.target is torch.ops.higher_order.run_and_save_rng_state and "val" not in node.meta:
                 node.meta["val"] = _parts(node)
@@ -81,9 +84,14 @@ def _apart(value: Any) -> Any:
 
 
 def _add(drawing: fx.Node) -> None:
-    draw: Any = drawing.args[1]  # behind the state to draw by
-    args, kwargs = fx.map_arg((drawing.args[2:], drawing.kwargs), lambda argument: argument.meta["val"])
-    fake: Any = next(tensor for given in placeholders(drawing.graph) for tensor in tensors_of(given))
+    draw: Any
+    if drawing.target is torch.ops.higher_order.run_with_rng_state:
+        _, draw, *given = drawing.args  # behind the state to draw by
+    else:
+        draw, *given = drawing.args
+    others = {name: value for name, value in drawing.kwargs.items() if name != "rng_state"}
+    args, kwargs = fx.map_arg((given, others), lambda argument: argument.meta["val"])
+    fake: Any = next(tensor for node in placeholders(drawing.graph) for tensor in tensors_of(node))
     with fake.fake_mode:
         drawing.meta["val"] = draw(*args, **kwargs)
 

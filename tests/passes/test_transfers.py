@@ -26,6 +26,7 @@ from tencache_fx.planning.plan import Transfer
 from tencache_fx.planning.planner import build_plan
 from tencache_fx.planning.problem import Budgets, Op, Problem
 from tencache_fx.planning.verify import verify_plan
+from tencache_fx.tensors import storage_of
 
 
 def views_of_one_product(x: Tensor, w: Tensor) -> Tensor:
@@ -116,3 +117,27 @@ def test_any_legal_plan_keeps_the_values(name: str, data: st.DataObject) -> None
         assert ops == 4 * len(plan.transfers)
         ours = run(capture, values, capture.num_outputs)
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+def test_what_a_generator_draws_has_a_fake() -> None:
+    """On a CUDA device, torch's partitioner leaves what it draws by a generator without one."""
+    capture = capture_of(lambda x: x.exp().t().sin(), torch.randn(4, 6, requires_grad=True))
+    graph = capture.forward
+    (drawn,) = (node for node in graph.nodes if node.target is torch.ops.aten.exp.default)
+    last = placeholders(graph)[-1]
+    with graph.inserting_after(last):
+        generator = graph.placeholder("fwd_rng_state_0")
+    generator.meta["val"] = torch.Generator()
+    with graph.inserting_before(drawn):
+        instead = graph.call_function(
+            torch.ops.higher_order.graphsafe_run_with_rng_state, (drawn.target, *drawn.args), {"rng_state": generator}
+        )
+    shape = drawn.meta["val"].shape
+    drawn.replace_all_uses_with(instead)
+    graph.erase_node(drawn)
+    repair_view_fakes(capture)
+    assert instead.meta["val"].shape == shape
+    (turned,) = (
+        node for node in instead.users if node.target in (torch.ops.aten.t.default, torch.ops.aten.permute.default)
+    )
+    assert storage_of(turned.meta["val"]) == storage_of(instead.meta["val"])

@@ -7,6 +7,8 @@ import torch
 from conftest import MIB
 from harness import Block, faulty_cuda_engine
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import tencache_fx
 from tencache_fx.runtime.engine import Engine
@@ -105,3 +107,50 @@ def test_the_peak_is_within_the_budget(compiler: str) -> None:
     assert record.plan.transfers
     assert (record.code_peak_bytes is not None) == (compiler == "inductor"), "the code for a GPU was read, too"
     assert torch.cuda.max_memory_allocated() <= budget
+
+
+class Checkpointed(nn.Module):
+    """Checkpointed attention that drops out: the backward draws the same numbers again, of generators handed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 3 * 256) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + checkpoint(self._attend, layer, x, use_reentrant=False)
+        return x.square().mean()
+
+    @staticmethod
+    def _attend(layer: nn.Linear, x: Tensor) -> Tensor:
+        query, key, value = layer(x).unflatten(-1, (3, 4, 64)).movedim(-3, 0).transpose(-3, -2)
+        found = functional.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
+        return functional.dropout(found.transpose(-3, -2).flatten(-2), 0.1)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_checkpointed_layers_draw_the_same_numbers_again(faulty: Engine, compiler: str) -> None:
+    x = torch.randn(32, 256, 256, device="cuda", dtype=torch.bfloat16)
+
+    def train(backend: str, **more: object) -> list[Tensor]:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = Checkpointed().cuda().bfloat16()
+        run = torch.compile(model, backend=backend, **more)
+        for step in range(3):
+            model.zero_grad()
+            torch.manual_seed(step)
+            torch.cuda.reset_peak_memory_stats()
+            run(x).backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = train("aot_eager_decomp_partition" if compiler == "eager" else "inductor")
+    budget = int(0.85 * torch.cuda.max_memory_allocated())
+    found = train("tencache", options=options(device_budget=budget, compiler=compiler))
+    (record,) = tencache_fx.regions()
+    assert record.plan.transfers or record.plan.recomputed
+    for gradient, wanted in zip(found, expected, strict=True):
+        if compiler == "eager":
+            assert torch.equal(gradient, wanted)
+        else:
+            torch.testing.assert_close(gradient, wanted, rtol=3e-2, atol=1e-5)
