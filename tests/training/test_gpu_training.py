@@ -114,7 +114,7 @@ class Checkpointed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 3 * 256) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(256, 3 * 256) for _ in range(12))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -130,7 +130,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_checkpointed_layers_draw_the_same_numbers_again(faulty: Engine, compiler: str) -> None:
-    x = torch.randn(32, 256, 256, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(64, 1024, 256, device="cuda", dtype=torch.bfloat16)
 
     def train(backend: str, **more: object) -> list[Tensor]:
         torch.compiler.reset()
