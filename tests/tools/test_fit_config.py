@@ -49,6 +49,9 @@ CONFIGS: dict[str, dict[str, object]] = {
     "ViTConfig": {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 512},
 }
 
+# A decoder, an encoder, a model of images; the others take another two minutes on two cores.
+QUICK = ("LlamaConfig", "BertConfig", "ViTConfig")
+
 
 class Layer(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
@@ -147,7 +150,9 @@ def test_the_setting_that_is_found_is_the_fastest_of_all() -> None:
 
 @needs_transformers
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS]
+)
 def test_few_layers_tell_what_all_of_them_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sequence = None if name == "ViTConfig" else 256
     load = Workload(config=name, settings=CONFIGS[name], micro_batch=16, sequence=sequence)

@@ -147,8 +147,7 @@ def test_checkpointed_layers_draw_the_same_numbers_again(faulty: Engine, compile
     expected = train("aot_eager_decomp_partition" if compiler == "eager" else "inductor")
     budget = int(0.85 * torch.cuda.max_memory_allocated())
     found = train("tencache", options=options(device_budget=budget, compiler=compiler))
-    (record,) = tencache_fx.regions()
-    assert record.plan.transfers or record.plan.recomputed
+    assert any(record.plan.transfers or record.plan.recomputed for record in tencache_fx.regions())
     for gradient, wanted in zip(found, expected, strict=True):
         if compiler == "eager":
             assert torch.equal(gradient, wanted)
