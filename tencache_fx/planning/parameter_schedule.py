@@ -5,7 +5,7 @@ backwards, and then up to `lead` copy times (the prefetch lead) earlier where me
 are free when its copy has landed, or earlier, with a wait, where they are wanted. The other choice is which parameters
 need no load: of a cyclic order no set of parameters is better to keep than another of the same size (Belady's rule
 gains nothing when everything is read once per round), so those that are read first are pinned, whose copies nothing
-could hide; and before these those on disk, which take longest to come.
+could hide. Those on disk are pinned before them, because they take longest to load.
 """
 
 from bisect import bisect_left

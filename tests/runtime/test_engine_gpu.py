@@ -144,7 +144,7 @@ def test_the_host_does_not_wait(new_cuda_engine: EngineMaker) -> None:
 
 
 def test_stalls_are_measured_on_the_device(new_cuda_engine: EngineMaker) -> None:
-    engine = new_cuda_engine(poison=False)
+    engine = new_cuda_engine(delay_cycles=20 * LATE, poison=False)  # later than a busy host, too
     src = make_value(1.0)
     handle = engine.offload(src, Tier.HOST)
     engine.release(handle, src)
