@@ -48,6 +48,13 @@ def repair_view_fakes(capture: RegionGraphs) -> None:
                 mended[node.name] = node.meta["val"]
 
 
+def refresh_views(graph: fx.Graph) -> None:
+    """Replace, in place, the fakes of views that do not alias what they view. O(nodes + arguments)."""
+    for node in graph.nodes:
+        if makes_views(node) and not _aliases(node):
+            _refresh(node)
+
+
 def makes_views(node: fx.Node) -> bool:
     """Return whether a node returns views, or parts, of what it is given, by its schema.
 
@@ -103,7 +110,13 @@ def _parts(saving: fx.Node) -> tuple[Any, ...]:
 
 
 def _refresh(node: fx.Node) -> None:
+    target: Any = None
+    if is_collective_wait(node):
+        # Its fake kernel makes another tensor than the one it is given (torch: `_functional_collectives.py`).
+        target = torch.ops.aten.alias.default
+    elif node.target is torch.ops.aten.view.default:
+        # Inductor views what no strides can, by a copy: it replaces what was contiguous by what may not be.
+        target = torch.ops.aten.reshape.default
     fake: Any = tensors_of(node)[0]
     with fake.fake_mode:
-        # The fake kernel of a wait makes another tensor than the one it is given (torch: `_functional_collectives.py`).
-        node.meta["val"] = call_on_fakes(node, torch.ops.aten.alias.default if is_collective_wait(node) else None)
+        node.meta["val"] = call_on_fakes(node, target)

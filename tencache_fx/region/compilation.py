@@ -10,6 +10,7 @@ region/compilation.py          `compile_region()`: up to three attempts, each a 
   region/earlier_runs.py          `EarlierRuns`: what earlier processes have learned of the region
   region/kept_region.py           the key in AOTAutograd's cache; a hit goes on at `PlannedLowering.take_up`
   compat.py                       AOTAutograd traces the joint graph, and calls `Compilation.partition`
+    passes/pattern_layouts.py        copies that Inductor drops behind the ops that its patterns put in
     passes/convolution_layouts.py    copies of inputs that convolutions read in another memory format
   region/joint_split.py           the joint graph -> forward and backward graphs
     passes/collective_overlap.py     collectives begin early, and are waited for late
@@ -56,6 +57,7 @@ from tencache_fx.model_state.parameter_store import open_update_room
 from tencache_fx.passes.collective_overlap import overlap_collectives
 from tencache_fx.passes.convolution_layouts import copy_for_convolutions
 from tencache_fx.passes.graphs import RegionGraphs
+from tencache_fx.passes.pattern_layouts import settle_pattern_layouts
 from tencache_fx.planning.tuning import SPLITS
 from tencache_fx.records import RegionRecord
 from tencache_fx.region.ambient_state import remember
@@ -184,6 +186,7 @@ class Compilation:
         Where the `joint` policy finds it worth recomputing more, a copy of the joint graph is split once more that way.
         """
         if self._source.options.compiler == "inductor":
+            settle_pattern_layouts(joint.graph)
             copy_for_convolutions(joint.graph)
         gather_again(joint.graph, self._names)
         self._overlaps = self._may_overlap(joint.graph)
@@ -224,6 +227,7 @@ class Compilation:
         self._lowers = True
         if phase == "inference":
             if self._source.options.compiler == "inductor":
+                settle_pattern_layouts(gm.graph)
                 copy_for_convolutions(gm.graph)
             self._overlaps = self._may_overlap(gm.graph)
             untouched = copy_joint(gm) if self._overlaps else None

@@ -1,0 +1,88 @@
+"""Attention that is written out, which Inductor replaces with a fused op of other strides."""
+
+import pytest
+import torch
+from harness import INDUCTOR, capture_of, compiled, faulty_engine
+from torch import Tensor, nn
+
+import tencache_fx
+from tencache_fx.passes.fake_aliasing import refresh_views
+from tencache_fx.passes.pattern_layouts import settle_pattern_layouts
+
+_aten = torch.ops.aten
+LAYERS, BATCH, LENGTH, HEADS, SIZE = 4, 8, 64, 4, 16
+
+
+class Attention(nn.Module):
+    """Layers that save the result of their attention twice: for its backward, and as an input of a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = HEADS * SIZE
+        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(width, width) for _ in range(4)) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for *given, taken in self.layers:
+            query, key, value = (each(x).view(BATCH, LENGTH, HEADS, SIZE).transpose(1, 2) for each in given)
+            weights = (query @ key.transpose(-2, -1) / SIZE**0.5).softmax(-1)
+            x = x + taken((weights @ value).transpose(1, 2).reshape(BATCH, LENGTH, HEADS * SIZE))
+        return x.square().mean()
+
+
+def train(run, model: nn.Module) -> list[Tensor]:
+    torch.manual_seed(1)
+    given = torch.randn(BATCH, LENGTH, HEADS * SIZE)
+    for _ in range(3):
+        model.zero_grad()
+        run(given).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("recompute", ["none", "auto"])
+def test_attention_that_is_written_out_trains_within_a_budget(recompute: str) -> None:
+    torch.manual_seed(0)
+    model = Attention()
+    plain = [gradient.clone() for gradient in train(model, model)]
+    with faulty_engine() as engine:
+        run = compiled(model, {**INDUCTOR, "device_budget": "1900KiB", "recompute": recompute, "policy": "joint"})
+        ours = train(run, model)
+        assert engine.stats.take()["offloads"] > 0
+        assert any("scaled_dot_product" in op.name for op in tencache_fx.regions()[-1].problem.ops), "it was replaced"
+    for mine, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+def joined(x: Tensor, y: Tensor) -> Tensor:
+    """A product whose heads are brought together, by views that only strides of `bmm` make possible, or by a copy."""
+    heads = torch.bmm(x, y).view(2, 4, 1, 30)
+    return heads.permute(0, 2, 1, 3).reshape(2, 120).square().sum()
+
+
+def test_a_view_of_what_has_other_strides_now_is_a_copy() -> None:
+    capture = capture_of(joined, torch.randn(8, 1, 16, requires_grad=True), torch.randn(8, 16, 30, requires_grad=True))
+    graph = capture.forward
+    (product,) = graph.find_nodes(op="call_function", target=_aten.bmm.default)
+    fake = product.meta["val"]
+    with fake.fake_mode:
+        product.meta["val"] = torch.empty(8, 1, 32)[..., :30]  # as a pattern leaves it, that pads the last dimension
+    refresh_views(graph)
+    seen = {node.meta["val"].untyped_storage()._cdata for node in graph.nodes if "view" in node.name}
+    assert len(seen) == 2, "one views the product, the other holds a copy of it"
+    last = [node for node in graph.nodes if "view" in node.name][-1]
+    assert last.meta["val"].is_contiguous()
+
+
+def test_a_copy_into_strides_that_are_there_already_goes() -> None:
+    def swapped(x: Tensor, y: Tensor) -> Tensor:
+        return torch.bmm(x, y).transpose(0, 1).contiguous().sin().square().sum()
+
+    capture = capture_of(swapped, torch.randn(8, 4, 16, requires_grad=True), torch.randn(8, 16, 32, requires_grad=True))
+    graph = capture.forward
+    settle_pattern_layouts(graph)
+    assert len(graph.find_nodes(op="call_function", target=_aten.clone.default)) == 1, "it is wanted"
+    (product,) = graph.find_nodes(op="call_function", target=_aten.bmm.default)
+    fake = product.meta["val"]
+    with fake.fake_mode:
+        product.meta["val"] = torch.empty(4, 8, 32).transpose(0, 1)
+    settle_pattern_layouts(graph)
+    assert not graph.find_nodes(op="call_function", target=_aten.clone.default)
