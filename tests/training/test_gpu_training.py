@@ -132,34 +132,38 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_checkpointed_layers_draw_the_same_numbers_again(faulty: Engine, compiler: str) -> None:
-    """The gradient is that of the forward with its seed, by finite differences: a backend draws in its own order."""
-    given, towards = torch.randn(2, 64, 256, 256, device="cuda", dtype=torch.float64)
+    """The gradient is that of the forward with its random numbers, by finite differences.
 
-    def train(budget: int | None, again: int = 0) -> tuple[float, float]:
-        """Return the derivative by differences, and by the gradient, whose seed is `again` more."""
+    AOTAutograd draws by generators of its own, seeded when a region runs first: all runs begin with its compilation.
+    """
+    given, towards = torch.randn(2, 16, 256, 256, device="cuda", dtype=torch.float64)
+
+    def train(budget: int | None, *, moved: float = 0.0, seed: int = 0) -> tuple[float, float]:
+        """Return the loss of the second step, its input moved so far, and the derivative by its gradient."""
         torch.compiler.reset()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = Checkpointed().cuda().double()
+        for index, parameter in enumerate(model.parameters()):
+            nn.init.normal_(parameter, std=0.05, generator=torch.Generator("cuda").manual_seed(index))
         run = torch.compile(model, backend="tencache", options=options(device_budget=budget, compiler=compiler))
-
-        def loss(x: Tensor, seed: int) -> Tensor:
-            torch.manual_seed(seed)
-            return run(x.requires_grad_())
-
         for step in range(2):
-            x = given.clone()
-            loss(x, step + again).backward()
-        more, less = (loss(given + sign * 1e-5 * towards, step).item() for sign in (1, -1))
+            x = (given + step * moved * towards).requires_grad_()
+            loss = run(x)
+            loss.backward()
         assert x.grad is not None
-        return (more - less) / 2e-5, float((x.grad * towards).sum())
+        return loss.item(), float((x.grad * towards).sum())
 
-    by_differences, by_gradient = train(None)
-    assert by_gradient == pytest.approx(by_differences, rel=1e-4)
+    def compare(budget: int | None) -> None:
+        more, less = (train(budget, moved=moved)[0] for moved in (1e-5, -1e-5))
+        _, by_gradient = train(budget)
+        assert by_gradient == pytest.approx((more - less) / 2e-5, rel=1e-4)
+        assert train(budget, seed=1)[1] != pytest.approx(by_gradient, rel=1e-3), "other numbers would be seen"
+
+    compare(None)
     free = tencache_fx.regions()[-1].plan.forecast
     with pytest.raises(BackendCompilerFailed, match="BudgetError") as refused:
         train(MIB)
     (floor_mib,) = re.findall(r"Set device_budget to (\d+)MiB or more", str(refused.value))
-    by_differences, by_gradient = train(int(floor_mib) * MIB + 3 * (free.peak_bytes - free.floor_bytes) // 4)
+    compare(int(floor_mib) * MIB + 3 * (free.peak_bytes - free.floor_bytes) // 4)
     plan = tencache_fx.regions()[-1].plan
     assert plan.transfers or plan.recomputed
-    assert by_gradient == pytest.approx(by_differences, rel=1e-4)
