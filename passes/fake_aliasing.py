@@ -43,7 +43,7 @@ def repair_view_fakes(capture: RegionGraphs) -> None:
                 node.meta["val"] = _parts(node)
             if graph is not capture.forward and node.op == "call_function" and _computes_again(node, saved):
                 node.meta["val"] = tree_map(_apart, node.meta["val"])
-            if makes_views(node) and not _aliases(node):
+            if makes_views(node) and not aliases_inputs(node):
                 _refresh(node)
                 mended[node.name] = node.meta["val"]
 
@@ -51,7 +51,7 @@ def repair_view_fakes(capture: RegionGraphs) -> None:
 def refresh_views(graph: fx.Graph) -> None:
     """Replace, in place, the fakes of views that do not alias what they view. O(nodes + arguments)."""
     for node in graph.nodes:
-        if makes_views(node) and not _aliases(node):
+        if makes_views(node) and not aliases_inputs(node):
             _refresh(node)
 
 
@@ -68,7 +68,8 @@ def makes_views(node: fx.Node) -> bool:
     return any(info is not None and not info.is_write for info in infos)
 
 
-def _aliases(node: fx.Node) -> bool:
+def aliases_inputs(node: fx.Node) -> bool:
+    """Return whether a node's fakes are of the storages of those that it reads."""
     return storages_of(node) <= set().union(*map(storages_of, node.all_input_nodes))
 
 
@@ -115,7 +116,7 @@ def _refresh(node: fx.Node) -> None:
         # Its fake kernel makes another tensor than the one it is given (torch: `_functional_collectives.py`).
         target = torch.ops.aten.alias.default
     elif node.target is torch.ops.aten.view.default:
-        # Inductor views what no strides can, by a copy: it replaces what was contiguous by what may not be.
+        # One of Inductor's patterns may have put in what no strides can view (`pattern_layouts.py`): a copy is viewed.
         target = torch.ops.aten.reshape.default
     fake: Any = tensors_of(node)[0]
     with fake.fake_mode:
