@@ -29,7 +29,7 @@ from tencache_fx.ops import (
     WAIT,
     arguments_of,
 )
-from tencache_fx.passes.fixed_layouts import find_leaving, fix_layouts
+from tencache_fx.passes.fixed_layouts import find_fixed, fix_layouts
 from tencache_fx.passes.graphs import step_nodes
 from tencache_fx.passes.inductor_model import InductorModel
 from tencache_fx.passes.op_kinds import base_of, count_flops, is_heavy, is_view, users_through
@@ -61,9 +61,9 @@ class PinOrder(CustomGraphPass):
                 # Inductor writes no result over a value that an op is still to follow: so none follows what was read.
                 read = readers.model.sources_of(node)
                 latest = [*(each for each in latest if each not in read), node]
-        leaving = find_leaving(graph)
+        names = find_fixed(graph)
         preserve_node_ordering(graph, follows)
-        fix_layouts(graph, leaving)
+        fix_layouts(graph, names)
         _renew_sparse(graph)
         graph.lint()
 

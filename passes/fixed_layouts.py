@@ -10,6 +10,10 @@ for the copy and freed while that runs. So they are fixed where the value is mad
 
 That is free where the strides are Inductor's choice (torch: `_inductor/ir.py: require_strides`), and a copy elsewhere.
 The first thing that such an op reads, a query or what is sorted, is fixed, too: then its results mostly need no copy.
+
+The gradient that a backward of cuDNN's attention reads is fixed as well. torch keeps what it has built for one call,
+and takes it for a gradient of other strides (torch: `aten/src/ATen/native/cudnn/MHA.cpp: MHAParams`). The result is
+wrong where Inductor lays it out in one way in one layer, and in another in the next, as it does by the runtime's ops.
 """
 
 import operator
@@ -22,15 +26,19 @@ from torch._inductor import inductor_prims
 from tencache_fx.ops import OFFLOAD, OFFLOAD_GRAD, RELEASE, RUNTIME_OPS, arguments_of
 from tencache_fx.passes.inductor_model import is_fusible
 from tencache_fx.passes.op_kinds import is_heavy, is_view
-from tencache_fx.tensors import storage_of
+from tencache_fx.tensors import byte_hint, storage_of
 
 _LEAVE = (OFFLOAD, OFFLOAD_GRAD, RELEASE)
+_READS_GRADIENT = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 
-def find_leaving(graph: fx.Graph) -> list[str]:
-    """Return the names of the nodes that make the tensors that leave; inputs lie as their caller has them."""
+def find_fixed(graph: fx.Graph) -> list[str]:
+    """Return the names of the nodes whose strides are to be the graph's; inputs lie as their caller has them."""
     found: dict[str, None] = {}
     for node in graph.nodes:
+        if node.target is _READS_GRADIENT:
+            (gradient, *_) = node.all_input_nodes
+            found |= {gradient.name: None} if gradient.op == "call_function" else {}
         if node.target in _LEAVE:
             made = _made(arguments_of(node)["src"])
             maker = made.all_input_nodes[0] if made.target is operator.getitem else made
@@ -40,12 +48,12 @@ def find_leaving(graph: fx.Graph) -> list[str]:
     return list(found)
 
 
-def fix_layouts(graph: fx.Graph, leaving: Collection[str]) -> None:
+def fix_layouts(graph: fx.Graph, names: Collection[str]) -> None:
     """Fix the strides of what the nodes of these names return. O(nodes)."""
-    for node in [each for each in graph.nodes if each.name in leaving]:
+    for node in [each for each in graph.nodes if each.name in names]:
         value = node.meta["val"]
         with graph.inserting_after(node):
-            fixed = graph.call_function(inductor_prims.force_stride_order, (node, list(value.stride())))
+            fixed = graph.call_function(inductor_prims.force_stride_order, (node, list(map(byte_hint, value.stride()))))
         fixed.meta = dict(node.meta)
         node.replace_all_uses_with(fixed, delete_user_cb=lambda user, fixed=fixed: user is not fixed)
 

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from harness import INDUCTOR, capture_of, compiled, faulty_engine
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._inductor import inductor_prims
 
 import tencache_fx
 from tencache_fx.passes.fake_aliasing import aliases_inputs, makes_views
+from tencache_fx.passes.fixed_layouts import find_fixed, fix_layouts
 from tencache_fx.passes.pattern_layouts import settle_pattern_layouts
 
 _aten = torch.ops.aten
@@ -89,3 +91,21 @@ def test_a_copy_into_strides_that_are_there_already_goes() -> None:
         product.meta["val"] = torch.empty(4, 8, 32).transpose(0, 1)
     settle_pattern_layouts(graph)
     assert not graph.find_nodes(op="call_function", target=_aten.clone.default)
+
+
+def test_the_gradient_that_cudnn_reads_has_the_strides_of_the_graph() -> None:
+    """torch would take what it has built for other strides (`aten/src/ATen/native/cudnn/MHA.cpp`)."""
+    graph = fx.Graph()
+    given = graph.placeholder("given")
+    gradient = graph.call_function(_aten.clone.default, (given,))
+    backward = graph.call_function(
+        _aten._scaled_dot_product_cudnn_attention_backward.default, (gradient, *[given] * 10, 4, 4, 0.0, False)
+    )
+    graph.output(backward)
+    given.meta["val"] = torch.empty(2, 4, 3, 8, device="meta").transpose(1, 2)
+    gradient.meta["val"] = torch.empty(2, 3, 4, 8, device="meta")
+    fix_layouts(graph, find_fixed(graph))
+    fixed = backward.args[0]
+    assert fixed.target is inductor_prims.force_stride_order
+    assert fixed.args == (gradient, [96, 32, 8, 1])
+    assert backward.args[1] is given

@@ -1,0 +1,66 @@
+"""Attention that is written out, on a CUDA device: Inductor puts cuDNN's in its place, with one gradient per layout."""
+
+import pytest
+import torch
+from conftest import MIB
+from harness import INDUCTOR, compiled, faulty_cuda_engine
+from torch import Tensor, nn
+
+import tencache_fx
+
+pytestmark = pytest.mark.gpu
+
+LAYERS, BATCH, LENGTH, HEADS, SIZE = 6, 16, 512, 8, 64
+
+KEY_BIASES = [f"layers.{layer}.1.bias" for layer in range(LAYERS)]  # a softmax does not see them: only noise
+
+
+class Attention(nn.Module):
+    """Layers of attention with a mask, each behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = HEADS * SIZE
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(width, width) for _ in range(4)) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for norm, (*given, taken) in zip(self.norms, self.layers, strict=True):
+            query, key, value = (each(norm(x)).view(BATCH, LENGTH, HEADS, SIZE).transpose(1, 2) for each in given)
+            weights = (query @ key.transpose(-2, -1) / SIZE**0.5 + mask).softmax(-1)
+            x = x + taken((weights @ value).transpose(1, 2).reshape(BATCH, LENGTH, HEADS * SIZE))
+        return x.float().square().mean()
+
+
+def gradients(model: nn.Module, run) -> list[Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(BATCH, LENGTH, HEADS * SIZE, device="cuda", dtype=torch.bfloat16)
+    mask = torch.zeros(BATCH, 1, LENGTH, LENGTH, device="cuda", dtype=torch.bfloat16)
+    mask[..., -7:] = -30000.0
+    for _ in range(2):
+        model.zero_grad()
+        run(x, mask).backward()
+    return [parameter.grad.float() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("recompute", ["none", "auto"])
+def test_gradients_of_attention_are_right_whatever_is_offloaded(recompute: str) -> None:
+    torch.manual_seed(0)
+    model = Attention().cuda().bfloat16()
+    exact = [gradient.clone() for gradient in gradients(model, model)]
+    options = {**INDUCTOR, "policy": "joint", "recompute": recompute}
+    gradients(model, compiled(model, {**options, "device_budget": "60GiB"}))
+    (free,) = tencache_fx.regions()
+    if not any("cudnn_attention" in op.name for op in free.problem.ops):
+        pytest.skip("torch has not chosen cuDNN's attention for this device")
+    state_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    for share in (0.25, 0.5, 0.75):  # each leaves what other layers read on the device
+        torch.compiler.reset()
+        budget = state_bytes + 128 * MIB + int(share * free.plan.forecast.peak_bytes)
+        with faulty_cuda_engine() as engine:
+            ours = gradients(model, compiled(model, {**options, "device_budget": budget}))
+            assert engine.stats.take()["offloads"] > 0 or tencache_fx.regions()[-1].plan.recomputed
+        far = [float((mine - other).norm() / other.norm()) for mine, other in zip(ours, exact, strict=True)]
+        names = [name for name, _ in model.named_parameters()]
+        wrong = {name: each for name, each in zip(names, far, strict=True) if each > 0.1}
+        assert [name for name in wrong if name not in KEY_BIASES] == [], wrong
