@@ -164,6 +164,7 @@ def test_checkpointed_layers_draw_the_same_numbers_again(faulty: Engine, compile
     with pytest.raises(BackendCompilerFailed, match="BudgetError") as refused:
         train(MIB)
     (floor_mib,) = re.findall(r"Set device_budget to (\d+)MiB or more", str(refused.value))
-    compare(int(floor_mib) * 9 // 8 * MIB + (free.peak_bytes - free.floor_bytes) // 2)  # others may hold a bit more
+    outside_bytes = 4 * given.nbytes  # inputs and gradients of the last step may be there when the next one begins
+    compare(int(floor_mib) * MIB + outside_bytes + (free.peak_bytes - free.floor_bytes) // 2)
     plan = tencache_fx.regions()[-1].plan
     assert plan.transfers or plan.recomputed
