@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tencache_fx.hardware.capacity import device_space
 from tencache_fx.planning.problem import Kind, Step, Storage
@@ -35,6 +36,22 @@ def allocator_counts(device: torch.device) -> AllocatorCounts | None:
         return AllocatorCounts(0, 0, 0)
     found = statistics["allocated_bytes"]["all"]
     return AllocatorCounts(int(found["current"]), int(found["peak"]), int(found["allocated"]))
+
+
+def allocate_workspaces(device: torch.device) -> None:
+    """Have cuBLAS allocate on a GPU what it would in the first step; it keeps that as long as the process runs.
+
+    It has a workspace for each thread that calls it: this one, and autograd's where gradients are wanted. Each takes 32
+    MiB on a card of compute capability 9.0 (torch: `aten/src/ATen/cuda/CublasHandlePool.cpp`). A plan made before they
+    are there would go over its budget by so much.
+    """
+    if device.type != "cuda":
+        return
+    with _disable_current_modes(), torch.inference_mode(mode=False):
+        factor = torch.ones(2, 2, device=device, requires_grad=torch.is_grad_enabled())
+        product = factor @ factor
+        if product.requires_grad:
+            product.sum().backward()
 
 
 def held_bytes(device: torch.device) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tencache_fx.hardware import rates
-from tencache_fx.hardware.device_memory import held_bytes
+from tencache_fx.hardware.device_memory import allocate_workspaces, held_bytes
 from tencache_fx.hardware.rates import Roofline
 from tencache_fx.model_state.parameter_store import has_parameters_on_disk
 from tencache_fx.options import Options
@@ -42,9 +42,10 @@ class Environment:
     @staticmethod
     def find(device: torch.device, options: Options, boundary_bytes: int) -> "Environment":
         """Return those of this machine and process, measuring what is not known yet."""
+        budget_bytes = (options.device_budget or 0) if device.type == "cuda" else 0  # a CPU's allocator does not count
         held = held_bytes(device)
-        budget_bytes = (options.device_budget or 0) if held else 0  # a CPU's allocator does not count
         if budget_bytes:
+            allocate_workspaces(device)
             gc.collect()  # frees the inputs that what torch's compiler has left behind of other regions holds on to
             held = held_bytes(device)
         return Environment(

@@ -111,6 +111,20 @@ def test_the_peak_is_within_the_budget(compiler: str) -> None:
     assert torch.cuda.max_memory_allocated() <= budget
 
 
+def test_the_first_step_counts_the_workspaces_of_cublas() -> None:
+    """They are allocated by the first products of a process, when the region is planned already."""
+    budget = tight_budget("eager")
+    model = build()
+    torch._C._cuda_clearCublasWorkspaces()
+    before_bytes = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run = torch.compile(model, backend="tencache", options=options(device_budget=budget, compiler="eager"))
+    losses_and_gradients(model, run, 1)
+    assert torch.cuda.memory_allocated() > before_bytes
+    assert tencache_fx.regions()[-1].plan.transfers
+    assert torch.cuda.max_memory_allocated() <= budget
+
+
 class Checkpointed(nn.Module):
     """Checkpointed attention that drops out: the backward draws the same numbers again, of generators handed in."""
 
