@@ -56,8 +56,7 @@ def test_gradients_of_attention_are_right_whatever_is_offloaded(recompute: str) 
     forecast = free.plan.forecast
     for share in (0.2, 0.4, 0.6):  # each leaves what other layers read on the device
         torch.compiler.reset()
-        outside_bytes = torch.cuda.memory_allocated() - sum(parameter.nbytes for parameter in model.parameters())
-        budget = outside_bytes + forecast.floor_bytes + int(share * (forecast.peak_bytes - forecast.floor_bytes))
+        budget = forecast.floor_bytes + int(share * (forecast.peak_bytes - forecast.floor_bytes)) + 16 * MIB
         with faulty_cuda_engine() as engine:
             ours = gradients(model, compiled(model, {**options, "device_budget": budget}))
             assert engine.stats.take()["offloads"] > 0 or tencache_fx.regions()[-1].plan.recomputed
