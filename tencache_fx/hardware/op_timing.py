@@ -42,12 +42,21 @@ _WORTH_NS = {"cuda": 5_000, "cpu": 200_000}  # nor is what takes less than this 
 _BLOCK_ELEMENTS = 1_000_003  # random numbers made for one operand, repeated to fill it
 
 _aten = torch.ops.aten
+_ATTENTION = (
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_cudnn_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+)
+_ATTENTION_BACKWARD = (
+    _aten._scaled_dot_product_flash_attention_backward,
+    _aten._scaled_dot_product_efficient_attention_backward,
+    _aten._scaled_dot_product_cudnn_attention_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
 _EXTERN = frozenset(
     (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._int_mm, _aten.convolution, _aten.convolution_backward)
-    + (_aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_backward)
-    + (_aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_efficient_attention_backward)
-    + (_aten._scaled_dot_product_cudnn_attention, _aten._scaled_dot_product_cudnn_attention_backward)
-    + (_aten._scaled_dot_product_flash_attention_for_cpu, _aten._scaled_dot_product_flash_attention_for_cpu_backward)
+    + (*_ATTENTION, *_ATTENTION_BACKWARD)
 )
 # Inductor makes kernels of its own for these, so what they cost by themselves says nothing there.
 _EAGER = frozenset((_aten.embedding_dense_backward, _aten.index_put, _aten._unsafe_index_put, _aten.scatter_add))
@@ -131,6 +140,8 @@ def describe_call(node: fx.Node, *, fuses: bool) -> Call | None:
     except TypeError:  # an argument of a kind that cannot be made again, such as a generator
         return None
     made_bytes = sum(byte_hint(tensor.numel()) * tensor.element_size() for tensor in tensors_of(node))
+    if packet in _ATTENTION_BACKWARD:
+        args, kwargs = _without_dropout(node.target, args, kwargs)
     return Call(node.target, _with_index_range(packet, args), tuple(sorted(kwargs.items())), made_bytes)
 
 
@@ -297,6 +308,19 @@ def _with_index_range(packet: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if packet is _aten.scatter_add:
         return (*args[:2], _below(args[2], args[0].shape[args[1]]), *args[3:])
     return args
+
+
+def _without_dropout(
+    target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a backward of attention, without dropout: no seed is read then.
+
+    Some kernels read the seed on the host and some on the device, which the graph does not say. A seed that is in the
+    wrong place ends the process (torch: `aten/src/ATen/native/transformers/cuda/attention_backward.cu`).
+    """
+    names = [argument.name for argument in target._schema.arguments[: len(args)]]
+    kept = tuple(0.0 if name == "dropout_p" else value for name, value in zip(names, args, strict=True))
+    return kept, {name: 0.0 if name == "dropout_p" else value for name, value in kwargs.items()}
 
 
 def _below(index: Operand, below: int) -> Operand:

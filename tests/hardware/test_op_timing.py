@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import WORKERS
 from harness import capture_of
-from torch import nn
+from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -137,6 +137,25 @@ def test_dropout_in_attention_does_not_change_the_callers_random_numbers():
     torch.manual_seed(3)
     assert time_calls({call: 10**9, dropout: 10**9}, CPU, budget_bytes=None).keys() == {call, dropout}
     assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize(
+    "kind", ["flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"]
+)
+def test_a_backward_of_attention_is_timed_without_dropout_whose_seed_may_be_read_on_the_host(kind):
+    target = getattr(aten, f"_scaled_dot_product_{kind}_backward").default
+    graph = fx.Graph()
+    tensor = graph.placeholder("tensor")
+    tensor.meta["val"] = torch.empty(2, 4, 16, 8, device="meta")
+    values = {"Tensor": tensor, "int": 16, "SymInt": 16, "float": 0.1, "bool": True, "List[bool]": [True] * 4}
+    arguments = [each for each in target._schema.arguments if not each.kwarg_only and not each.has_default_value()]
+    node = graph.call_function(target, tuple(values[str(each.type)] for each in arguments), {"scale": 0.5})
+    node.meta["val"] = (tensor.meta["val"],) * 3
+    call = describe_call(node, fuses=True)
+    timed = dict(zip([each.name for each in arguments], call.args, strict=True))
+    assert timed.pop("dropout_p") == 0.0
+    assert 0.0 not in timed.values()
+    assert dict(call.kwargs)["scale"] == 0.5
 
 
 def test_a_time_is_measured_once_for_each_device_and_settings(monkeypatch, cache_folder):

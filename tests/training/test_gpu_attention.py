@@ -1,10 +1,13 @@
 """Attention that is written out, on a CUDA device: Inductor puts cuDNN's in its place, with one gradient per layout."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import MIB
 from harness import INDUCTOR, compiled, faulty_cuda_engine
 from torch import Tensor, nn
+from torch.nn import functional
 
 import tencache_fx
 
@@ -64,3 +67,31 @@ def test_gradients_of_attention_are_right_whatever_is_offloaded(recompute: str) 
         names = [name for name, _ in model.named_parameters()]
         wrong = {name: each for name, each in zip(names, far, strict=True) if each > 0.1}
         assert [name for name in wrong if name not in KEY_BIASES] == [], wrong
+
+
+class Dropping(nn.Module):
+    """Attention with a mask and dropout, in float32: a kernel that reads its seed on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 3 * 256) for _ in range(4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            query, key, value = layer(x).unflatten(-1, (3, 4, 64)).movedim(-3, 0).transpose(-3, -2)
+            found = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=0.1)
+            x = x + found.transpose(-3, -2).flatten(-2)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_attention_with_dropout_is_timed_and_trains(compiler: str, cache_folder: Path) -> None:
+    model = Dropping().cuda()
+    x, mask = torch.randn(64, 512, 256, device="cuda"), torch.zeros(64, 1, 512, 512, device="cuda")
+    options = {"compiler": compiler, "device_budget": "4GiB", "calibrate": True, "host_budget": 1024 * MIB}
+    loss = compiled(model, options)(x, mask)
+    loss.backward()
+    assert loss.isfinite()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    ops = [op.name for op in tencache_fx.regions()[-1].problem.ops]
+    assert any("attention_backward" in name for name in ops), ops

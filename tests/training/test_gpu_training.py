@@ -178,7 +178,7 @@ def test_checkpointed_layers_draw_the_same_numbers_again(faulty: Engine, compile
     with pytest.raises(BackendCompilerFailed, match="BudgetError") as refused:
         train(MIB)
     (floor_mib,) = re.findall(r"Set device_budget to (\d+)MiB or more", str(refused.value))
-    outside_bytes = 8 * given.nbytes  # inputs and gradients of the last step may be there when the next one begins
-    compare(int(floor_mib) * MIB + outside_bytes + (free.peak_bytes - free.floor_bytes) // 2)
+    external_bytes = 8 * given.nbytes  # inputs and gradients of the last step may be there when the next one begins
+    compare(int(floor_mib) * MIB + external_bytes + (free.peak_bytes - free.floor_bytes) // 2)
     plan = tencache_fx.regions()[-1].plan
     assert plan.transfers or plan.recomputed
