@@ -42,10 +42,11 @@ class Environment:
     @staticmethod
     def find(device: torch.device, options: Options, boundary_bytes: int) -> "Environment":
         """Return those of this machine and process, measuring what is not known yet."""
-        budget_bytes = (options.device_budget or 0) if device.type == "cuda" else 0  # a CPU's allocator does not count
-        held = held_bytes(device)
-        if budget_bytes:
+        if options.device_budget is not None:
             allocate_workspaces(device)
+        held = held_bytes(device)
+        budget_bytes = (options.device_budget or 0) if held else 0  # a CPU's allocator does not count
+        if budget_bytes:
             gc.collect()  # frees the inputs that what torch's compiler has left behind of other regions holds on to
             held = held_bytes(device)
         return Environment(
