@@ -29,16 +29,17 @@ from tencache_fx.passes.op_kinds import is_heavy, is_view
 from tencache_fx.tensors import byte_hint, storage_of
 
 _LEAVE = (OFFLOAD, OFFLOAD_GRAD, RELEASE)
-_READS_GRADIENT = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+_CUDNN_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 
 def find_fixed(graph: fx.Graph) -> list[str]:
     """Return the names of the nodes whose strides are to be the graph's; inputs lie as their caller has them."""
     found: dict[str, None] = {}
     for node in graph.nodes:
-        if node.target is _READS_GRADIENT:
+        if node.target is _CUDNN_BACKWARD:
             (gradient, *_) = node.all_input_nodes
-            found |= {gradient.name: None} if gradient.op == "call_function" else {}
+            if gradient.op == "call_function":
+                found[gradient.name] = None
         if node.target in _LEAVE:
             made = _made(arguments_of(node)["src"])
             maker = made.all_input_nodes[0] if made.target is operator.getitem else made

@@ -1,4 +1,4 @@
-"""Attention that is written out, on a CUDA device: Inductor puts cuDNN's in its place, with one gradient per layout."""
+"""Attention on a CUDA device: written out, where Inductor puts cuDNN's in its place, and with dropout."""
 
 from pathlib import Path
 

@@ -120,7 +120,8 @@ def test_the_first_step_counts_the_workspaces_of_cublas() -> None:
     torch.cuda.reset_peak_memory_stats()
     run = torch.compile(model, backend="tencache", options=options(device_budget=budget, compiler="eager"))
     losses_and_gradients(model, run, 1)
-    assert torch.cuda.memory_allocated() > before_bytes
+    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert torch.cuda.memory_allocated() > before_bytes + gradient_bytes + 8 * MIB, "they are there now"
     assert tencache_fx.regions()[-1].plan.transfers
     assert torch.cuda.max_memory_allocated() <= budget
 
