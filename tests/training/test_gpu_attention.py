@@ -57,16 +57,18 @@ def test_gradients_of_attention_are_right_whatever_is_offloaded(recompute: str) 
     if not any("cudnn_attention" in op.name for op in free.problem.ops):
         pytest.skip("torch has not chosen cuDNN's attention for this device")
     forecast = free.plan.forecast
-    for share in (0.2, 0.4, 0.6):  # each leaves what other layers read on the device
+    moved = 0
+    for share in (0.05, 0.15, 0.3, 0.45):  # each leaves what other layers read on the device
         torch.compiler.reset()
         budget = forecast.floor_bytes + int(share * (forecast.peak_bytes - forecast.floor_bytes)) + 16 * MIB
         with faulty_cuda_engine() as engine:
             ours = gradients(model, compiled(model, {**options, "device_budget": budget}))
-            assert engine.stats.take()["offloads"] > 0 or tencache_fx.regions()[-1].plan.recomputed
+            moved += bool(engine.stats.take()["offloads"] or tencache_fx.regions()[-1].plan.recomputed)
         far = [float((mine - other).norm() / other.norm()) for mine, other in zip(ours, exact, strict=True)]
         names = [name for name, _ in model.named_parameters()]
         wrong = {name: each for name, each in zip(names, far, strict=True) if each > 0.1}
         assert [name for name in wrong if name not in KEY_BIASES] == [], wrong
+    assert moved >= 3  # the code of a region without transfers may hold less than the forecast without a budget
 
 
 class Dropping(nn.Module):
