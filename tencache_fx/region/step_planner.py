@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -24,7 +24,7 @@ from tencache_fx.region.kept_plans import kept_plan
 from tencache_fx.region.optimizer_forecast import expected_state_bytes
 from tencache_fx.region.step_choices import StepChoices
 from tencache_fx.region.step_records import record_step
-from tencache_fx.region.step_residency import Order, Place, ReadParameters, StepResidency
+from tencache_fx.region.step_residency import Order, Place, ReadParameters, Run, StepResidency
 from tencache_fx.reporting.dump import write_step
 from tencache_fx.reporting.step_tables import show_figures
 from tencache_fx.runtime.engine_registry import usage
@@ -92,9 +92,9 @@ class Program:
         return self.planned is not None and self.planned.plan is not None
 
     @cached_property
-    def places(self) -> frozenset[Place]:
-        """The runs of its order."""
-        return frozenset(self.order)
+    def sizes(self) -> Mapping[Run, int]:
+        """The bytes of all storages of each of its runs."""
+        return {place.run: place.nbytes for place in self.order}
 
     @property
     def schedule(self) -> StepSchedule:

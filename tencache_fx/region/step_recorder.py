@@ -7,7 +7,8 @@ is not known runs on the frugal schedule, which holds the least; when it is over
 
 A program is expected to be followed by the one that followed it the last time. Where another region runs than was
 expected, the round goes on with the schedule of a program that has begun the same way, or else of one that makes the
-same calls (`step_variants.py`), or else frugally. An order that ran so to its end is planned if it recurs.
+same calls (`step_variants.py`), or else frugally. An order that ran so to its end is planned if it recurs, or if its
+sizes are others.
 """
 
 import gc
@@ -33,7 +34,7 @@ from tencache_fx.region.registry import compilations
 from tencache_fx.region.step_calls import TURNS, Call
 from tencache_fx.region.step_planner import Program, StepPlanner, place_of, record_of
 from tencache_fx.region.step_residency import Order
-from tencache_fx.region.step_variants import find_nearest, most_bytes
+from tencache_fx.region.step_variants import find_nearest, is_like, most_bytes
 from tencache_fx.runtime.swap_points import SwapPoints
 from tencache_fx.tensors import storage_of, tensors_in
 from tencache_fx.units import at_least, format_bytes
@@ -232,7 +233,9 @@ class StepRecorder:
         self._visits.append(visit)
         limit = self._options.device_budget
         self._compare(visit)
-        if (more := self._excess_bytes(visit, limit)) > 0:
+        if (more := self._excess_bytes(visit, limit)) > 0 and self._varies:
+            more -= self.points.make_room(more, (visit.index, visit.call))
+        if more > 0:
             log.info("the device would be %d bytes over its budget; the rest of the step offloads all it may", more)
             self._expect(None)
         if self.points.schedule is FRUGAL and limit is not None:
@@ -244,16 +247,17 @@ class StepRecorder:
         """Find another schedule if the last run is not the one expected."""
         now, expected, count = place_of(visit), self._expected, len(self._visits)
         if expected is None or (
-            now in expected.places if self._varies else expected.order[count - 1 : count] == (now,)
+            now.run in expected.sizes if self._varies else expected.order[count - 1 : count] == (now,)
         ):
             return
         begun = tuple(map(place_of, self._visits))
         same = (each for each in self.programs.values() if each.planned is not None and each.order[:count] == begun)
         other = None if self._varies else next(same, None)
         if other is None:
-            self._varies = True
-            suits = expected.has_plan and now in expected.places
-            other = expected if suits else find_nearest(self.programs.values(), now)
+            self._varies, self.points.exact = True, False
+            other = expected if count > 1 and expected.has_plan else None
+            if other is None or now.run not in other.sizes:
+                other = find_nearest(self.programs.values(), now) or other
         if other is not expected:
             self._expect(other)
 
@@ -331,7 +335,7 @@ class StepRecorder:
             self.programs[followed.order] = self.programs.pop(followed.order)
         while len(self.programs) > _PROGRAMS:
             del self.programs[next(iter(self.programs))]
-        if followed is not None and not recurs:
+        if followed is not None and not recurs and is_like(program, followed):
             return
         if self._last is not None:
             self._last.successor = program
@@ -371,7 +375,7 @@ class StepRecorder:
 
     def _forget_round(self) -> None:
         self.points.settle()
-        self._calls, self._visits, self._varies = [], [], False
+        self._calls, self._visits, self._varies, self.points.exact = [], [], False, True
         self._counts.clear()
 
 

@@ -19,6 +19,8 @@ from tencache_fx.planning.step import ParameterNames, SwapKey, Visit
 from tencache_fx.runtime.step_parameters import Resident
 from tencache_fx.runtime.swap_points import SwapPoints
 
+Run = tuple[int, int, bool]  # region, call, and whether it is the backward
+
 
 class Place(NamedTuple):
     """What tells a run of a region from others in its place: its sizes, too, by the bytes that may leave, and all."""
@@ -28,6 +30,11 @@ class Place(NamedTuple):
     backward: bool
     swapped_bytes: int
     nbytes: int
+
+    @property
+    def run(self) -> Run:
+        """Which run of the step it is, whatever its sizes."""
+        return self.region, self.call, self.backward
 
 
 Order = tuple[Place, ...]

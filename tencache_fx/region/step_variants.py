@@ -1,9 +1,10 @@
-"""Steps whose order is another one each time: random layers are skipped, or experts that have nothing to do.
+"""Steps whose order is another one each time: layers are skipped at random, experts have more or less to do, texts are
+longer or shorter.
 
-An order that nobody has seen runs by the schedule of one that has a plan and makes the same calls, instead of moving
-all that can be moved. The plan does not show what is held then, so each run is checked by an upper bound instead. What
-the schedule lists at calls that are left out is not done: their storages are not there, and others come when they are
-asked for.
+An order that nobody has seen runs by the schedule of one that has a plan and makes the same calls, of sizes as near as
+can be, instead of moving all that can be moved. The plan does not show what is held then, so each run is checked by an
+upper bound instead. What the schedule lists at calls that are left out is not done: their storages are not there, and
+others come when they are asked for. What it does not list, as of calls that it does not have, leaves.
 """
 
 from collections.abc import Iterable
@@ -15,11 +16,27 @@ from tencache_fx.region.step_planner import Program
 from tencache_fx.region.step_residency import Place
 from tencache_fx.runtime.swap_points import SwapPoints
 
+_LIKE = 8  # plans for sizes that differ by more than this part are made anew
+
 
 def find_nearest(programs: Iterable[Program], place: Place) -> Program | None:
-    """Return the longest program that has a plan and makes a run like `place`; None if there is none."""
-    able = (each for each in programs if each.has_plan and place in each.places)
-    return max(able, key=lambda program: len(program.order), default=None)
+    """Return the program with a plan that makes a run like `place`, of sizes as near as can be; None if there is none.
+
+    Larger ones come first, for they move more, and of equal ones the longest.
+    """
+
+    def rank(program: Program) -> tuple[bool, int, int]:
+        more_bytes = program.sizes[place.run] - place.nbytes
+        return more_bytes < 0, abs(more_bytes), -len(program.order)
+
+    return min((each for each in programs if each.has_plan and place.run in each.sizes), key=rank, default=None)
+
+
+def is_like(program: Program, other: Program) -> bool:
+    """Return whether the plan of `other` is good for `program`: it has nearly all its runs, in about the same sizes."""
+    own_bytes = sum(program.sizes.values())
+    known_bytes = sum(nbytes for run, nbytes in other.sizes.items() if run in program.sizes)
+    return abs(own_bytes - known_bytes) * _LIKE <= own_bytes
 
 
 def most_bytes(visit: Visit, points: SwapPoints) -> int:

@@ -1,6 +1,7 @@
 """One storage of one call at its swap points, and the handles and tickets that own it."""
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tencache_fx.planning.step import SwapKey
+from tencache_fx.planning.step import StepSchedule, SwapKey
 
 
 class State(Enum):
@@ -74,6 +75,19 @@ class Swap:
     def __del__(self) -> None:
         """Take back what it counted."""
         self.forget()
+
+
+@dataclass(slots=True)
+class GraphRun:
+    """The run of a graph under way in a thread."""
+
+    region: int
+    call: int
+    backward: bool
+    position: int = 0
+    schedule: StepSchedule | None = None
+    acts: Mapping[int, tuple[tuple[SwapKey, ...], tuple[SwapKey, ...]]] = field(default_factory=dict)
+    """What `schedule` has done in this run, by position."""
 
 
 class _Key(np.ndarray[Any, np.dtype[np.int64]]):

@@ -58,6 +58,21 @@ def test_what_stays_leaves_when_a_schedule_says_so_and_counts_no_more() -> None:
         assert bring_back(points, handle).eq(1).all()
 
 
+def test_room_is_made_by_the_oldest_that_stay_and_no_more_of_them_than_it_takes() -> None:
+    with faulty_engine() as engine:
+        points = swap_points(engine)
+        points.follow(keeping(0, 1, 2, 3))
+        handles = [save(points, call) for call in range(4)]
+        assert points.make_room(BYTES + 1, (0, 0)) == 2 * BYTES, "of calls 1 and 2"
+        assert points.extra_bytes == 2 * BYTES
+        assert engine.stats.take()["offloads"] == 2
+        assert points.make_room(1 << 30, (0, 3)) == BYTES, "of call 0: that of the call about to run stays"
+        assert points.make_room(1 << 30, (0, 3)) == 0
+        for call in (3, 2, 1, 0):
+            assert bring_back(points, handles[call], call).eq(1).all()
+        assert points.extra_bytes == 0
+
+
 def test_a_storage_of_an_abandoned_round_counts_no_more_once_another_has_its_place() -> None:
     """Somebody may hold its graph; no point frees it, so that it is there like all that others hold."""
     with faulty_engine() as engine:

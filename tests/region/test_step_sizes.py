@@ -1,0 +1,101 @@
+"""Steps of other sizes each time: texts of any length, experts with more or fewer rows. Known plans serve new sizes."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from harness import faulty_engine
+from meter import Meter
+from test_step_plans import blocks, equal, gradients, inputs, meter, one_by_one, recorder
+from torch import Tensor, nn
+
+from tencache_fx.planning.step import FRUGAL
+from tencache_fx.runtime.engine import Engine
+
+__all__ = ["meter"]
+
+PLAIN = "aot_eager_decomp_partition"
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with faulty_engine(host_budget_bytes=1 << 28) as found:
+        yield found
+
+
+def moved_bytes(engine: Engine) -> int:
+    return int(engine.stats.take()["d2h_bytes"])
+
+
+@pytest.mark.parametrize("budget", [6_200_000, 9_000_000])
+def test_texts_of_any_length_run_by_the_plan_of_a_length_that_is_near(
+    engine: Engine, meter: Meter, budget: int
+) -> None:
+    model, plain, draw = one_by_one(blocks(), device_budget=budget), one_by_one(blocks(), PLAIN), random.Random(0)
+    lengths = [512, 500, 490, *draw.sample(range(100, 513), k=24)]
+    frugal = []
+    for step, length in enumerate(lengths):
+        x = inputs(step, length)
+        expected = gradients(plain, plain, x)
+        meter.peak = meter.held
+        assert equal(gradients(model, model, x), expected), f"step {step}"
+        assert meter.peak <= budget, f"step {step}"
+        frugal.append(recorder(engine).points.schedule is FRUGAL)
+    assert sum(frugal[3:]) <= 3, "of new lengths, only those that are longer than known ones, or come first"
+    planned = [program for program in recorder(engine).programs.values() if program.has_plan]
+    assert len(planned) < 16, "24 lengths are near to few"
+    moved_bytes(engine)
+    for length in (101, 107):
+        gradients(model, model, inputs(1, length))
+    assert moved_bytes(engine) == 0, "short ones fit by plans for short ones"
+
+
+class Experts(nn.Module):
+    """Layers of experts, each compiled by itself, among which rows are shared out by their first value."""
+
+    def __init__(self, layers: int, experts: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList(blocks(experts)) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, experts in enumerate(self.layers):
+            order = (x[:, index].detach() * 3).long().abs() % len(experts)
+            rows = [(order == number).nonzero()[:, 0] for number in range(len(experts))]
+            parts = [x[some] if len(some) == 0 else expert(x[some]) for expert, some in zip(experts, rows, strict=True)]
+            x = torch.zeros_like(x).index_copy(0, torch.cat(rows), torch.cat(parts))
+        return x
+
+
+@pytest.mark.parametrize("budget", [9_000_000, 6_800_000])
+def test_experts_with_more_or_fewer_rows_run_by_the_plan_of_another_step(
+    engine: Engine, meter: Meter, budget: int
+) -> None:
+
+    def compiled(backend: str = "tencache", **options: object) -> Experts:
+        torch.manual_seed(0)
+        model = Experts(layers=4, experts=4)
+        for experts in model.layers:
+            one_by_one(experts, backend, **options)
+        return model
+
+    def batch(step: int) -> Tensor:
+        x = inputs(step)
+        if step % 3 == 2:
+            x[:, 0] = x[:, 0].sign() / 2  # two experts have nothing to do
+        return x
+
+    model, plain = compiled(device_budget=budget), compiled(PLAIN)
+    moved, frugal = [], []
+    for step in range(12):
+        x = batch(step)
+        expected = gradients(plain, plain, x)
+        meter.peak = meter.held
+        assert equal(gradients(model, model, x), expected), f"step {step}"
+        assert meter.peak <= budget, f"step {step}"
+        moved.append(moved_bytes(engine))
+        frugal.append(recorder(engine).points.schedule is FRUGAL)
+    assert len(recorder(engine).programs) > 9, "all differ"
+    assert sum(frugal[4:]) == 0, (frugal, moved)
+    assert max(moved[4:]) < moved[0] / 2, moved
+    assert (max(moved[4:]) > 0) == (budget < 7_800_000)
