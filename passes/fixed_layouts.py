@@ -5,11 +5,13 @@ its results by the strides of what it reads: attention of a query that has been 
 the strides of the graph, since they are asked back. Asked for at the copy, they would be those of a second value, made
 for the copy and freed while that runs. So they are fixed where the value is made, for all its readers:
 
-    out = attention(q, k, v)          becomes      made = attention(q, k, v); out = force_stride_order(made)
+    out = attention(q, k, v)          becomes      made = attention(q, k, v); out = in_order(made, order)
     handle = offload(out)                          handle = offload(out)
 
-That is free where the strides are Inductor's choice (torch: `_inductor/ir.py: require_strides`), and a copy elsewhere.
-The first thing that such an op reads, a query or what is sorted, is fixed, too: then its results mostly need no copy.
+Only the order of strides is said: torch's own `force_stride_order` would compare strides that are symbols with numbers,
+and so guard on the sizes. It is free where the strides are Inductor's choice (torch: `_inductor/ir.py:
+require_strides`), and a copy elsewhere. The first thing that such an op reads, a query or what is sorted, is fixed,
+too: then its results mostly need no copy.
 
 The gradient that a backward of cuDNN's attention reads is fixed as well. torch keeps what it has built for one call,
 and takes it for a gradient of other strides (torch: `aten/src/ATen/native/cudnn/MHA.cpp: MHAParams`). The result is
@@ -18,12 +20,14 @@ wrong where Inductor lays it out in one way in one layer, and in another in the 
 
 import operator
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor import inductor_prims
+from torch._inductor import ir
+from torch._inductor.lowering import register_lowering
 
-from tencache_fx.ops import OFFLOAD, OFFLOAD_GRAD, RELEASE, RUNTIME_OPS, arguments_of
+from tencache_fx.ops import IN_ORDER, OFFLOAD, OFFLOAD_GRAD, RELEASE, RUNTIME_OPS, arguments_of
 from tencache_fx.passes.inductor_model import is_fusible
 from tencache_fx.passes.op_kinds import is_heavy, is_view
 from tencache_fx.tensors import byte_hint, storage_of
@@ -54,9 +58,18 @@ def fix_layouts(graph: fx.Graph, names: Collection[str]) -> None:
     for node in [each for each in graph.nodes if each.name in names]:
         value = node.meta["val"]
         with graph.inserting_after(node):
-            fixed = graph.call_function(inductor_prims.force_stride_order, (node, list(map(byte_hint, value.stride()))))
+            fixed = graph.call_function(
+                IN_ORDER, (node, list(ir.get_stride_order(list(map(byte_hint, value.stride())))))
+            )
         fixed.meta = dict(node.meta)
         node.replace_all_uses_with(fixed, delete_user_cb=lambda user, fixed=fixed: user is not fixed)
+
+
+def _lower(src: ir.TensorBox, order: list[int]) -> Any:
+    return ir.ExternKernel.require_stride_order(src, order)
+
+
+register_lowering(IN_ORDER, type_promotion_kind=None)(_lower)
 
 
 def _made(node: fx.Node) -> fx.Node:

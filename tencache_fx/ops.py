@@ -16,7 +16,8 @@ and for an offloaded parameter, of which the graph takes no more than the name:
 `offload_grad` has the parameter's name where its update may begin at once: no later op asks for the parameter.
 
 `load_param` and `store_grad` stand for a fetch and its wait, and for an offload and its release, until both have been
-planned, and `pause` for the time between the forward and the backward.
+planned, and `pause` for the time between the forward and the backward. `in_order` has Inductor lay out a value with
+strides in that order; there is no kernel.
 
 `release`, `sync_param` and `refresh_param` are declared to write what they take, so no reader of it changes sides.
 That also keeps Inductor from inlining into a later kernel something that reads a released `src`: what the plan counts
@@ -53,6 +54,7 @@ LIBRARY.define('offload_grad(Tensor src, int engine, str label, str param, str s
 LIBRARY.define(
     "take_grad(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int engine) -> Tensor"
 )
+LIBRARY.define("in_order(Tensor src, int[] order) -> Tensor")
 LIBRARY.define("load_param(Tensor param) -> Tensor")
 LIBRARY.define("store_grad(Tensor src) -> Tensor")
 LIBRARY.define("pause() -> ()")
@@ -67,6 +69,7 @@ REFRESH_PARAM = torch.ops.tencache.refresh_param.default
 OFFLOAD_GRAD = torch.ops.tencache.offload_grad.default
 TAKE_GRAD = torch.ops.tencache.take_grad.default
 RUNTIME_OPS = (OFFLOAD, RELEASE, PREFETCH, WAIT, FETCH_PARAM, SYNC_PARAM, REFRESH_PARAM, OFFLOAD_GRAD, TAKE_GRAD)
+IN_ORDER = torch.ops.tencache.in_order.default
 LOAD_PARAM = torch.ops.tencache.load_param.default
 STORE_GRAD = torch.ops.tencache.store_grad.default
 PAUSE = torch.ops.tencache.pause.default
@@ -110,7 +113,7 @@ def _tensor(
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def _same(param: Tensor) -> Tensor:
+def _same(param: Tensor, order: Sequence[int] = ()) -> Tensor:
     return torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
 
 
@@ -118,7 +121,8 @@ for _op in (OFFLOAD, RELEASE, PREFETCH, FETCH_PARAM, SYNC_PARAM, REFRESH_PARAM, 
     torch.library.register_fake(_op, _key, lib=LIBRARY)
 for _op in (WAIT, TAKE_GRAD):
     torch.library.register_fake(_op, _tensor, lib=LIBRARY)
-torch.library.register_fake(LOAD_PARAM, _same, lib=LIBRARY)
+for _op in (IN_ORDER, LOAD_PARAM):
+    torch.library.register_fake(_op, _same, lib=LIBRARY)
 
 # Neither FX nor Inductor may drop or merge them: what they do to memory is their purpose.
 for _op in (*RUNTIME_OPS, *UNPLANNED):

@@ -4,9 +4,12 @@ import pytest
 import torch
 from harness import INDUCTOR, capture_of, compiled, faulty_engine
 from torch import Tensor, fx, nn
-from torch._inductor import inductor_prims
+from torch._dynamo.utils import counters
+from torch.nn import functional
 
 import tencache_fx
+from tencache_fx.ops import IN_ORDER
+from tencache_fx.passes import barriers, fixed_layouts
 from tencache_fx.passes.fake_aliasing import aliases_inputs, makes_views
 from tencache_fx.passes.fixed_layouts import find_fixed, fix_layouts
 from tencache_fx.passes.pattern_layouts import settle_pattern_layouts
@@ -106,6 +109,36 @@ def test_the_gradient_that_cudnn_reads_has_the_strides_of_the_graph() -> None:
     gradient.meta["val"] = torch.empty(2, 3, 4, 8, device="meta")
     fix_layouts(graph, find_fixed(graph))
     fixed = backward.args[0]
-    assert fixed.target is inductor_prims.force_stride_order
-    assert fixed.args == (gradient, [96, 32, 8, 1])
+    assert fixed.target is IN_ORDER
+    assert fixed.args == (gradient, [3, 2, 1, 0])
     assert backward.args[1] is given
+
+
+def test_a_gradient_of_any_length_is_fixed_without_a_recompilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its strides are symbols: to compare them with numbers would be a guard on the length."""
+    backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default  # in the place of cuDNN's
+    monkeypatch.setattr(fixed_layouts, "_CUDNN_BACKWARD", backward)
+    fixed: list[str] = []
+
+    def note(graph: fx.Graph, names: list[str]) -> None:
+        fix_layouts(graph, names)
+        fixed.extend(node.name for node in graph.find_nodes(op="call_function", target=IN_ORDER))
+
+    monkeypatch.setattr(barriers, "fix_layouts", note)
+    torch.manual_seed(0)
+    weight = torch.randn(64, 192, requires_grad=True)
+
+    def attend(x: Tensor) -> Tensor:
+        query, key, value = (x @ weight).unflatten(-1, (3, 4, 16)).movedim(-3, 0).transpose(-3, -2)
+        return functional.scaled_dot_product_attention(query, key, value).transpose(-3, -2).flatten(-2).cos()
+
+    options = {"device_budget": "64MiB", "scope": "step", "calibrate": False}
+    run = torch.compile(attend, backend="tencache", dynamic=True, options=options)
+    graphs = counters["stats"]["unique_graphs"]
+    for length in (32, 48, 40, 96):
+        x = torch.randn(2, length, 64)
+        (expected,) = torch.autograd.grad(attend(x).square().sum(), [weight])
+        (found,) = torch.autograd.grad(run(x).square().sum(), [weight])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    assert fixed
+    assert counters["stats"]["unique_graphs"] == graphs + 1

@@ -7,6 +7,7 @@ import torch
 from conftest import MIB
 from harness import INDUCTOR, compiled, faulty_cuda_engine
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn import functional
 
 import tencache_fx
@@ -69,6 +70,27 @@ def test_gradients_of_attention_are_right_whatever_is_offloaded(recompute: str) 
         wrong = {name: each for name, each in zip(names, far, strict=True) if each > 0.1}
         assert [name for name in wrong if name not in KEY_BIASES] == [], wrong
     assert moved >= 3  # the code of a region without transfers may hold less than the forecast without a budget
+
+
+def test_attention_of_any_length_is_compiled_once() -> None:
+    """No layout that is asked for may say how long it is."""
+    torch.manual_seed(0)
+    weight = (torch.randn(256, 768, device="cuda") / 16).bfloat16().requires_grad_()
+
+    def attend(x: Tensor) -> Tensor:
+        query, key, value = (x @ weight).unflatten(-1, (3, 4, 64)).movedim(-3, 0).transpose(-3, -2)
+        found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return found.transpose(-3, -2).flatten(-2).float()
+
+    options = {"device_budget": "4GiB", "scope": "step", "calibrate": False, "host_budget": 1024 * MIB}
+    run = torch.compile(attend, backend="tencache", dynamic=True, options=options)
+    graphs = counters["stats"]["unique_graphs"]
+    for length in (512, 384, 448, 640):
+        x = torch.randn(4, length, 256, device="cuda", dtype=torch.bfloat16)
+        (expected,) = torch.autograd.grad(attend(x).square().sum(), [weight])
+        (found,) = torch.autograd.grad(run(x).square().sum(), [weight])
+        assert float((found - expected).norm() / expected.norm()) < 0.05
+    assert counters["stats"]["unique_graphs"] == graphs + 1
 
 
 class Dropping(nn.Module):
