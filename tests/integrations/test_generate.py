@@ -26,7 +26,13 @@ def make(kind: str) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("kind", "cache"), [("llama", "dynamic"), ("llama", "static"), ("gpt2", "dynamic"), ("tied", "static")]
+    ("kind", "cache"),
+    [
+        ("llama", "dynamic"),
+        pytest.param("llama", "static", marks=pytest.mark.slow),
+        ("gpt2", "dynamic"),
+        ("tied", "static"),
+    ],
 )
 def test_prefill_and_decode_find_the_same_tokens(kind: str, cache: str) -> None:
     prompt = torch.randint(1, 256, (2 if kind != "tied" else 16, 16), generator=torch.Generator().manual_seed(3))

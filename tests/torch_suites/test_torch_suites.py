@@ -19,7 +19,9 @@ HERE = Path(__file__).resolve().parent
 
 
 @pytest.mark.timeout(900)  # a quiet core takes a minute
-@pytest.mark.parametrize("names", HALVES, ids=["first", "second"])
+@pytest.mark.parametrize(
+    "names", [pytest.param(HALVES[0], id="first"), pytest.param(HALVES[1], id="second", marks=pytest.mark.slow)]
+)
 def test_a_sample_of_torchs_suites_is_the_same_in_the_least_memory(names: tuple[str, ...]) -> None:
     """In a process of its own: torch's suites freeze `torch.backends` for the process that imports them."""
     folders = [HERE.parents[1], HERE.parent, HERE.parent / "support", *filter(None, [os.environ.get("PYTHONPATH")])]
