@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from meter import Meter
 from test_step_plans import blocks, equal, gradients, inputs, meter, one_by_one, recorder
 from torch import Tensor, nn
 
+import tencache_fx
 from tencache_fx.planning.step import FRUGAL
 from tencache_fx.runtime.engine import Engine
 
@@ -49,6 +51,25 @@ def test_texts_of_any_length_run_by_the_plan_of_a_length_that_is_near(
     for length in (101, 107):
         gradients(model, model, inputs(1, length))
     assert moved_bytes(engine) == 0, "short ones fit by plans for short ones"
+
+
+def test_what_is_longer_than_planned_for_goes_to_disk_where_host_memory_is_full(
+    engine: Engine, meter: Meter, tmp_path: Path
+) -> None:
+    """Host buffers are those of a plan for shorter texts: others go to disk, or stay while there is room for them."""
+    options = {"device_budget": 6_200_000, "host_budget": 2_400_000, "spill_dir": tmp_path, "spill_budget": 1 << 26}
+    model, plain, draw = one_by_one(blocks(), **options), one_by_one(blocks(), PLAIN), random.Random(1)
+    lengths = [400, 390, *(draw.randint(380, 512) for _ in range(10))]
+    for step, length in enumerate(lengths):
+        x = inputs(step, length)
+        expected = gradients(plain, plain, x)
+        meter.peak = meter.held
+        assert equal(gradients(model, model, x), expected), f"step {step}"
+        assert meter.peak <= 6_200_000, f"step {step}"
+    assert recorder(engine).points.in_use == 0
+    assert int(engine.stats.take()["disk_read_bytes"]) > 0
+    tencache_fx.close()
+    torch.compiler.reset()
 
 
 class Experts(nn.Module):
