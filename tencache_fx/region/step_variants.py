@@ -33,7 +33,13 @@ def find_nearest(programs: Iterable[Program], place: Place) -> Program | None:
 
 
 def is_like(program: Program, other: Program) -> bool:
-    """Return whether the plan of `other` is good for `program`: it has nearly all its runs, in about the same sizes."""
+    """Return whether the plan of `other` is good for `program`: it has nearly all its runs, in about the same sizes.
+
+    It is not where it knows nothing of a region: all of that would leave.
+    """
+    regions, known = ({run[0] for run in each.sizes} for each in (program, other))
+    if not regions <= known:
+        return False
     own_bytes = sum(program.sizes.values())
     known_bytes = sum(nbytes for run, nbytes in other.sizes.items() if run in program.sizes)
     return abs(own_bytes - known_bytes) * _LIKE <= own_bytes
