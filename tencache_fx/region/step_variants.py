@@ -51,7 +51,7 @@ def most_bytes(visit: Visit, points: SwapPoints) -> int:
     here_bytes = 0  # of what this backward reads
     for swap in region.swaps if backward else ():
         name = SwapKey(*call, swap.name)
-        here_bytes += swap.nbytes if name in points.schedule.kept and points.holds((name,)) else 0
+        here_bytes += swap.nbytes if name in points.schedule.kept and points.is_here(name) else 0
     steps = region.steps(backward=backward)
     own, others = np.full(len(steps), here_bytes), np.zeros(len(steps), dtype=np.int64)
     places = {0: steps.start} | {at: point.step for at, point in enumerate(region.points[backward], 1)}

@@ -111,3 +111,9 @@ def refusal_of(swap: Swap) -> str:
         f"{swap.name.label} was asked for a second time: a region with a plan has one backward, which frees the "
         "offloaded values; call backward once, without retain_graph=True, or compile with device_budget=None."
     )
+
+
+def is_shared(src: Tensor) -> bool:
+    """Return whether somebody beside `src` has its storage."""
+    storage = src.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # `src`, and `storage` itself

@@ -34,7 +34,7 @@ from tencache_fx.planning.problem import Tier
 from tencache_fx.planning.step import FRUGAL, StepSchedule, SwapKey
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.step_parameters import Fetch, Resident, StepParameters
-from tencache_fx.runtime.swap import ExtraBytes, GraphRun, State, Swap, owner_of, refusal_of
+from tencache_fx.runtime.swap import ExtraBytes, GraphRun, State, Swap, is_shared, owner_of, refusal_of
 from tencache_fx.runtime.transfers import new_token
 from tencache_fx.tensors import storage_of, tensors_in
 
@@ -141,6 +141,11 @@ class SwapPoints:
             if isinstance(value, Tensor) and (swap := self._owned_by(value)) is not None:
                 return swap.name.region, swap.name.call
         return None
+
+    def is_here(self, name: SwapKey) -> bool:
+        """Return whether a storage that waits for its backward is on the device."""
+        swap = self._live.get(name)
+        return swap is not None and swap.state is State.HERE
 
     def holds(self, names: Iterable[SwapKey]) -> bool:
         """Return whether one of these storages waits for its backward."""
@@ -299,10 +304,11 @@ class SwapPoints:
         if coming is not None:
             return self.engine.wait(coming)
         assert src is not None
-        if not (swap.donated and _is_shared(src)):
+        if not (swap.donated and is_shared(src)):
             return src
         with self._lock:
-            self.shared.add((swap.name.region, swap.name.label))
+            if self.exact:  # else it may be so in this step alone
+                self.shared.add((swap.name.region, swap.name.label))
         # The code that reads it may write over it, which whoever gave it to the region must not see.
         return torch.empty_strided(src.size(), src.stride(), dtype=src.dtype, device=src.device).copy_(src)
 
@@ -391,9 +397,3 @@ class SwapPoints:
                 "outside of saved_tensors_hooks that copy (save_on_cpu, for instance)."
             )
         return swap
-
-
-def _is_shared(src: Tensor) -> bool:
-    """Return whether somebody beside `src` has its storage."""
-    storage = src.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # `src`, and `storage` itself

@@ -84,6 +84,26 @@ def test_what_is_longer_than_planned_for_stays_where_host_memory_is_full() -> No
         assert any(program.planned.plan.transfers for program in recorder(engine).programs.values() if program.has_plan)
 
 
+@pytest.mark.parametrize("budget", [6_200_000, 8_000_000])
+def test_what_has_left_for_room_is_counted_when_it_comes_back(engine: Engine, meter: Meter, budget: int) -> None:
+    """The backwards run in the order of the forwards: the oldest storages leave, and are the first to be needed."""
+    model, plain, draw = one_by_one(blocks(), device_budget=budget), one_by_one(blocks(), PLAIN), random.Random(0)
+
+    def trained(branches: nn.Module, x: Tensor) -> list[Tensor]:
+        branches.zero_grad(set_to_none=True)
+        losses = [branch(x).square().mean() for branch in branches]
+        while losses:
+            losses.pop(0).backward()
+        return [parameter.grad for parameter in branches.parameters()]
+
+    for step, length in enumerate([400, 390, 398, *(draw.randint(380, 500) for _ in range(9))]):
+        x = inputs(step, length)
+        expected = trained(plain, x)
+        meter.peak = meter.held
+        assert equal(trained(model, x), expected), f"step {step}"
+        assert meter.peak <= budget, f"step {step}"
+
+
 class Experts(nn.Module):
     """Layers of experts, each compiled by itself, among which rows are shared out by their first value."""
 
@@ -129,6 +149,7 @@ def test_experts_with_more_or_fewer_rows_run_by_the_plan_of_another_step(
         moved.append(moved_bytes(engine))
         frugal.append(recorder(engine).points.schedule is FRUGAL)
     assert len(recorder(engine).programs) > 9, "all differ"
-    assert sum(frugal[4:]) == 0, (frugal, moved)
     assert max(moved[4:]) < moved[0] / 2, moved
-    assert (max(moved[4:]) > 0) == (budget < 7_800_000)
+    fits = budget > 7_800_000
+    assert not any(frugal[4:]) or not fits, (frugal, moved)
+    assert (max(moved[4:]) == 0) == fits

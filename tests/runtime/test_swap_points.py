@@ -73,6 +73,21 @@ def test_room_is_made_by_the_oldest_that_stay_and_no_more_of_them_than_it_takes(
         assert points.extra_bytes == 0
 
 
+def test_that_a_caller_keeps_a_donated_input_counts_for_other_steps_only_if_their_order_is_known() -> None:
+    with faulty_engine() as engine:
+        points = swap_points(engine)
+        points.follow(keeping(0))
+        for points.exact in (False, True):
+            points.begin(0, 0, backward=False)
+            source = torch.ones(BYTES // 4)
+            handle = points.offload(source, Tier.HOST, "saved")
+            points.release(handle, source, donated=True)
+            points.end()
+            found = bring_back(points, handle)
+            assert found.data_ptr() != source.data_ptr(), "the caller's is not written over"
+            assert bool(points.shared) == points.exact
+
+
 def test_a_storage_of_an_abandoned_round_counts_no_more_once_another_has_its_place() -> None:
     """Somebody may hold its graph; no point frees it, so that it is there like all that others hold."""
     with faulty_engine() as engine:
