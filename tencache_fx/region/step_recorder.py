@@ -331,11 +331,13 @@ class StepRecorder:
         program.visits, program.first, program.options = visits, self._first, self._options
         program.rounds.note()
         self.programs[order] = program  # the last one used is the last to be forgotten
+        if followed is not None and (recurs or not is_like(program, followed)):
+            followed = None
         if followed is not None and followed.order in self.programs:
             self.programs[followed.order] = self.programs.pop(followed.order)
         while len(self.programs) > _PROGRAMS:
             del self.programs[next(iter(self.programs))]
-        if followed is not None and not recurs and is_like(program, followed):
+        if followed is not None:
             return
         if self._last is not None:
             self._last.successor = program
