@@ -66,6 +66,7 @@ def fix_layouts(graph: fx.Graph, names: Collection[str]) -> None:
 
 
 def _lower(src: ir.TensorBox, order: list[int]) -> Any:
+    """Lower `in_order`, as torch does `force_stride_order` (torch: `_inductor/lowering.py`)."""
     return ir.ExternKernel.require_stride_order(src, order)
 
 

@@ -59,7 +59,6 @@ class StepRecorder:
         self._alone: Counter[int] = Counter()  # by region, the last steps in a row in which it was alone
         self._visits: list[Visit] = []
         self._expected: Program | None = None
-        self._varies = False  # the round's order is not that of the program expected, which makes the same calls
         self._beside_bytes = 0  # of parameters that stay, and that the program expected does not read
         self._last: Program | None = None
         self._first: Options | None = None  # of the round's first forward
@@ -233,7 +232,7 @@ class StepRecorder:
         self._visits.append(visit)
         limit = self._options.device_budget
         self._compare(visit)
-        if (more := self._excess_bytes(visit, limit)) > 0 and self._varies:
+        if (more := self._excess_bytes(visit, limit)) > 0 and not self.points.in_known_order:
             more -= self.points.make_room(more, (visit.index, visit.call))
         if more > 0:
             log.info("the device would be %d bytes over its budget; the rest of the step offloads all it may", more)
@@ -247,14 +246,14 @@ class StepRecorder:
         """Find another schedule if the last run is not the one expected."""
         now, expected, count = place_of(visit), self._expected, len(self._visits)
         if expected is None or (
-            now.run in expected.sizes if self._varies else expected.order[count - 1 : count] == (now,)
+            expected.order[count - 1 : count] == (now,) if self.points.in_known_order else now.run in expected.sizes
         ):
             return
         begun = tuple(map(place_of, self._visits))
         same = (each for each in self.programs.values() if each.planned is not None and each.order[:count] == begun)
-        other = None if self._varies else next(same, None)
+        other = next(same, None) if self.points.in_known_order else None
         if other is None:
-            self._varies, self.points.exact = True, False
+            self.points.in_known_order = False
             other = expected if count > 1 and expected.has_plan else None
             if other is None or now.run not in other.sizes:
                 other = find_nearest(self.programs.values(), now) or other
@@ -265,7 +264,7 @@ class StepRecorder:
         """Return by how much the device may be over the budget in the last run."""
         if self._expected is None or limit is None:
             return 0
-        if self._varies:
+        if not self.points.in_known_order:
             return most_bytes(visit, self.points) - limit
         return self._expected.excess_bytes(visit, len(self._visits) - 1, limit, self._beside_bytes)
 
@@ -321,7 +320,7 @@ class StepRecorder:
 
     def _finish(self) -> None:
         """End the round: remember its program, and have it planned."""
-        visits, followed = tuple(self._visits), self._expected if self._varies else None
+        visits, followed = tuple(self._visits), None if self.points.in_known_order else self._expected
         self._forget_round()
         if not any(visit.backward for visit in visits):
             return
@@ -377,7 +376,7 @@ class StepRecorder:
 
     def _forget_round(self) -> None:
         self.points.settle()
-        self._calls, self._visits, self._varies, self.points.exact = [], [], False, True
+        self._calls, self._visits, self.points.in_known_order = [], [], True
         self._counts.clear()
 
 

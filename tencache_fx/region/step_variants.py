@@ -16,7 +16,7 @@ from tencache_fx.region.step_planner import Program
 from tencache_fx.region.step_residency import Place
 from tencache_fx.runtime.swap_points import SwapPoints
 
-_LIKE = 8  # plans for sizes that differ by more than this part are made anew
+_TOLERANCE = 8  # one part in so many: sizes that differ by no more share a plan
 
 
 def find_nearest(programs: Iterable[Program], place: Place) -> Program | None:
@@ -42,7 +42,7 @@ def is_like(program: Program, other: Program) -> bool:
         return False
     own_bytes = sum(program.sizes.values())
     known_bytes = sum(nbytes for run, nbytes in other.sizes.items() if run in program.sizes)
-    return abs(own_bytes - known_bytes) * _LIKE <= own_bytes
+    return abs(own_bytes - known_bytes) * _TOLERANCE <= own_bytes
 
 
 def most_bytes(visit: Visit, points: SwapPoints) -> int:

@@ -53,7 +53,7 @@ class SwapPoints:
         self.engine = engine
         self.gauge = MemoryGauge(engine.device)
         self.schedule = FRUGAL
-        self.exact = True  # sizes are those that the schedule was made for: there is room for what leaves
+        self.in_known_order = True  # the sizes are those of the plan, and so are the host buffers
         self._lock = threading.RLock()
         self._keys = itertools.count(1)
         self._by_key: weakref.WeakValueDictionary[int, Swap] = weakref.WeakValueDictionary()
@@ -307,7 +307,7 @@ class SwapPoints:
         if not (swap.donated and is_shared(src)):
             return src
         with self._lock:
-            if self.exact:  # else it may be so in this step alone
+            if self.in_known_order:  # else it may be so in this step alone
                 self.shared.add((swap.name.region, swap.name.label))
         # The code that reads it may write over it, which whoever gave it to the region must not see.
         return torch.empty_strided(src.size(), src.stride(), dtype=src.dtype, device=src.device).copy_(src)
@@ -351,7 +351,7 @@ class SwapPoints:
         try:
             swap.handle = self.engine.offload(swap.src, tier, swap.name.label, or_disk=True)
         except BudgetError as error:
-            if self.exact and swap.name in self.schedule.away:
+            if self.in_known_order and swap.name in self.schedule.away:
                 raise
             if not self._was_full:
                 self._was_full = True

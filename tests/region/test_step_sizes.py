@@ -60,14 +60,16 @@ def test_what_is_longer_than_planned_for_goes_to_disk_where_host_memory_is_full(
     options = {"device_budget": 6_200_000, "host_budget": 2_400_000, "spill_dir": tmp_path, "spill_budget": 1 << 26}
     model, plain, draw = one_by_one(blocks(), **options), one_by_one(blocks(), PLAIN), random.Random(1)
     lengths = [400, 390, *(draw.randint(380, 512) for _ in range(10))]
+    read_bytes = []
     for step, length in enumerate(lengths):
         x = inputs(step, length)
         expected = gradients(plain, plain, x)
         meter.peak = meter.held
         assert equal(gradients(model, model, x), expected), f"step {step}"
         assert meter.peak <= 6_200_000, f"step {step}"
+        read_bytes.append(int(engine.stats.take()["disk_read_bytes"]))
     assert recorder(engine).points.in_use == 0
-    assert int(engine.stats.take()["disk_read_bytes"]) > 0
+    assert any(read_bytes[3:]), read_bytes
     tencache_fx.close()
     torch.compiler.reset()
 

@@ -77,7 +77,7 @@ def test_that_a_caller_keeps_a_donated_input_counts_for_other_steps_only_if_thei
     with faulty_engine() as engine:
         points = swap_points(engine)
         points.follow(keeping(0))
-        for points.exact in (False, True):
+        for points.in_known_order in (False, True):
             points.begin(0, 0, backward=False)
             source = torch.ones(BYTES // 4)
             handle = points.offload(source, Tier.HOST, "saved")
@@ -85,7 +85,7 @@ def test_that_a_caller_keeps_a_donated_input_counts_for_other_steps_only_if_thei
             points.end()
             found = bring_back(points, handle)
             assert found.data_ptr() != source.data_ptr(), "the caller's is not written over"
-            assert bool(points.shared) == points.exact
+            assert bool(points.shared) == points.in_known_order
 
 
 def test_a_storage_of_an_abandoned_round_counts_no_more_once_another_has_its_place() -> None:

@@ -49,7 +49,7 @@ CONFIGS: dict[str, dict[str, object]] = {
     "ViTConfig": {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 512},
 }
 
-# A decoder, an encoder, a model of images; the others take another two minutes on two cores.
+# A decoder and an encoder; the others take another two minutes on two cores.
 QUICK = ("LlamaConfig", "BertConfig")
 
 
