@@ -19,6 +19,8 @@ from tencache_fx.tensors import allocated_bytes
 
 _OPERATIONS = ("torch.ops.", "extern_kernels.", "aten.")
 _RANDOM_STATE = "rng_state_output"  # torch: `_functorch/partitioners.py: functionalize_rng_ops`
+# In sizes over symbols: torch's `utils/_sympy/printers.py: PythonPrinter`.
+_IN_SIZES = {"abs": abs, "math": math, "max": max, "min": min, "round": round, "torch": torch}
 _UNKNOWN_ITEM_BYTES = 8  # of an operation that the graph does not have: no element is larger, but a complex one
 
 
@@ -234,7 +236,7 @@ class _Run:
         """Return the value of a size, which Inductor writes as Python over the symbols."""
         if isinstance(expression, ast.Constant):
             return int(expression.value)  # type: ignore[arg-type]
-        known: dict[str, object] = {"__builtins__": {}, "max": max, "min": min, **self.interface.sizes}
+        known: dict[str, object] = {"__builtins__": {}, **_IN_SIZES, **self.interface.sizes}
         try:
             return int(eval(ast.unparse(expression), known))
         except NameError as error:

@@ -99,7 +99,7 @@ class Candidate:
         try:
             return self.external_bytes + code_peak_bytes(code, self.analysis.capture.num_outputs)
         except UnreadableCodeError as error:
-            log.warning("what generated code holds is only a forecast: %s.", str(error))
+            log.warning("the generated code cannot be read, so its peak is a forecast: %s.", str(error))
             return None
 
     @property

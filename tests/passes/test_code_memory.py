@@ -112,6 +112,8 @@ def test_strides_and_symbols_and_rounding() -> None:
     assert weigh("buf0 = empty_strided_cpu((0, 3), (3, 1), torch.float64)") == 0
     dynamic = interface({"primals_1": 0}, sizes={"s77": 5})
     assert weigh("buf0 = empty_strided_cpu((s77, max(2, s77 // 2)), (2, 1), torch.int8)", dynamic) == 10
+    # Heads of attention are padded: torch's `PythonPrinter` writes the floor of a sum with fractions so.
+    assert weigh("buf0 = empty_strided_cpu((2*math.floor(15 / 16 + 1 / 16*s77*s77), ), (1, ), torch.int8)", dynamic) == 4
     cuda = interface({"primals_1": 0}, device="cuda")
     assert weigh("buf0 = empty_strided_cuda((3, ), (1, ), torch.float32)", cuda) == 512
 
@@ -250,7 +252,7 @@ def test_code_that_cannot_be_read_runs_as_forecast(
     model, x, peak_bytes = tower
     monkeypatch.setattr(candidate, "code_peak_bytes", refuse)
     compiled(model, {**INDUCTOR, "device_budget": peak_bytes * 2})(x)
-    assert "what generated code holds is only a forecast: it is new." in caplog.text
+    assert "the generated code cannot be read, so its peak is a forecast: it is new." in caplog.text
     assert tencache_fx.regions()[-1].code_peak_bytes is None
 
 
