@@ -9,7 +9,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tencache_fx.planning.problem import Budgets, Links
+from tencache_fx.planning.problem import Budgets, Kind, Links
 from tencache_fx.planning.step import Visit
 from tencache_fx.planning.step_recompute import Recomputed, unforeseen_bytes
 from tencache_fx.planning.swap_region import SwapRegion
@@ -35,22 +35,30 @@ class _Search:
     times: int = 0
 
 
+_GROWTH = 3, 2  # activations that are larger by this ratio: of longer texts others are worth recomputing
+
+
 class StepChoices:
     """The choices of one device: `decided` has what the calls of each region are to recompute, by region."""
 
     def __init__(self) -> None:
         self.decided: dict[int, Recomputed] = {}
+        self._chosen_bytes: dict[int, int] = {}  # the activations of each region's largest call when that was decided
         self._search: _Search | None = None
 
     def choose(
         self, visits: Sequence[Visit], links: Links, budgets: Budgets, shared: Collection[tuple[int, str]]
     ) -> None:
-        """Choose what the regions of these runs recompute, if there is one among them for which that is not decided.
+        """Choose what the regions of these runs recompute, if one is not decided, or has grown by half since it was.
 
         The others recompute no less than they did: other programs count on it.
         """
-        if all(visit.index in self.decided for visit in visits):
+        nbytes: dict[int, int] = {}
+        for visit in visits:
+            nbytes[visit.index] = max(nbytes.get(visit.index, 0), _activation_bytes(visit.region))
+        if not any(self._is_open(index, each) for index, each in nbytes.items()):
             return
+        self._chosen_bytes |= {index: max(each, self._chosen_bytes.get(index, 0)) for index, each in nbytes.items()}
         self._search = _Search(visits, links, budgets, shared, dict(self.decided), budgets.device_bytes)
         self._decide()
 
@@ -74,8 +82,14 @@ class StepChoices:
         """Forget these regions."""
         for index in regions:
             self.decided.pop(index, None)
+            self._chosen_bytes.pop(index, None)
         if self._search is not None and any(visit.index in regions for visit in self._search.visits):
             self._search = None
+
+    def _is_open(self, index: int, nbytes: int) -> bool:
+        """Return whether it is to be chosen what a region recomputes whose largest call has so large activations."""
+        most, least = _GROWTH
+        return index not in self.decided or nbytes * least >= self._chosen_bytes[index] * most
 
     def _decide(self) -> None:
         search = self._search
@@ -92,3 +106,7 @@ class StepChoices:
             else:
                 both = (choice[index],) if before is None else (choice[index], before)
                 self.decided[index] = max(both, key=lambda each: each.extent)
+
+
+def _activation_bytes(region: SwapRegion) -> int:
+    return sum(storage.nbytes for storage in region.original.storages if storage.kind is Kind.ACTIVATION)

@@ -1,7 +1,8 @@
 """What the regions of a step recompute: how much of it, in which calls, and when that is chosen again."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tencache_fx
 from tencache_fx.hardware import rates
+from tencache_fx.planning.step import Visit
 from tencache_fx.planning.step_recompute import Recomputed, _model
 from tencache_fx.region import step_choices
 from tencache_fx.region.registry import REGIONS
@@ -188,6 +190,34 @@ def test_a_region_that_joins_changes_nothing_if_all_is_best_as_it_is(
     after = recorder(engine).planner.choices.decided
     assert len(after) > len(decided)
     assert {index: after[index] for index in decided} == decided
+
+
+def test_what_is_recomputed_is_decided_again_when_texts_have_grown(
+    engine: Engine, meter: Meter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short texts fit as they are. Long ones recompute as if they had come first, and short ones then take no less."""
+    monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
+    searches: list[int] = []
+    search = step_choices.kept_step_choice
+
+    def counted(visits: Sequence[Visit], *args: Any) -> object:
+        searches.append(len(visits))
+        return search(visits, *args)
+
+    monkeypatch.setattr(step_choices, "kept_step_choice", counted)
+    model, plain = one_by_one(blocks(), device_budget=6_200_000), one_by_one(blocks(), "aot_eager_decomp_partition")
+    decided, grown, compiled = recorder(engine).planner.choices.decided, [], []
+    for step, rows in enumerate((96, 96, 110, 120, 512, 512, 512, 96, 510, 505)):
+        expected = gradients(plain, plain, inputs(step, rows))
+        meter.peak = meter.held
+        assert equal(gradients(model, model, inputs(step, rows)), expected), f"step {step}"
+        assert meter.peak <= 6_200_000
+        recorder(engine).settle()
+        grown.append(any(each.always or each.first for each in decided.values()))
+        compiled.append(REGIONS.compilations)
+    assert grown == [False] * 4 + [True] * 6
+    assert compiled[5] == compiled[-1]
+    assert len(searches) <= 3, "the first two lengths, which are compiled one after another, and the long one"
 
 
 def test_checkpointed_calls_recompute_the_same(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
