@@ -104,8 +104,14 @@ class StepChoices:
             if choice is None:
                 self.decided[index] = before or Recomputed(always=tuple(sorted(names)))
             else:
-                both = (choice[index],) if before is None else (choice[index], before)
-                self.decided[index] = max(both, key=lambda each: each.extent)
+                self.decided[index] = choice[index] if before is None else _no_less(choice[index], before)
+
+
+def _no_less(choice: Recomputed, before: Recomputed) -> Recomputed:
+    """Return the larger of two choices, with what it lacks of the other: other sizes may have other ones cheapest."""
+    less, more = sorted((choice, before), key=lambda each: each.extent)
+    lacking = {*less.always, *less.first} - {*more.always, *more.first}
+    return replace(more, always=tuple(sorted({*more.always, *lacking}))) if lacking else more
 
 
 def _activation_bytes(region: SwapRegion) -> int:

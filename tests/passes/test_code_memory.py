@@ -113,7 +113,9 @@ def test_strides_and_symbols_and_rounding() -> None:
     dynamic = interface({"primals_1": 0}, sizes={"s77": 5})
     assert weigh("buf0 = empty_strided_cpu((s77, max(2, s77 // 2)), (2, 1), torch.int8)", dynamic) == 10
     # Heads of attention are padded: torch's `PythonPrinter` writes the floor of a sum with fractions so.
-    assert weigh("buf0 = empty_strided_cpu((2*math.floor(15 / 16 + 1 / 16*s77*s77), ), (1, ), torch.int8)", dynamic) == 4
+    assert (
+        weigh("buf0 = empty_strided_cpu((2*math.floor(15 / 16 + 1 / 16*s77*s77), ), (1, ), torch.int8)", dynamic) == 4
+    )
     cuda = interface({"primals_1": 0}, device="cuda")
     assert weigh("buf0 = empty_strided_cuda((3, ), (1, ), torch.float32)", cuda) == 512
 

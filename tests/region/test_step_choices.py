@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tencache_fx
 from tencache_fx.hardware import rates
+from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.step import Visit
 from tencache_fx.planning.step_recompute import Recomputed, _model
 from tencache_fx.region import step_choices
@@ -118,6 +119,22 @@ def test_a_choice_is_made_again_with_what_its_model_lacked() -> None:
     assert choices.decided[0] == decided, "there is room for that"
     choices.check(0, replace(as_modelled, margin_bytes=600))
     assert choices.decided[0] == Recomputed(), "with 600 bytes less, no choice holds less than what ran"
+
+
+def test_what_was_recomputed_still_is_where_other_storages_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    region, choices, found = recomputing_region(), StepChoices(), [("a",), ("b", "c"), ("b",)]
+    monkeypatch.setattr(step_choices, "kept_step_choice", lambda *_: {0: Recomputed(always=found.pop(0))})
+    expected = (("a",), ("a", "b", "c"), ("a", "b", "c"), ("a", "b", "c"))
+    for factor, names in zip((1.0, 1.5, 2.0, 2.5), expected, strict=True):
+
+        def resize(problem: Problem, factor: float = factor) -> Problem:
+            grown = (replace(each, nbytes=int(each.nbytes * factor)) for each in problem.storages)
+            return replace(problem, storages=tuple(grown))
+
+        visits = [visit_of(region.resized(resize), 0, 0, backward=back, held_bytes=0) for back in (False, True)]
+        choices.choose(visits, LINKS, budgets(1500), ())
+        assert choices.decided[0].always == names, factor
+    assert not found, "it has grown by half twice"
 
 
 def test_some_calls_recompute_more_than_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
