@@ -19,21 +19,30 @@ from typing import Any
 
 import torch
 from cases import tokens
+from measure import asked_bytes, capped
 from models import Decoder, Mixture
 
 import tencache_fx
 
 
 def measure(way: str, arguments: argparse.Namespace, plain_bytes: int) -> dict[str, Any]:
-    """Train some steps in one way; times are in ns, peaks in bytes, `plain_bytes` being that of the first way."""
+    """Train some steps in one way; times are in ns, peaks in bytes, `plain_bytes` being that of the first way.
+
+    A way with a budget has no more than `arguments.cap` budgets for torch's allocator.
+    """
+    kind, _, asked = way.partition("@")
+    budget = int(plain_bytes / float(asked.removeprefix("peak/"))) if asked.startswith("peak/") else asked
+    with capped(torch.device(arguments.device), asked_bytes(budget), arguments.cap):
+        return _train(way, kind, budget, arguments)
+
+
+def _train(way: str, kind: str, budget: int | str, arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(arguments.device)
     torch.manual_seed(0)
     with torch.device(device):
         kind_of_model = Mixture if arguments.model == "mixture" else Decoder
         model = kind_of_model(layers=arguments.layers, hidden=arguments.hidden, vocabulary=32000).to(arguments.dtype)
         batch = tokens(arguments.batch, arguments.seq, 32000)
-    kind, _, asked = way.partition("@")
-    budget = int(plain_bytes / float(asked.removeprefix("peak/"))) if asked.startswith("peak/") else asked
     model.checkpointed = kind == "checkpoint"
     for block in (model,) if arguments.model == "mixture" else model.blocks:
         if kind in ("plain", "checkpoint"):
@@ -92,6 +101,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--ways", nargs="+", default=["plain", "step@16.8GiB"])
+    parser.add_argument("--cap", type=float, metavar="BUDGETS", help="what torch may reserve on a GPU in ours")
     parser.add_argument("--pair", action="store_true", help="measure the first way again after each other one")
     arguments = parser.parse_args()
     first = measure(arguments.ways[0], arguments, 0)

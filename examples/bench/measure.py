@@ -22,6 +22,7 @@ from torch import Tensor
 from ways import Forward, Setting, Way, open_way, parse_ways
 
 import tencache_fx
+from tencache_fx.option_values import read_size
 
 WARM_UP = 22
 """Steps of ours before those that count: it may plan again, for what is held between steps or what they take, twice."""
@@ -33,7 +34,7 @@ FAILURES = (RuntimeError, TypeError, ValueError, AssertionError, tencache_fx.Ten
 class Request:
     """What is to be measured, and how; all of it JSON.
 
-    `cap`: the allocator itself refuses more than 1.1 budgets; `pair`: plain is timed again right after.
+    `cap`: the allocator itself refuses more than so many budgets; `pair`: plain is timed again right after.
     """
 
     case: str
@@ -42,7 +43,7 @@ class Request:
     device: str
     steps: int
     compiler: str
-    cap: bool
+    cap: float | None
     pair: bool
     dump_dir: str | None
 
@@ -112,7 +113,7 @@ def measure(workload: Workload, request: Request) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "compiler": request.compiler,
         "steps": request.steps,
-        "capped": request.cap and request.budget_bytes is not None and device.type == "cuda",
+        "cap": request.cap if request.budget_bytes is not None and device.type == "cuda" else None,
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF"),
     }
     dump_dir = Path(request.dump_dir, request.case, re.sub(r"[^\w.-]+", "_", way.name)) if request.dump_dir else None
@@ -120,7 +121,7 @@ def measure(workload: Workload, request: Request) -> dict[str, Any]:
     workload.reset()
     try:
         with (
-            capped(device, request.budget_bytes if request.cap else None),
+            capped(device, request.budget_bytes, request.cap),
             open_way(way, workload.model, setting) as forward,
         ):
             line |= _measure_steps(workload, forward, way, request.steps)
@@ -132,16 +133,18 @@ def measure(workload: Workload, request: Request) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def capped(device: torch.device, budget_bytes: int | None) -> Iterator[None]:
-    """Within this context torch's allocator refuses to reserve more than 1.1 budgets; a CPU's knows no limit.
+def capped(device: torch.device, budget_bytes: int | None, cap: float | None) -> Iterator[None]:
+    """Within this context torch's allocator refuses to reserve more than `cap` budgets; a CPU's knows no limit.
 
     A budget is for tensors, and between them the allocator leaves gaps.
     """
-    if device.type != "cuda" or budget_bytes is None:
+    if device.type != "cuda" or budget_bytes is None or cap is None:
         yield
         return
     total_bytes = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, 1.1 * budget_bytes / total_bytes), torch.cuda.current_device())
+    torch.cuda.set_per_process_memory_fraction(
+        min(1.0, (cap * budget_bytes + 1) / total_bytes), torch.cuda.current_device()
+    )
     try:
         yield
     finally:
@@ -237,6 +240,12 @@ def one_line(error: BaseException) -> str:
     inner = getattr(error, "inner_exception", None) or error
     (text, *_) = str(inner).strip().splitlines() or [""]
     return f"{type(inner).__name__}: {text}"[:400]
+
+
+def asked_bytes(budget: int | str) -> int | None:
+    """Return the bytes of a budget in a way's name; None for a share or for no budget."""
+    size = read_size("device_budget", budget or "none")
+    return None if size is None else size.nbytes
 
 
 def print_ways(measure: Callable[[str, argparse.Namespace], dict[str, Any]], arguments: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@
 How a way is written, budgets above all, is said at the top of `ways.py`. Each way runs in a process of its own; with
 --in-process all of them run in this one, which saves starting torch, but then one that crashes ends the run. Ours run
 under a hard cap: torch's allocator refuses to reserve more than a tenth above the budget, which is for the gaps between
-tensors, so a way that needs more fails.
+tensors, so a way that needs more fails (`--cap 1.1`).
 """
 
 import argparse
@@ -154,7 +154,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=7, help="timed steps, 5 or more (default: 7)")
     parser.add_argument("--in-process", action="store_true", help="run all ways in this process")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for each way (default: 300)")
-    parser.add_argument("--no-cap", dest="cap", action="store_false", help="see how far over the budget a way goes")
+    parser.add_argument("--cap", type=float, default=1.1, help="budgets that torch may reserve (default: 1.1)")
+    parser.add_argument("--no-cap", dest="cap", action="store_const", const=None, help="see how far a way goes over it")
     parser.add_argument("--pair", action="store_true", help="time plain again after each way, for the ratio to it")
     parser.add_argument("--must", action="store_true", help="exit with 1 if anything is not as it must be")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append each line to this file, too")

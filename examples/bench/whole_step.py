@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from cases import tokens
-from measure import print_ways
+from measure import asked_bytes, capped, print_ways
 from models import Decoder
 from torch import nn
 
@@ -107,6 +107,7 @@ def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "step_ns": (marks_ns[-1] - marks_ns[0]) // arguments.steps,
         "median_ns": int(statistics.median(b - a for a, b in pairwise(marks_ns))),
         "peak_bytes": peak_bytes,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if device.type == "cuda" else None,
         "rss_before_bytes": rss_before_bytes,  # torch and the driver alone
         "rss_bytes": rss_bytes,
         "losses": [float(losses[0]), float(losses[-1])],
@@ -115,6 +116,13 @@ def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
             for name, value in stats.items()
         },
     }
+
+
+def measure_capped(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the same with no more than `arguments.cap` budgets for torch's allocator, if the way has one."""
+    device, (_, _, budget) = torch.device(arguments.device), way.partition("@")
+    with capped(device, asked_bytes(budget), arguments.cap):
+        return measure(way, arguments)
 
 
 def _now_ns(device: torch.device) -> int:
@@ -138,10 +146,11 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["device", "home@none"])
     parser.add_argument("--host-budget", help="pinned host bytes, such as 8GiB")
     parser.add_argument("--spill-dir", help="directory on a fast disk")
+    parser.add_argument("--cap", type=float, metavar="BUDGETS", help="what torch may reserve on a GPU in ours")
     parser.add_argument("--trace", help="directory for the traces of three steps more, which are not timed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
-    print_ways(measure, arguments)
+    print_ways(measure_capped, arguments)
 
 
 if __name__ == "__main__":

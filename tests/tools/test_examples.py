@@ -212,7 +212,7 @@ def request_of(bench, way: str, budget_bytes: int | None = None):
         device="cpu",
         steps=5,
         compiler="eager",
-        cap=True,
+        cap=1.1,
         pair=False,
         dump_dir=None,
     )
@@ -287,7 +287,7 @@ def test_bench_runs_each_way_in_a_process_of_its_own(bench, capsys):
         device="cpu",
         steps=5,
         compiler="eager",
-        cap=True,
+        cap=1.1,
         pair=False,
         dump=None,
         json=None,
@@ -313,7 +313,7 @@ def test_bench_caps_what_the_allocator_reserves(bench):
     device = torch.device("cuda")
     torch.cuda.empty_cache()
     budget_bytes = int((torch.cuda.memory_reserved() + (64 << 20)) / 1.1)
-    with bench("measure").capped(device, budget_bytes), pytest.raises(torch.OutOfMemoryError):
+    with bench("measure").capped(device, budget_bytes, 1.1), pytest.raises(torch.OutOfMemoryError):
         torch.empty(1 << 30, dtype=torch.uint8, device=device)
     torch.empty(1 << 30, dtype=torch.uint8, device=device)
 
