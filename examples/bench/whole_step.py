@@ -55,9 +55,11 @@ def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
         tencache_fx.configure(host_budget=arguments.host_budget or "auto", spill_dir=arguments.spill_dir or ())
     rss_before_bytes = _rss_bytes(device)
     torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)  # made in fp32 first, it would take twice the memory
     with torch.device(device):
-        model = Decoder(layers=arguments.layers, hidden=arguments.hidden, vocabulary=32000).bfloat16()
+        model = Decoder(layers=arguments.layers, hidden=arguments.hidden, vocabulary=32000)
         batch = tokens(arguments.batch, arguments.seq, 32000)
+    torch.set_default_dtype(torch.float32)
     kind, _, budget = way.partition("@")
     if kind == "device":
         run: Any = torch.compile(model)

@@ -48,10 +48,11 @@ def allocate_workspaces(device: torch.device) -> None:
     if device.type != "cuda":
         return
     with _disable_current_modes(), torch.inference_mode(mode=False):
-        factor = torch.ones(2, 2, device=device, requires_grad=torch.is_grad_enabled())
-        product = factor @ factor
-        if product.requires_grad:
-            product.sum().backward()
+        for dtype in (torch.bfloat16, torch.float32):
+            tile = torch.ones((16, 16), dtype=dtype, device=device, requires_grad=torch.is_grad_enabled())
+            product = torch.addmm(tile[0], tile, tile)
+            if product.requires_grad:
+                product.sum().backward()
 
 
 def held_bytes(device: torch.device) -> int:
@@ -68,8 +69,8 @@ def most_bytes(device: torch.device) -> int | None:
 def tensor_bytes(device: torch.device) -> int:
     """Return how many bytes of tensors torch can hold on a GPU for certain, now.
 
-    The rest goes to gaps between them: in segments of the allocator that grow (`avoid_fragmentation`), and in those
-    that are there already, do not grow, and have something in them.
+    The rest goes to gaps between them: in segments of the allocator that grow (`avoid_fragmentation`), or, if there are
+    more, in those that are there already, do not grow, and have something in them. Some tensors go into the latter.
     """
     most = device_space(device).available_bytes
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -78,7 +79,7 @@ def tensor_bytes(device: torch.device) -> int:
         for segment in torch.cuda.memory_snapshot()
         if segment["device"] == index and segment["active_size"] and not segment["is_expandable"]
     )
-    return max(0, most - most // _GAPS - int(gap_bytes))
+    return max(0, most - max(most // _GAPS, int(gap_bytes)))
 
 
 def peak_held_bytes(device: torch.device) -> int | None:
@@ -109,16 +110,6 @@ def external_bytes(held_bytes: int, input_bytes: int) -> int:
     On a CPU device, where nothing is counted, 0: there the budget covers what the region itself holds.
     """
     return max(0, held_bytes - input_bytes)
-
-
-def open_workspaces(device: torch.device) -> None:
-    """Let the matmul libraries take their workspaces now, on this thread and on autograd's: then they are counted."""
-    if device.type != "cuda":
-        return
-    for dtype in (torch.bfloat16, torch.float32):
-        with torch.enable_grad():
-            tile = torch.zeros((16, 16), dtype=dtype, device=device, requires_grad=True)
-            torch.addmm(tile[0], tile, tile).sum().backward()
 
 
 def avoid_fragmentation(device: torch.device) -> None:

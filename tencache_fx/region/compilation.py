@@ -50,7 +50,6 @@ from typing import Any
 from torch import fx
 
 from tencache_fx import compat
-from tencache_fx.hardware.device_memory import open_workspaces
 from tencache_fx.kept_code import KeptCode, Phase
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import open_update_room
@@ -88,7 +87,6 @@ def compile_region(
     """
     REGIONS.compilations += 1
     REGIONS.give_back()
-    open_workspaces(source.device)
     if any(each.parameter.requires_grad for each in request.offloaded.values()):
         open_update_room(source.device, source.options.device_budget)
     names = _distinct_names(request.offloaded)
