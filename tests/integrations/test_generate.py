@@ -28,7 +28,7 @@ def make(kind: str) -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("kind", "cache"),
     [
-        ("llama", "dynamic"),
+        pytest.param("llama", "dynamic", marks=pytest.mark.slow),
         pytest.param("llama", "static", marks=pytest.mark.slow),
         ("gpt2", "dynamic"),
         ("tied", "static"),

@@ -414,8 +414,19 @@ def turned_back(y: Tensor) -> Tensor:
     return torch.conj(torch.exp(1j * y)) * (1 + 2j)
 
 
-@pytest.mark.parametrize("turn", [times_i, times_a_number, turned, turned_back])
-@pytest.mark.parametrize("compiler", [EAGER, INDUCTOR], ids=["eager", "inductor"])
+TURNS = (times_i, times_a_number, turned, turned_back)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "turn"),
+    [
+        *(pytest.param(EAGER, turn, id=f"eager-{turn.__name__}") for turn in TURNS),
+        pytest.param(INDUCTOR, times_i, id="inductor-times_i"),
+        pytest.param(INDUCTOR, turned_back, id="inductor-turned_back"),
+        pytest.param(INDUCTOR, times_a_number, id="inductor-times_a_number", marks=pytest.mark.slow),
+        pytest.param(INDUCTOR, turned, id="inductor-turned", marks=pytest.mark.slow),
+    ],
+)
 def test_complex_numbers(compiler: Options, turn: Callable[[Tensor], Tensor]) -> None:
     each = Case(name="numbers", build=lambda: Numbers(turn), batch=rows)
     options = {**compiler, "recompute": "none"}
