@@ -69,8 +69,8 @@ def most_bytes(device: torch.device) -> int | None:
 def tensor_bytes(device: torch.device) -> int:
     """Return how many bytes of tensors torch can hold on a GPU for certain, now.
 
-    The rest goes to gaps between them: in segments of the allocator that grow (`avoid_fragmentation`), or, if there are
-    more, in those that are there already, do not grow, and have something in them. Some tensors go into the latter.
+    The rest goes to gaps between them: in segments of the allocator that grow (`avoid_fragmentation`), and in those
+    that are there already, do not grow, and have something in them. Some tensors go into the latter.
     """
     most = device_space(device).available_bytes
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -79,7 +79,7 @@ def tensor_bytes(device: torch.device) -> int:
         for segment in torch.cuda.memory_snapshot()
         if segment["device"] == index and segment["active_size"] and not segment["is_expandable"]
     )
-    return max(0, most - max(most // _GAPS, int(gap_bytes)))
+    return max(0, most - max(most // _GAPS, int(gap_bytes) + most // (2 * _GAPS)))
 
 
 def peak_held_bytes(device: torch.device) -> int | None:
