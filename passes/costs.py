@@ -13,6 +13,7 @@ from torch import fx
 from tencache_fx.hardware.op_timing import Call, OpCost, describe_call
 from tencache_fx.hardware.rates import Roofline
 from tencache_fx.ops import arguments_of
+from tencache_fx.passes.collectives import begins_collective
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.inductor_model import InductorModel, Traffic, eager_traffic
 from tencache_fx.passes.op_kinds import count_flops, is_pointwise, nbytes_of, packet_of, readers_of
@@ -101,6 +102,8 @@ def _with_waits(own_ns: Iterable[int], traffic: Sequence[Traffic], issue_ns: int
 def _roofline_ns(node: fx.Node, traffic: Traffic, roofline: Roofline) -> int:
     if not traffic.nbytes and not traffic.launches:
         return 0
+    if begins_collective(node):  # the device computes on, once it has begun
+        return roofline.launch_ns
     flops = count_flops(node, on_gpu=roofline.of_gpu)
     compute_ns = flops * 1_000_000_000 // roofline.flops_rate(tensors_of(node)[0].dtype) if flops else 0
     memory_ns = traffic.nbytes * 1_000_000_000 // roofline.memory_bytes_per_s

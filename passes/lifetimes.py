@@ -171,7 +171,7 @@ class _Walk:
         for trace in self.traces:
             if trace.under_way:
                 self._land(trace, len(self.capture.nodes) - 1)
-                trace.written = True  # yet to be, behind the region
+                trace.written = trace.outlives = True  # yet to be written, behind the region
 
     def visit(self, step: int, node: fx.Node) -> None:
         """Meet one step: what it reads, makes, aliases and writes."""

@@ -73,6 +73,9 @@ def between(low: Problem, high: Problem, micro_batches: tuple[int, int], wanted:
         ops=tuple(map(op, low.ops, high.ops)),
         storages=tuple(map(storage, low.storages, high.storages)),
         external_bytes=at(low.external_bytes, high.external_bytes),
+        collectives=tuple(
+            replace(a, nbytes=at(a.nbytes, b.nbytes)) for a, b in zip(low.collectives, high.collectives, strict=True)
+        ),
     )
 
 
@@ -80,6 +83,8 @@ def _is_alike(low: Problem, high: Problem) -> bool:
     if [op.name for op in low.ops] != [op.name for op in high.ops] or len(low.storages) != len(high.storages):
         return False
     pairs = zip(low.storages, high.storages, strict=True)
+    if [c.name for c in low.collectives] != [c.name for c in high.collectives]:
+        return False
     return low.recipes == high.recipes and all(replace(b, nbytes=a.nbytes) == a for a, b in pairs)
 
 

@@ -95,6 +95,8 @@ def repeat_layers(problem: Problem, stack: str, unit: int, copies: int) -> Probl
     """
     if copies == 0:
         return problem
+    if problem.collectives:
+        raise NotRepeatedError(f"its graphs run {len(problem.collectives)} collectives.")
     layers = _Layers(stack=stack, unit=unit, copies=copies)
     lags = _lags(problem, layers)
     boundary, count = int(problem.boundary), len(problem.ops)

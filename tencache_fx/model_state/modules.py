@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from tencache_fx import compat
 from tencache_fx.errors import OptionError, UsageError
+from tencache_fx.hardware.collective_rates import agree_on_rates
 from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.model_state.arguments import find_device, need_model
 from tencache_fx.model_state.model_weights import ModelWeights
@@ -100,7 +101,10 @@ def offload(
     group = find_group(shard, target)
     values = None if weights is None else ModelWeights(model, WeightFiles(weights))
     departure = Offloading(roomy_engine(target), model, target, group, values)
-    classes = None if group is None else ShardedClasses(group)
+    classes = None
+    if group is not None:
+        agree_on_rates(group.process_group, target, calibrate=options_of_process(target).calibrate)
+        classes = ShardedClasses(group)
     with _open_bar(departure.nbytes, progress=progress) as bar, departure:
         for name, module in model.named_modules():
             departure.make(module)

@@ -8,9 +8,10 @@ Say m bytes are away, and the rest is recomputed:
     them, and none before it was made; they are copied in after k, each before the step that reads it;
     the rest costs at least what its cheapest bytes cost to compute again, each step counted once.
 
-The best m gives a time that every plan needs because of step k; the bound is the largest over the steps looked at.
-Copies may be split at will, rates are the solo ones, and recomputed values ask for nothing to be kept: all that makes
-the bound lower than what can be reached, never higher.
+The best m gives a time that every plan needs because of step k; the bound is the largest over the steps looked at, or
+what the region takes with its collectives and without copies.
+Copies may be split at will, collectives take no time in it, rates are the solo ones, and recomputed values ask for
+nothing to be kept: all that makes the bound lower than what can be reached, never higher.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from tencache_fx.planning.collectives import ideal_ns
 from tencache_fx.planning.liveness import inactive_intervals, is_candidate, live_bytes
 from tencache_fx.planning.problem import Problem, Storage
 
@@ -48,13 +50,13 @@ def joint_lower_bound_ns(problem: Problem) -> int:
     Holds for transfers that `verify_plan` accepts on `recompute(problem, names)`, for any `names`, in the simulator.
     Where no plan fits at all it means nothing. O(recipes x forward steps + storages x cells) for each of 64 steps.
     """
-    ideal_ns = sum(op.duration_ns for op in problem.ops)
+    least_ns = ideal_ns(problem)
     limit = problem.budgets.device_bytes
     if limit is None or not problem.ops:
-        return ideal_ns
+        return least_ns
     relaxed = _Relaxation(problem)
     over = live_bytes(replace(problem, boundary_bytes=0)) - limit
-    bound = float(ideal_ns)
+    bound = float(least_ns)
     over_between = _bytes_between(problem) - limit
     if over_between > 0:
         bound = max(bound, relaxed.between(over_between))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tencache_fx.planning.liveness import live_bytes
+from tencache_fx.planning.liveness import durations_ns, live_bytes
 from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.problem import Kind, Op, Problem, Recipe, Step, Storage
 from tencache_fx.planning.tuning import TUNING, Tuning
@@ -76,7 +76,7 @@ def coarsen_within(problem: Problem, tuning: Tuning = TUNING) -> Coarse:
 def _stretches(problem: Problem, count: int) -> list[int]:
     """Return the stretch of each step; the boundary begins one."""
     steps, boundary = len(problem.ops), int(problem.boundary)
-    durations = np.array([op.duration_ns for op in problem.ops], dtype=np.float64)
+    durations = durations_ns(problem)
     weights = np.cumsum(durations / max(1.0, durations.sum()) + 1 / steps) * count / 2
     cuts = sorted({0, boundary, *problem.barriers, *(barrier + 1 for barrier in problem.barriers)})
     stretch_of = np.zeros(steps, dtype=np.int64)
@@ -153,6 +153,7 @@ class _Merger:
                 boundary_bytes=0,
                 min_spill_bytes=0,
                 barriers=(),
+                collectives=(),
                 recipes=tuple(Recipe(name=n, steps=tuple(map(Step, sorted(ops)))) for n, ops in recipes.items()),
             ),
             members={name: tuple(each) for name, each in members.items()},
@@ -164,7 +165,7 @@ class _Merger:
         In the forward, which may run again, no less than what begins and ends within an op.
         """
         problem, op_of = self.problem, np.array(self.op_of[:-1])
-        durations = np.bincount(op_of, [op.duration_ns for op in problem.ops], len(self.first_steps))
+        durations = np.bincount(op_of, durations_ns(problem), len(self.first_steps))  # collectives are in it
         most = np.zeros(len(self.first_steps), dtype=np.int64)
         np.maximum.at(most, op_of, live_bytes(problem) - problem.external_bytes)
         held = np.zeros(len(self.first_steps) + 1, dtype=np.int64)

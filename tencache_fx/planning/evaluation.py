@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from tencache_fx.errors import BudgetError
+from tencache_fx.planning.collectives import ideal_ns
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import has_offloaded, keep_resident, step_ns
 from tencache_fx.planning.plan import Plan
@@ -98,7 +99,7 @@ class Evaluator:
             problem = self.problem_for(key)
             self._limits[key] = Limits(
                 peak_bytes=int(live_bytes(problem).max(initial=problem.external_bytes)),
-                busy_ns=sum(op.duration_ns for op in problem.ops),
+                busy_ns=ideal_ns(problem),
             )
         return self._limits[key]
 

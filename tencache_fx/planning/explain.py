@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from tencache_fx.errors import BudgetError, OptionError
+from tencache_fx.planning.collectives import busy_ns, scaled
 from tencache_fx.planning.liveness import (
     clip_to_barriers,
     earliest_offload,
@@ -67,9 +68,10 @@ class TensorReason:
 class Price:
     """A shadow price: what changing one resource alone does to the step, all else planned anew.
 
-    `amount` is the change in bytes of a tier ("device", "host", "disk"), or in percent of all rates ("links").
-    `change_ns` is the difference in step time, None where no plan fits. For "links" `copying_ns` is how much less time
-    this plan's own copies would take, out and in added up: `-change_ns / copying_ns` is the price of a link-second.
+    `amount` is the change in bytes of a tier ("device", "host", "disk"), or in percent of all rates ("links", and
+    "collectives"). `change_ns` is the difference in step time, None where no plan fits. For links `copying_ns` is how
+    much less time this plan's own copies, out and in added up, or collectives would take: `-change_ns / copying_ns` is
+    the price of a link-second.
     """
 
     resource: str
@@ -287,6 +289,11 @@ def _prices(captured: Problem, plan: Plan) -> Iterator[Price]:
         saved_ns = _copying_ns(plan, captured.links) - _copying_ns(plan, faster)
         change_ns = _change_ns(replace(captured, links=faster), plan)
         yield Price(resource="links", amount=_FASTER_PERCENT, change_ns=change_ns, copying_ns=saved_ns)
+    if plan.forecast.collective_ns:
+        quick = scaled(captured, faster_percent=_FASTER_PERCENT)
+        saved_ns = busy_ns(captured) - busy_ns(quick)
+        change_ns = _change_ns(quick, plan)
+        yield Price(resource="collectives", amount=_FASTER_PERCENT, change_ns=change_ns, copying_ns=saved_ns)
 
 
 def _change_ns(changed: Problem, plan: Plan) -> int | None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tencache_fx.planning.collectives import paced_ns
 from tencache_fx.planning.plan import CopyIn, CopyOut, Transfer, TransferKind
 from tencache_fx.planning.problem import Problem, Step, Storage, Tier
 
@@ -27,10 +28,10 @@ def inactive_intervals(storage: Storage) -> tuple[tuple[Step, Step], ...]:
 
 
 def durations_ns(problem: Problem) -> Durations:
-    """Return how long each step takes; not to be written to."""
+    """Return how long each step takes, with what it waits for collectives; not to be written to."""
     known: Durations | None = problem.derived.get("durations")
     if known is None:
-        found = np.array([op.duration_ns for op in problem.ops], dtype=np.float64)
+        found = np.array(paced_ns(problem), dtype=np.float64)
         known = problem.derived["durations"] = found
     return known
 
@@ -196,7 +197,7 @@ def _minimal_windows(problem: Problem) -> list[Window]:
     known: list[Window] | None = problem.derived.get("minimal windows")
     if known is not None:
         return known
-    ends_ns = [0, *accumulate(op.duration_ns for op in problem.ops)]
+    ends_ns = [0, *accumulate(paced_ns(problem))]
     longest: dict[str, tuple[tuple[int, Step, Step, Step, Step], Window]] = {}
     for window in windows(problem):
         _, freed, fetch, u, v = window

@@ -20,8 +20,8 @@ class Load:
 def loads_of(problem: Problem, plan: Plan) -> tuple[Load, ...]:
     """Return the load of each resource in a step, forwards and backwards and the update, with the plan's copies.
 
-    They are the device's compute, without what is recomputed for want of memory, the host's memory, and each direction
-    of the link and of the disk.
+    They are the device's compute, without what is recomputed for want of memory, the host's memory, each direction
+    of the link and of the disk, and the link of collectives.
     """
     links, forecast, count = problem.links, plan.forecast, problem.accumulation
     copied_bytes = forecast.d2h_bytes + forecast.h2d_bytes
@@ -34,11 +34,16 @@ def loads_of(problem: Problem, plan: Plan) -> tuple[Load, ...]:
         "disk read": (forecast.disk_read_bytes, links.disk_read_bytes_per_s),
     }
     return (
-        Load(name="compute", busy_ns=count * forecast.ideal_ns, nbytes=0),
+        Load(name="compute", busy_ns=count * forecast.compute_ns, nbytes=0),
         Load(name="host memory", busy_ns=host_ns, nbytes=host_bytes if host_ns else 0),
         *(
             Load(name=name, busy_ns=count * nbytes * 1_000_000_000 // rate if rate else 0, nbytes=count * nbytes)
             for name, (nbytes, rate) in moved.items()
+        ),
+        Load(
+            name="collectives",
+            busy_ns=count * forecast.collective_ns,
+            nbytes=count * sum(each.kind.traffic(each.nbytes, each.ranks) for each in problem.collectives),
         ),
     )
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from tencache_fx.planning.collectives import ideal_ns, paced_ns
 from tencache_fx.planning.liveness import Profile, least_bytes, with_windows_of
 from tencache_fx.planning.plan import CopyIn, CopyOut, Forecast, Transfer, TransferKind
 from tencache_fx.planning.problem import Kind, Links, Problem, Step, Storage, Tier
@@ -36,8 +37,7 @@ def schedule_parameters(problem: Problem, lead: float) -> tuple[Transfer, ...]:
     limit = problem.budgets.device_bytes
     limit = _NO_LIMIT if limit is None else limit
     memory = least_bytes(problem)
-    durations = [op.duration_ns for op in problem.ops]
-    starts_ns = np.concatenate([[0.0], np.cumsum(durations)]).tolist()
+    starts_ns = np.concatenate([[0.0], np.cumsum(paced_ns(problem))]).tolist()
     barriers = barriers_of(problem)
     arrivals = [storage for storage in problem.storages if storage.kind is Kind.FETCHED]
     tight = [_arrival(problem, barriers, storage) for storage in arrivals]
@@ -63,7 +63,7 @@ def with_parameters_scheduled(problem: Problem, parameter_transfers: Collection[
     """Return `problem` with the lives and the links that loads and stores leave, to plan the rest for."""
     by_name = {transfer.name: transfer for transfer in parameter_transfers}
     storages = tuple(_with_transfer(storage, by_name.get(storage.name)) for storage in problem.storages)
-    total_ns = max(1, sum(op.duration_ns for op in problem.ops))
+    total_ns = max(1, ideal_ns(problem))
     out_bytes = sum(transfer.nbytes for transfer in parameter_transfers if transfer.kind is TransferKind.STORE)
     in_bytes = sum(transfer.nbytes for transfer in parameter_transfers if transfer.kind is TransferKind.LOAD)
     links = _derated(problem.links, out_bytes * 1e9 / total_ns, in_bytes * 1e9 / total_ns)
@@ -159,7 +159,10 @@ def keep_resident(problem: Problem, parameters: Collection[str], updated_here: C
         for parameter, parts in lives.items()
     ]
     external_bytes = problem.external_bytes + sum(state_bytes.values())
-    return replace(problem, storages=(*kept, *others), external_bytes=external_bytes)
+    copied = problem.copies_parameters
+    now = {} if copied else {part.name: parts[0].name for parts in lives.values() for part in parts[1:]}
+    collectives = tuple(each.renamed(now) for each in problem.collectives)
+    return replace(problem, storages=(*kept, *others), external_bytes=external_bytes, collectives=collectives)
 
 
 def least_bytes_beside_parameters(problem: Problem) -> int:

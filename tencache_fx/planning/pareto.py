@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning.bounds import joint_lower_bound_ns
+from tencache_fx.planning.collectives import ideal_ns
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.problem import Problem, Tier
 from tencache_fx.planning.search import plan_region, policy_floor_bytes
@@ -76,7 +77,7 @@ def find_frontier(captured: Problem, policies: Sequence[str], budgets: Iterable[
         policies=tuple(policies),
         floors_bytes=tuple(policy_floor_bytes(captured, policy) for policy in policies),
         peak_bytes=int(live_bytes(captured).max(initial=captured.external_bytes)),
-        ideal_ns=sum(op.duration_ns for op in captured.ops) - captured.recompute_ns,
+        ideal_ns=ideal_ns(captured) - captured.recompute_ns,
         points=tuple(points),
     )
 

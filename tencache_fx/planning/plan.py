@@ -118,7 +118,8 @@ class PoolClass:
 class Forecast:
     """What the simulator says of a plan; `peak_bytes` includes external bytes, those that others hold.
 
-    `ideal_ns` is the time of a device without limits: neither stalls nor what is recomputed to save memory.
+    `ideal_ns` is the time of a device without limits: neither stalls for copies nor what is recomputed to save memory.
+    Collectives are under way for `collective_ns`, and compute waits for them for `stall_collective_ns` of that.
     """
 
     peak_bytes: int
@@ -136,6 +137,13 @@ class Forecast:
     disk_write_bytes: int
     disk_read_bytes: int
     recompute_ns: int = 0
+    collective_ns: int = 0
+    stall_collective_ns: int = 0
+
+    @property
+    def compute_ns(self) -> int:
+        """How long the device computes, what is recomputed to save memory apart."""
+        return self.makespan_ns - self.recompute_ns - self.stall_out_ns - self.stall_in_ns - self.stall_collective_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from tencache_fx.errors import BudgetError
+from tencache_fx.planning.collectives import busy_ns
 from tencache_fx.planning.liveness import (
     clip_to_barriers,
     durations_ns,
@@ -207,6 +208,8 @@ def _replayed(problem: Problem, policy: str, sized: _Sized, floor: int) -> Plan:
         lower_bound_ns=lower_bound_ns(problem),
         stall_out_ns=replay.stall_out_ns,
         stall_in_ns=replay.stall_in_ns,
+        stall_collective_ns=replay.stall_collective_ns,
+        collective_ns=busy_ns(problem),
         d2h_bytes=replay.d2h_bytes,
         h2d_bytes=replay.h2d_bytes,
         disk_write_bytes=replay.disk_write_bytes,
@@ -219,18 +222,20 @@ def lower_bound_ns(problem: Problem) -> int:
     """Return a time that no plan of transfers within the budget can beat.
 
     The bytes that are over the budget at step k were copied out before it and are copied in after it: k starts no
-    sooner than the link can carry them out, and the region ends no sooner after k than the link can carry them in.
+    sooner than the link can carry them out, and the region ends no sooner after k than the link can carry them in. What
+    collectives take behind k may have passed while k waited.
     """
-    durations = durations_ns(problem)
-    ideal = float(durations.sum())
+    paced = durations_ns(problem)
+    durations = np.array([op.duration_ns for op in problem.ops], dtype=np.float64)
+    ideal = float(paced.sum())
     limit, links = problem.budgets.device_bytes, problem.links
     if limit is None or not durations.size or min(links.d2h_bytes_per_s, links.h2d_bytes_per_s) == 0:
         return int(ideal)
     over = np.maximum(0, live_bytes(problem) - limit)
-    before = np.cumsum(durations) - durations
-    after = ideal - before - durations
+    before = np.cumsum(paced) - durations
+    after = durations.sum() - np.cumsum(durations)
     out_ns, in_ns = over / links.d2h_bytes_per_s * 1e9, over / links.h2d_bytes_per_s * 1e9
-    return int((np.maximum(before, out_ns) + durations + np.maximum(after, in_ns)).max())
+    return int(max(ideal, (np.maximum(before, out_ns) + durations + np.maximum(after, in_ns)).max()))
 
 
 def least_step_ns(problem: Problem) -> int:

@@ -1,8 +1,10 @@
 """The planner's input: steps, storages, links and budgets of a region. No torch here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NewType
 
 from tencache_fx.renames import Renamed
@@ -150,6 +152,68 @@ class Budgets:
     host_taken_bytes: int = 0
 
 
+class CollectiveKind(StrEnum):
+    """What a collective does, as far as it decides how long it takes."""
+
+    ALL_GATHER = "all gather"
+    REDUCE_SCATTER = "reduce scatter"
+    ALL_REDUCE = "all reduce"
+    OTHER = "other"
+
+    def traffic(self, nbytes: int, ranks: int) -> int:
+        """Return the bytes that each of `ranks` sends for a whole of `nbytes`, by the best algorithm.
+
+        Of what is gathered, or reduced and scattered, a rank has one part already; to reduce for all is both.
+        """
+        if self is CollectiveKind.OTHER:
+            return nbytes if ranks > 1 else 0
+        return (2 if self is CollectiveKind.ALL_REDUCE else 1) * nbytes * (ranks - 1) // ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """A collective: step `begin` begins it, then it is under way by itself, and step `needed_at` waits for its end.
+
+    `needed_at` is the number of steps where nobody waits within the region. `nbytes` is the whole of what `ranks` ranks
+    gather, or add up. The device has one link for all of them: they run one after the other, in the order in which they
+    begin. From `begin` up to `needed_at`, it included, the storages that it `reads` and `writes` stay on the device.
+    """
+
+    name: str
+    kind: CollectiveKind
+    nbytes: int
+    ranks: Positive
+    begin: Step
+    needed_at: Step
+    latency_ns: int
+    bytes_per_s: Positive
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+    @property
+    def duration_ns(self) -> int:
+        """How long it is under way when the link is free; nothing is sent to no other rank."""
+        if self.ranks == 1:
+            return 0
+        return self.latency_ns + self.kind.traffic(self.nbytes, self.ranks) * 1_000_000_000 // self.bytes_per_s
+
+    def renamed(self, names: Mapping[str, str]) -> "Collective":
+        """Return the same collective with other names for some storages."""
+        if names.keys().isdisjoint((*self.reads, *self.writes)):
+            return self
+        reads, writes = (tuple(names.get(name, name) for name in used) for used in (self.reads, self.writes))
+        return replace(self, reads=reads, writes=writes)
+
+    def moved(self, begin: Step, needed_at: Step) -> "Collective":
+        """Return the same collective at other steps."""
+        return replace(self, begin=begin, needed_at=needed_at)
+
+    def check(self) -> None:
+        """Raise `ValueError` for one that is waited for before it has begun."""
+        if self.needed_at <= self.begin:
+            raise ValueError(f"{self.name} begins at step {self.begin}, and step {self.needed_at} waits for it.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """How the backward can make a saved storage again: by running these forward steps, in order, once more.
@@ -173,7 +237,7 @@ class Problem:
     place among the runtime ops is sure in the code that will run: a compiler that fuses may move the other steps
     between two barriers. Without any, every step is one. `copies_parameters` says that graphs read copies of all
     offloaded parameters: of one that stays on the device, too. A whole step runs the ops `accumulation` times before an
-    update: gradients in host memory are added up there.
+    update: gradients in host memory are added up there. `collectives` are in the order in which they begin.
     """
 
     ops: tuple[Op, ...]
@@ -189,6 +253,7 @@ class Problem:
     recompute_ns: int = 0
     copies_parameters: bool = False
     accumulation: Positive = 1
+    collectives: tuple[Collective, ...] = ()
 
     def check(self) -> None:
         """Raise `ValueError` for a step that there is not, for two things of one name, and for sums out of range."""
@@ -196,7 +261,8 @@ class Problem:
         lives = ((s.name, (s.death, s.ready, s.caller_frees_at, *(use + 1 for use in s.uses))) for s in self.storages)
         again = ((f"the recipe of {r.name}", (*(step + 1 for step in r.steps),)) for r in self.recipes)
         barriers = "a scheduling barrier", tuple(barrier + 1 for barrier in self.barriers)
-        for name, ends in (("the boundary", (self.boundary,)), barriers, *lives, *again):
+        waits = ((c.name, (c.needed_at,)) for c in self.collectives)
+        for name, ends in (("the boundary", (self.boundary,)), barriers, *lives, *again, *waits):
             if max(ends, default=0) > count:
                 raise ValueError(f"{name} ends with step {max(ends)}, of {count}.")
         names = {s.name for s in self.storages}
@@ -204,10 +270,15 @@ class Problem:
             raise ValueError("two storages have one name, or a recipe is for none of them.")
         if any(list(steps) != sorted(set(steps)) for steps in (self.barriers, *(r.steps for r in self.recipes))):
             raise ValueError("barriers, or the steps of a recipe, are out of order.")
+        if any(after.begin < before.begin for before, after in pairwise(self.collectives)):
+            raise ValueError("collectives are out of order: they are listed as they begin.")
+        if len({each.name for each in self.collectives}) < len(self.collectives):
+            raise ValueError("two collectives have one name.")
         held = (*(s.nbytes + s.state_bytes for s in self.storages), *(op.scratch_bytes for op in self.ops))
+        durations_ns = *(op.duration_ns for op in self.ops), *(each.duration_ns for each in self.collectives)
         for unit, amounts in (
             ("bytes", (*held, self.external_bytes, self.boundary_bytes)),
-            ("ns", (*(op.duration_ns for op in self.ops), self.recompute_ns)),
+            ("ns", (*durations_ns, self.recompute_ns)),
         ):
             if sum(amounts) > MOST:
                 raise ValueError(f"all its {unit} come to {sum(amounts)}, more than {MOST}.")

@@ -8,7 +8,7 @@ its first use, each step once for all recipes that need it, as torch's partition
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from tencache_fx.planning.problem import Kind, Op, Problem, Step, Storage
+from tencache_fx.planning.problem import Collective, Kind, Op, Problem, Step, Storage
 
 _AGAIN = "#again"  # after the name of a step, or a storage, that is there for the second time
 
@@ -39,6 +39,7 @@ def recompute(problem: Problem, names: Collection[str]) -> Problem:
         storages=tuple(storages),
         barriers=line.barriers(),
         recipes=(),
+        collectives=line.collectives(storages),
         recompute_ns=problem.recompute_ns + sum(problem.ops[step].duration_ns for step in line.again),
     )
 
@@ -125,6 +126,20 @@ class _Line:
         """Return the steps that keep their place among runtime ops: the old ones, and those that run again."""
         old = self.problem.barriers
         return tuple(sorted({*(self.at[step] for step in old), *(self.again[s] for s in old if s in self.again)}))
+
+    def collectives(self, storages: Collection[Storage]) -> tuple[Collective, ...]:
+        """Return the collectives, which never run again, with the names that what they read and write has now.
+
+        What is made a second time may be read by nobody then, and be gone before the collective begins.
+        """
+        again = {s.name.removesuffix(_AGAIN): s for s in storages if s.name.endswith(_AGAIN)}
+        found = []
+        for each in self.problem.collectives:
+            moved = each.moved(self.at[each.begin], self.at[each.needed_at])
+            second = {name: again[name] for name in (*each.reads, *each.writes) if name in again}
+            lasting = {name: s.name for name, s in second.items() if s.birth <= moved.begin < s.death}
+            found.append(moved.renamed(lasting))
+        return tuple(found)
 
     def live(self, storage: Storage, *, again: bool) -> tuple[Storage, ...]:
         """Return what becomes of `storage`: itself with a new life, and a second one if it is made `again`.

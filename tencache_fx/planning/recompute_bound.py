@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tencache_fx.planning.collectives import ideal_ns
 from tencache_fx.planning.liveness import inactive_intervals, is_candidate, live_bytes
 from tencache_fx.planning.parameter_schedule import adding_bytes, given_bytes, updating_bytes
 from tencache_fx.planning.problem import Kind, Problem, Storage
@@ -29,6 +30,7 @@ class RecomputeBound:
         self._durations = np.array([op.duration_ns for op in problem.ops], dtype=np.float64)
         self._before: _Floats = np.cumsum(self._durations) - self._durations
         self._busy_ns = float(self._durations.sum())
+        self._ideal_ns = float(ideal_ns(problem))
         self._after: _Floats = self._busy_ns - self._before - self._durations
         self._over = live_bytes(problem) - (problem.budgets.device_bytes or 0)
         self._is_early = np.arange(self._durations.size) < problem.boundary
@@ -56,7 +58,7 @@ class RecomputeBound:
         np.subtract.at(delta, start, nbytes)
         np.add.at(delta, stop, nbytes)
         over = np.maximum(self._over + np.cumsum(delta[:-1]), 0)
-        least = self._busy_ns + added_ns
+        least = max(self._ideal_ns, self._busy_ns + added_ns)
         if min(links.d2h_bytes_per_s, links.h2d_bytes_per_s) > 0:
             gone_by = np.maximum(self._before, over / links.d2h_bytes_per_s * 1e9)
             back_ns = over / links.h2d_bytes_per_s * 1e9

@@ -14,6 +14,7 @@ from math import inf
 
 import numpy as np
 
+from tencache_fx.planning.collectives import paced_ns
 from tencache_fx.planning.liveness import Profile, by_windows, live_bytes
 from tencache_fx.planning.plan import Transfer
 from tencache_fx.planning.problem import Links, Problem, Step, Tier
@@ -145,7 +146,7 @@ class _Departures:
         for transfer in sorted(tight, key=lambda s: (s.copy_out_after, s.freed_at, s.name)):
             arrivals.setdefault(transfer.copy_out_after + 1, []).append(transfer)
         untils = self._untils()
-        for k, op in enumerate(self.problem.ops):
+        for k, duration_ns in enumerate(paced_ns(self.problem)):
             if k in arrivals or self.unissued:
                 self._arrive(Step(k), arrivals.get(k, ()))
             if k in untils:
@@ -155,7 +156,7 @@ class _Departures:
                 if (until := untils[k]) is not None:
                     self._fit(Step(k), until)
             self.starts_ns.append(self.clock)
-            self.clock += op.duration_ns
+            self.clock += duration_ns
         return self.released
 
     def _untils(self) -> dict[int, Step | None]:

@@ -1,10 +1,10 @@
 """Replay a plan event by event and say how long a training step takes. No torch here, and no code of the policies.
 
-The machine: compute runs the steps in order; one FIFO server each for copies out (d2h), copies in (h2d), disk writes
-and disk reads. While both copy directions are busy each runs at its duplex rate (a fluid model: rates change at once
-when the other side starts or stops); latency is charged as bytes at the solo rate. Runtime ops act where `plan.py` puts
-them; several of one kind in one gap go in order of need: offloads by `freed_at`, prefetches by `needed_at`, ties by
-name.
+The machine: compute runs the steps in order; one FIFO server each for copies out (d2h), copies in (h2d), disk writes,
+disk reads and collectives, which slow nothing else down. While both copy directions are busy each runs at its duplex
+rate (a fluid model: rates change at once when the other side starts or stops); latency is charged as bytes at the solo
+rate. Runtime ops act where `plan.py` puts them; several of one kind in one gap go in order of need: offloads by
+`freed_at`, prefetches by `needed_at`, ties by name.
 
 A swap to NVMe takes a staging buffer: on the way out from `offload` until it is written (compute waits when none is
 free), on the way in from the start of the read until the copy in has landed. Reads are first in line for a freed
@@ -26,8 +26,9 @@ from math import inf
 from operator import itemgetter
 from typing import Literal
 
+from tencache_fx.planning.collectives import CollectiveLink, CollectiveTimes, ideal_ns
 from tencache_fx.planning.plan import PoolClass, Transfer
-from tencache_fx.planning.problem import PASSING_BUFFERS, Problem, Step, Tier
+from tencache_fx.planning.problem import PASSING_BUFFERS, Collective, Problem, Step, Tier
 
 Verb = Literal["offload", "release", "prefetch", "wait"]
 
@@ -105,6 +106,7 @@ class Replay:
     ideal_ns: int
     stall_out_ns: int
     stall_in_ns: int
+    stall_collective_ns: int
     d2h_bytes: int
     h2d_bytes: int
     disk_write_bytes: int
@@ -112,6 +114,7 @@ class Replay:
     ends_ns: Sequence[int]
     begun: Sequence[tuple[int, float]]
     runs: Sequence["_Run"]
+    collectives: Sequence[CollectiveTimes]
 
     @cached_property
     def starts_ns(self) -> tuple[int, ...]:
@@ -136,7 +139,7 @@ def simulate(problem: Problem, transfers: Sequence[Transfer], staging: Sequence[
     """
     ends = list(accumulate((op.duration_ns for op in problem.ops), initial=0))
     on_disk = [transfer for transfer in transfers if transfer.tier is Tier.NVME]
-    machine = _Machine(problem, staging, uses_disk=bool(on_disk))
+    machine, link = _Machine(problem, staging, uses_disk=bool(on_disk)), CollectiveLink(problem.collectives)
     runs = {
         transfer.name: _Run(
             transfer=transfer, pool=machine.pool_for(transfer), written=inf if transfer.out is not None else 0.0
@@ -146,11 +149,14 @@ def simulate(problem: Problem, transfers: Sequence[Transfer], staging: Sequence[
     now = stall_out = stall_in = 0.0
     step = 0
     begun: list[tuple[int, float]] = []
-    for at, number, _, name, _ in _in_order(transfers):
+    for at, number, name in _with_collectives(_in_order(transfers), problem.collectives):
         if at > step:
             begun.append((step, now))
             now += ends[at] - ends[step]
             step = at
+        if number in (_BEGIN, _AWAIT):
+            now = link.begin(name, now) if number == _BEGIN else link.wait(name, now)
+            continue
         run = runs[name]
         machine.advance(now)
         waited = machine.act(number, run)
@@ -166,9 +172,10 @@ def simulate(problem: Problem, transfers: Sequence[Transfer], staging: Sequence[
     begun.append((step, now))
     return Replay(
         makespan_ns=round(now + ends[-1] - ends[step]),
-        ideal_ns=ends[-1],
+        ideal_ns=ideal_ns(problem),
         stall_out_ns=round(stall_out),
         stall_in_ns=round(stall_in),
+        stall_collective_ns=round(link.stall),
         d2h_bytes=sum(transfer.nbytes for transfer in transfers if transfer.back is None or transfer.out is not None),
         h2d_bytes=sum(transfer.nbytes for transfer in transfers if transfer.back is not None),
         disk_write_bytes=sum(transfer.nbytes for transfer in on_disk if transfer.out is not None),
@@ -176,7 +183,24 @@ def simulate(problem: Problem, transfers: Sequence[Transfer], staging: Sequence[
         ends_ns=ends,
         begun=begun,
         runs=tuple(runs[transfer.name] for transfer in transfers),
+        collectives=link.times(),
     )
+
+
+_BEGIN, _AWAIT = -1, 4  # of collectives: behind the step before, and in the step itself, behind its runtime ops
+
+
+def _with_collectives(
+    events: Sequence[tuple[Step, int, Step, str, Transfer]], collectives: Sequence[Collective]
+) -> Iterable[tuple[Step, int, str]]:
+    """Return step, number of the verb and name of each runtime op, and of what begins and awaits collectives."""
+    if not collectives:
+        return [(at, number, name) for at, number, _, name, _ in events]
+    keyed = [((at, number, place), name) for place, (at, number, _, name, _) in enumerate(events)]
+    for place, each in enumerate(collectives):
+        keyed.append(((Step(each.begin + 1), _BEGIN, place), each.name))
+        keyed.append(((each.needed_at, _AWAIT, place), each.name))
+    return [(at, number, name) for (at, number, _), name in sorted(keyed)]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

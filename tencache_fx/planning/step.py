@@ -23,7 +23,7 @@ import numpy as np
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.plan import Plan, Transfer, TransferKind
 from tencache_fx.planning.planner import build_plan, over_tiers
-from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Step, Storage, Tier
+from tencache_fx.planning.problem import Budgets, Collective, Kind, Links, Op, Problem, Step, Storage, Tier
 from tencache_fx.planning.swap_region import SwapRegion
 
 
@@ -208,6 +208,7 @@ def join(
         links=links,
         budgets=budgets,
         copies_parameters=True,
+        collectives=tuple(_collectives(visits, begins, storages)),
     )
     return StepProblem(
         problem=problem,
@@ -216,6 +217,29 @@ def join(
         releases=MappingProxyType(own["release"]),
         prefetches=MappingProxyType(own["prefetch"]),
     )
+
+
+def _collectives(
+    visits: Sequence[Visit], begins: Mapping[tuple[int, int, bool], Step], storages: Sequence[Storage]
+) -> Iterator[Collective]:
+    """Yield the collectives of all runs: a run waits for all that it has begun before it ends.
+
+    Of what they use, those storages are named whose whole life the step's problem has; the others stay where they are.
+    """
+    moved = {storage.name for storage in storages if storage.kind in (Kind.FETCHED, Kind.STORED)}
+    for visit in visits:
+        key, steps = SwapKey(visit.index, visit.call, ""), visit.region.steps(backward=visit.backward)
+        shift = begins[visit.index, visit.call, visit.backward]
+        for each in (each for each in visit.region.problem.collectives if each.begin in steps):
+            reads, writes = ([str(key._replace(label=name)) for name in used] for used in (each.reads, each.writes))
+            yield replace(
+                each,
+                name=str(key._replace(label=each.name)),
+                begin=Step(each.begin + shift),
+                needed_at=Step(min(each.needed_at, steps.stop) + shift),
+                reads=tuple(name for name in reads if name in moved),
+                writes=tuple(name for name in writes if name in moved),
+            )
 
 
 def _free_gradients(

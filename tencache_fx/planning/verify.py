@@ -11,7 +11,7 @@ import numpy as np
 
 from tencache_fx.errors import InvariantError
 from tencache_fx.planning.plan import Plan, PoolClass, Transfer, TransferKind
-from tencache_fx.planning.problem import Kind, Problem, Storage, Tier
+from tencache_fx.planning.problem import Collective, Kind, Problem, Storage, Tier
 
 
 def verify_plan(problem: Problem, plan: Plan) -> None:
@@ -41,6 +41,7 @@ def verify_plan(problem: Problem, plan: Plan) -> None:
     _check_host(problem, plan)
     _check_disk(problem, plan)
     _check_traffic(plan)
+    _check_collectives(problem, plan)
 
 
 def _fail(rule: str, transfer: Transfer | None, what: str) -> NoReturn:
@@ -222,3 +223,35 @@ def _check_traffic(plan: Plan) -> None:
     ):
         if predicted != found:
             _fail("forecast-traffic", None, f"{predicted} bytes predicted over {link}, {found} found")
+
+
+def _check_collectives(problem: Problem, plan: Plan) -> None:
+    """Check that what a collective reads and writes is there from its begin on, until the step that waits has run."""
+    storages = {storage.name: storage for storage in problem.storages}
+    transfers = {transfer.name: transfer for transfer in plan.transfers}
+    busy_ns = 0
+    for each in problem.collectives:
+        busy_ns += each.duration_ns
+        if not 0 <= each.begin < each.needed_at <= len(problem.ops):
+            _fail("collective-steps", None, f"{each.name} begins at {each.begin}, and {each.needed_at} waits for it")
+        for name in (*each.reads, *each.writes):
+            if name not in storages:
+                _fail("collective-storage", None, f"{each.name} uses {name}, and the region has no such storage")
+            _check_held(each, storages[name], transfers.get(name), len(problem.ops))
+    if plan.forecast.collective_ns != busy_ns:
+        _fail("forecast-collectives", None, f"{plan.forecast.collective_ns} ns predicted, {busy_ns} found")
+
+
+def _check_held(collective: Collective, storage: Storage, transfer: Transfer | None, count: int) -> None:
+    begin, end = collective.begin, min(collective.needed_at + 1, count)
+    birth, death = storage.birth, storage.death
+    if birth > begin or death < end:
+        what = f"{collective.name} uses it during [{begin}, {end}), and it lives during [{birth}, {death})"
+        _fail("collective-liveness", transfer, f"{storage.name}: {what}")
+    if transfer is None or transfer.out is None or (transfer.back is not None and transfer.needed_at <= begin):
+        return  # it stays, or came in before
+    if transfer.freed_at < end:
+        _fail("collective-holds", transfer, f"freed {transfer.freed_at}, but {collective.name} uses it until {end}")
+    if storage.name in collective.writes and begin <= transfer.copy_out_after < collective.needed_at:
+        after = transfer.copy_out_after
+        _fail("collective-writes", transfer, f"offload {after}, but {collective.name} writes it until {end}")

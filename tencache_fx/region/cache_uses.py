@@ -21,6 +21,7 @@ Counts = Mapping[str, tuple[int, int]]
 _NAMES = {
     "accumulation": "numbers of backwards before an update",
     "choice": "choices of what to recompute",
+    "collectives": "rates of process groups",
     "disk": "disks' rates",
     "links": "links' rates",
     "margin": "margins for generated code",

@@ -9,6 +9,7 @@ from functools import partial
 from torch import fx
 
 from tencache_fx.errors import BudgetError
+from tencache_fx.hardware.collective_rates import group_facts
 from tencache_fx.hardware.device_memory import external_bytes, input_bytes
 from tencache_fx.model_state.disk_state import line_bytes
 from tencache_fx.model_state.shard import UNKNOWN
@@ -20,6 +21,7 @@ from tencache_fx.passes.parameter_markers import write_markers
 from tencache_fx.passes.pause import is_barrier, write_pause
 from tencache_fx.passes.recipes import find_recipes, recomputed_nodes
 from tencache_fx.passes.symbols import unbacked_sizes
+from tencache_fx.planning.collectives import in_between
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import keep_resident, step_ns
 from tencache_fx.planning.plan import Plan
@@ -31,6 +33,7 @@ from tencache_fx.planning.step_recompute import recomputed_to_fit
 from tencache_fx.planning.swap_region import plan_swap_points
 from tencache_fx.planning.tuning import SPLITS, TUNING
 from tencache_fx.region.analysis import RegionAnalysis, analyze
+from tencache_fx.region.collective_links import state_collectives
 from tencache_fx.region.dynamic_shapes import SizeFormulas, Sizes
 from tencache_fx.region.earlier_runs import EarlierRuns
 from tencache_fx.region.environment import Environment
@@ -125,8 +128,6 @@ class Candidate:
         return 0, step_ns(self.problem, self.plan.forecast)
 
 
-_ROOM = 2  # times the floor of a region that is planned with its step: others of that are on the device as well
-
 Names = tuple[str, ...]
 
 SplitAgain = Callable[[frozenset[str], Names], tuple[ForwardBackward, Candidate | None]]
@@ -161,7 +162,7 @@ class RegionPlanner:
         self.unforeseen_bytes = unforeseen_bytes + self.earlier.margin_bytes
         self._offloaded, self._environment = offloaded, environment
         self.accumulation = self.earlier.accumulation if accumulation is None else accumulation
-        self._by_step, self._recomputed = by_step, recomputed
+        self.by_step, self._recomputed = by_step, recomputed
 
     def plan(self, capture: RegionGraphs, first: Candidate | None = None, recomputed: Names = ()) -> Candidate | None:
         """Return the plan for these graphs, and what it is made from; `first` is the one without what is `recomputed`.
@@ -186,7 +187,7 @@ class RegionPlanner:
         staying = write_markers(capture, capture.offloaded, state_bytes, shards, tiers)
         staying_bytes = sum(self._offloaded[name].nbytes for name in staying)
         training = capture.backward is not None
-        by_step = self._by_step and training
+        by_step = self.by_step and training
         # How much is to be free beside other regions, the step's problem says.
         wanted = {} if by_step else self._environment.wanted(training=training)
         if Reservation.BOUNDARY in wanted or by_step:
@@ -198,7 +199,8 @@ class RegionPlanner:
         stated = self._state_problem(known, held_now_bytes, () if first is None else first.analysis.storages)
         if first is None:
             recipes = find_recipes(capture, known.storages) if options.recompute == "auto" else ()
-            bare = dataclasses.replace(stated.problem, recipes=recipes)
+            held = in_between(stated.problem)
+            bare = dataclasses.replace(stated.problem, recipes=tuple(each for each in recipes if each.name not in held))
         else:
             extra_ns = max(0, known.duration_ns - first.analysis.duration_ns)
             bare = dataclasses.replace(stated.problem, recompute_ns=extra_ns)
@@ -231,12 +233,10 @@ class RegionPlanner:
                 bytes_here += each.device_state_bytes
         return max(0, self._environment.held_bytes - bytes_here)
 
-    def is_tight(self, candidate: Candidate) -> bool:
-        """Return whether a candidate needs too much memory, or may where the region is planned with its step."""
-        limit = self._options.device_budget
-        if isinstance(candidate.plan, BudgetError) or limit is None:
-            return limit is not None
-        return self._by_step and _ROOM * floor_bytes(candidate.problem) > limit
+    @property
+    def device_budget(self) -> int | None:
+        """The device budget in bytes; None without one."""
+        return self._options.device_budget
 
     def recompute_more(self, first: Candidate, split: SplitAgain) -> tuple[ForwardBackward | None, Candidate]:
         """Return the best of `first` and of candidates that recompute more, with the graphs of one of those.
@@ -252,7 +252,7 @@ class RegionPlanner:
             assert candidate is not None
             return graphs, candidate
 
-        if self._by_step:
+        if self.by_step:
             recomputed = self._recomputed
             if recomputed is None:
                 recomputed = recomputed_to_fit(first.captured)
@@ -298,6 +298,7 @@ class RegionPlanner:
             self.unforeseen_bytes,
             self.earlier.correction.planning,
             self.accumulation,
+            group_facts(),
         )
 
     def budgets(self, storages: Iterable[Storage]) -> Budgets:
@@ -325,8 +326,7 @@ class RegionPlanner:
 
         The storages that were `originally` there, before more was recomputed, have formulas as well.
         """
-        options, capture = self._options, known.capture
-        fuses = options.compiler == "inductor"
+        options, capture, fuses = self._options, known.capture, self._options.compiler == "inductor"
         problem = Problem(
             ops=known.ops,
             boundary=capture.boundary,
@@ -336,6 +336,7 @@ class RegionPlanner:
             barriers=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and is_barrier(node)),
             min_spill_bytes=max(PAGE_BYTES, (options.device_budget or 0) // _BUDGET_PARTS),
             accumulation=self.accumulation,
+            collectives=state_collectives(known, of_gpu=self._environment.roofline.of_gpu),
         )
         formulas, entering_bytes = None, 0
         if options.device_budget is not None:  # measured at the sizes that torch traced with

@@ -14,9 +14,11 @@ region/compilation.py          `compile_region()`: up to three attempts, each a 
     passes/convolution_layouts.py    copies of inputs that convolutions read in another memory format
   region/joint_split.py           the joint graph -> forward and backward graphs
     passes/collective_overlap.py     collectives begin early, and are waited for late
+    region/overlap_choice.py         or are they not to, as memory is short?
   region/candidate.py             `Candidate`: these graphs and their plan; the best one of several splits is taken
     passes/parameter_markers.py      markers where offloaded parameters are loaded, and their gradients stored
     region/analysis.py               `RegionAnalysis`: lifetimes of storages, costs of ops (more of passes/, hardware/)
+    region/collective_links.py       collectives, with the rates of their process groups
     passes/inductor_model.py         `InductorModel`: values in registers, ops that share a kernel, bytes kernels move
     region/dynamic_shapes.py         `SizeFormulas`: sizes of storages as formulas; later the plan's `Footprint`
     region/reservations.py           `Problem`, with memory left free for others as far as there is room
@@ -68,6 +70,7 @@ from tencache_fx.region.graph_copy import copy_joint, copy_module
 from tencache_fx.region.joint_split import gather_again, split_joint
 from tencache_fx.region.kept_region import cache_key
 from tencache_fx.region.lowering import Lowering, PlannedLowering
+from tencache_fx.region.overlap_choice import better, may_gain_in_turn
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
 from tencache_fx.reporting.dump import write_region
@@ -152,7 +155,7 @@ class Compilation:
         self._source, self._planner, self._names = source, planner, names
         self._donated, self._lowering = donated, lowering
         self._lowers = False  # whether torch has asked for code
-        self._overlaps = False  # collectives are under way while kernels run, which takes memory
+        self._overlaps = False  # in the graphs captured from here on, collectives are under way while kernels run
 
     def run(
         self, inputs: Sequence[Any], key: str | None = None, take_up: Callable[[list[KeptCode]], bool] | None = None
@@ -190,10 +193,12 @@ class Compilation:
         self._overlaps = self._may_overlap(joint.graph)
         untouched = copy_joint(joint) if self._overlaps or self._source.options.may_recompute else None
         graphs, candidate = self._best_split(joint, untouched, joint_inputs, kwargs)
-        if self._overlaps and candidate is not None and self._planner.is_tight(candidate):
+        if self._overlaps and candidate is not None and may_gain_in_turn(self._planner, candidate):
             assert untouched is not None
             self._overlaps = False
-            graphs, candidate = self._best_split(copy_joint(untouched), untouched, joint_inputs, kwargs)
+            others, in_turn = self._best_split(copy_joint(untouched), untouched, joint_inputs, kwargs)
+            if in_turn is not None and better(self._planner, candidate, in_turn) is in_turn:
+                graphs, candidate = others, in_turn
         if candidate is not None:
             self._lowering.write(candidate)
         for graph in graphs:
@@ -230,10 +235,11 @@ class Compilation:
             self._overlaps = self._may_overlap(gm.graph)
             untouched = copy_joint(gm) if self._overlaps else None
             candidate = self._planner.plan(self._capture(gm.graph))
-            if untouched is not None and candidate is not None and self._planner.is_tight(candidate):
+            if untouched is not None and candidate is not None and may_gain_in_turn(self._planner, candidate):
                 self._overlaps = False
-                gm.graph = untouched.graph
-                candidate = self._planner.plan(self._capture(gm.graph))
+                in_turn = self._planner.plan(self._capture(untouched.graph))
+                if in_turn is not None and better(self._planner, candidate, in_turn) is in_turn:
+                    gm.graph, candidate = untouched.graph, in_turn
             if candidate is not None:
                 self._lowering.write(candidate)
             gm.recompile()

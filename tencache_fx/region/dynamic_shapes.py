@@ -142,7 +142,10 @@ class SizeFormulas:
             replace(op, duration_ns=math.ceil(op.duration_ns * rate), scratch_bytes=math.ceil(op.scratch_bytes * rate))
             for op, rate in zip(problem.ops, rates.tolist(), strict=True)
         )
-        return replace(problem, ops=ops, storages=storages)
+        collectives = tuple(
+            replace(each, nbytes=math.ceil(each.nbytes * rates[each.begin])) for each in problem.collectives
+        )
+        return replace(problem, ops=ops, storages=storages, collectives=collectives)
 
 
 def _size_of(item: StorageNodes) -> torch.SymInt | None:

@@ -27,6 +27,7 @@ _HELD_COLORS = {
 _LANE_COLORS = {
     Lane.GRAPH: "#cbd5e1",
     Lane.COMPUTE: "#4e79a7",
+    Lane.COLLECTIVE: "#ff9da7",
     Lane.OUT: "#f28e2b",
     Lane.IN: "#59a14f",
     Lane.WRITE: "#b07aa1",
@@ -35,7 +36,7 @@ _LANE_COLORS = {
 }
 _SORT_COLORS = {"recompute": "#edc948", "stall": "#e15759"}
 _BUDGET, _PLAIN, _MEASURED = "#c22f2f", "#555555", "#334155"
-_LINKS = (Lane.OUT, Lane.IN, Lane.WRITE, Lane.READ)
+_LINKS = (Lane.COLLECTIVE, Lane.OUT, Lane.IN, Lane.WRITE, Lane.READ)
 _LONGEST, _LONGEST_CALL = 4.0, 1.25  # of the planned time: between calls much else may run, which is not shown
 _WINDOWS = 120  # in which the use of links is counted
 _DOMAINS = {"y": (0.58, 1.0), "y2": (0.25, 0.55), "y3": (0.135, 0.225), "y4": (0.0, 0.105)}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tencache_fx.errors import OptionError
+from tencache_fx.planning.plan import Forecast
 from tencache_fx.reporting.decisions import Decision, dearest_decisions
 from tencache_fx.reporting.figure import draw
 from tencache_fx.reporting.view import View
@@ -123,6 +124,7 @@ def facts_of(view: View) -> list[tuple[str, str]]:
         ("lower bound", format_ns(forecast.lower_bound_ns)),
         ("stalls", f"{format_ns(forecast.stall_out_ns)} out, {format_ns(forecast.stall_in_ns)} in"),
         ("recomputed", format_ns(sum(bar.duration_ns for bar in timeline.bars if bar.sort == "recompute"))),
+        *_collectives(forecast),
         ("link traffic", f"{format_bytes(forecast.d2h_bytes)} out, {format_bytes(forecast.h2d_bytes)} in"),
         ("host buffers, disk", f"{format_bytes(forecast.host_bytes)}, {format_bytes(forecast.disk_bytes)}"),
     ]
@@ -134,6 +136,13 @@ def facts_of(view: View) -> list[tuple[str, str]]:
     if view.measured.peak_bytes is not None:
         rows.append(("measured peak", format_bytes(view.measured.peak_bytes)))
     return rows
+
+
+def _collectives(forecast: Forecast) -> list[tuple[str, str]]:
+    if not forecast.collective_ns:
+        return []
+    exposed = format_ns(forecast.stall_collective_ns)
+    return [("collectives", f"{format_ns(forecast.collective_ns)}, {exposed} of it exposed")]
 
 
 def decision_rows(view: View) -> list[list[str]]:

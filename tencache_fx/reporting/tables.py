@@ -63,6 +63,9 @@ def amount_rows(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
     yield "time", f"{format_ns(forecast.makespan_ns)}, {over:.3f} of the {format_ns(forecast.ideal_ns)} without limits"
     yield "lower bound", format_ns(forecast.lower_bound_ns)
     yield "stalls", f"{format_ns(forecast.stall_out_ns)} going out, {format_ns(forecast.stall_in_ns)} coming in"
+    if problem.collectives:
+        exposed = format_ns(forecast.stall_collective_ns)
+        yield "collectives", f"{format_ns(forecast.collective_ns)} under way, {exposed} of it exposed"
     yield "link traffic", f"{format_bytes(forecast.d2h_bytes)} out, {format_bytes(forecast.h2d_bytes)} in"
     written, read = format_bytes(forecast.disk_write_bytes), format_bytes(forecast.disk_read_bytes)
     yield "disk traffic", f"{written} written, {read} read"
@@ -234,11 +237,14 @@ def _choice_cell(choice: "Choice | None") -> str:
     return "no plan" if choice.change_ns is None else _signed_ns(choice.change_ns)
 
 
+_RATES = ("links", "collectives")  # their prices are for so much per cent, not for bytes
+
+
 def _price_cells(price: "Price") -> tuple[str, ...]:
-    amount = f"{price.amount:+d} %" if price.resource == "links" else _signed(format_bytes(price.amount))
+    amount = f"{price.amount:+d} %" if price.resource in _RATES else _signed(format_bytes(price.amount))
     if price.change_ns is None:
         return price.resource, amount, "does not fit", "-"
-    if price.resource == "links":
+    if price.resource in _RATES:
         worth = f"{-price.change_ns / price.copying_ns:.2f} s per link-second" if price.copying_ns else "nothing moves"
     else:
         worth = f"{format_ns(round(abs(price.change_ns) * 1e9 / abs(price.amount)))} per GB"

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from tencache_fx.planning.collectives import paced_ns
 from tencache_fx.planning.liveness import Profile, device_changes, live_bytes
 from tencache_fx.planning.parameter_schedule import keep_resident
 from tencache_fx.planning.plan import Plan
@@ -18,7 +19,7 @@ from tencache_fx.planning.problem import Kind, Problem, Step, Storage, Tier
 from tencache_fx.planning.simulator import Replay, TransferTimes, simulate
 from tencache_fx.records import RegionRecord, StepRecord
 from tencache_fx.reporting.whereabouts import Whereabouts
-from tencache_fx.units import format_bytes
+from tencache_fx.units import format_bytes, format_ns
 
 
 class Held(StrEnum):
@@ -39,6 +40,7 @@ class Lane(StrEnum):
 
     GRAPH = "graphs"
     COMPUTE = "compute"
+    COLLECTIVE = "collectives"
     OUT = "copies out"
     IN = "copies in"
     WRITE = "disk writes"
@@ -157,6 +159,7 @@ def _timeline(
     bars = (
         *_graph_bars(replay, graphs),
         *_compute_bars(problem, plan, replay, where),
+        *_collective_bars(problem, replay),
         *(bar for each in replay.transfers for bar in _copy_bars(each, notes[each.name])),
         *_update_bars(problem, replay),
     )
@@ -166,7 +169,7 @@ def _timeline(
         replay=replay,
         held=held,
         plain=Curve(
-            times_ns=tuple(accumulate((op.duration_ns for op in captured.ops[:-1]), initial=0)) if captured.ops else (),
+            times_ns=tuple(accumulate(paced_ns(captured)[:-1], initial=0)) if captured.ops else (),
             nbytes=tuple(live_bytes(_all_on_device(captured)).tolist()),
         ),
         bars=bars,
@@ -241,6 +244,9 @@ def _compute_bars(problem: Problem, plan: Plan, replay: Replay, where: Whereabou
                 waited.setdefault(at, []).append(transfer.name)
         if transfer.back is not None and times.stall_in_ns:
             waited.setdefault(transfer.back.needed_at, []).append(transfer.name)
+    for collective, seen in zip(problem.collectives, replay.collectives, strict=True):
+        if seen.stall_ns:
+            waited.setdefault(collective.needed_at, []).append(collective.name)
     now = 0
     ends = (*replay.starts_ns, replay.makespan_ns)
     for step, start in enumerate(ends):
@@ -262,6 +268,15 @@ def _compute_bars(problem: Problem, plan: Plan, replay: Replay, where: Whereabou
                 note=where.op(Step(step)),
                 sort="recompute" if Step(step) in where.again else "op",
             )
+
+
+def _collective_bars(problem: Problem, replay: Replay) -> Iterator[Bar]:
+    for each, times in zip(problem.collectives, replay.collectives, strict=True):
+        if times.end_ns > times.start_ns:
+            note = f"{each.kind} of {format_bytes(each.nbytes)} over {each.ranks} ranks"
+            if times.stall_ns:
+                note += f"; compute waits {format_ns(times.stall_ns)} for it"
+            yield Bar(lane=Lane.COLLECTIVE, name=each.name, start_ns=times.start_ns, end_ns=times.end_ns, note=note)
 
 
 def _copy_bars(times: TransferTimes, note: str) -> Iterator[Bar]:

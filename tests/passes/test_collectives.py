@@ -155,7 +155,7 @@ def test_what_nobody_waits_for_stays() -> None:
     wait.target = torch.ops.aten.alias.default
     steps, found = measured(capture)
     assert not found["all_reduce"].storage.spillable
-    assert found["mul"].storage.death == len(steps)
+    assert found["mul"].storage.death == found["all_reduce"].storage.death == len(steps)
 
 
 def test_what_is_written_by_name_is_written() -> None:
@@ -268,8 +268,14 @@ def test_two_ranks_wait_late_in_a_tight_budget(tmp_path: Path) -> None:
     for each in found:
         assert not each["free"]["transfers"]
         assert any(name.startswith("all_reduce") for name in each["tight"]["transfers"])
-        assert each["free"]["error"] < 1e-4
-        assert each["tight"]["error"] < 1e-4
+        for budget in ("free", "tight"):
+            assert each[budget]["error"] < 1e-4
+            names = ["all_reduce", *(f"all_reduce_{k}" for k in range(1, 4))]
+            waits = ["wait_tensor_1", "wait_tensor_2", "wait_tensor_3", "wait_tensor"]
+            assert each[budget]["collectives"] == [
+                [name, "all reduce", 2, 4 * WIDTH * WIDTH, name, wait] for name, wait in zip(names, waits, strict=True)
+            ]
+            assert 0 < each[budget]["exposed"] < each[budget]["under way"], "kernels run between begins and waits"
 
 
 def test_ranks_that_run_collectives_in_another_order_are_told() -> None:

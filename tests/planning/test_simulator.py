@@ -1,27 +1,29 @@
 """The simulator against a replay that moves one byte per nanosecond, tick by tick, and against sums done by hand."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import links, make_swap, problems_with_swaps
+from problems import links, make_swap, problems_with_swaps, with_collectives
 
 from tencache_fx.planning.plan import CopyIn, PoolClass, Transfer
-from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Step, Storage, Tier
+from tencache_fx.planning.problem import Budgets, Collective, Kind, Links, Op, Problem, Step, Storage, Tier
 from tencache_fx.planning.simulator import simulate
 
 Case = tuple[Problem, tuple[Transfer, ...]]
 
 
-def ticking_replay(problem: Problem, transfers: tuple[Transfer, ...], staging: int) -> tuple[list[int], int, int]:
-    """Return (step starts, time waited for copies out, time waited for copies in): one loop turn is one ns.
+def ticking_replay(problem: Problem, transfers: tuple[Transfer, ...], staging: int) -> tuple[list[int], dict[str, int]]:
+    """Return when each step starts, and the time waited in each sort of runtime op: one loop turn is one ns.
 
     The links move one byte per ns, the disk one in two.
     """
     latency, disk_latency = problem.links.copy_latency_ns, problem.links.disk_latency_ns
-    todo: list[tuple[str, Transfer | int]] = []  # the whole program, ops and steps in order
-    for step in range(len(problem.ops)):
+    todo: list[tuple[str, Transfer | Collective | int]] = []  # the whole program, ops and steps in order
+    for step in range(len(problem.ops) + 1):
+        todo += [("begin", c) for c in problem.collectives if c.begin == step - 1]
         todo += [
             ("offload", s)
             for s in sorted(transfers, key=lambda s: (s.freed_at, s.name))
@@ -32,17 +34,21 @@ def ticking_replay(problem: Problem, transfers: tuple[Transfer, ...], staging: i
             ("prefetch", s) for s in sorted(transfers, key=lambda s: (s.needed_at, s.name)) if s.prefetch_at == step
         ]
         todo += [("wait", s) for s in sorted(transfers, key=lambda s: s.name) if s.needed_at == step]
-        todo += [("step", step)]
-    queues: dict[str, list[Transfer]] = {"out": [], "write": [], "read": [], "in": []}
-    serving: dict[str, tuple[Transfer, int]] = {}  # what, until when
+        todo += [("await", c) for c in problem.collectives if c.needed_at == step]
+        todo += [("step", step)] if step < len(problem.ops) else []
+    queues: dict[str, list[Any]] = {"out": [], "write": [], "read": [], "in": [], "collective": []}
+    serving: dict[str, tuple[Any, int]] = {}  # what, until when
     done: set[tuple[str, str]] = set()
     starts: list[int] = []
-    busy_until = now = waited_out = waited_in = 0
+    busy_until = now = 0
+    waited = dict.fromkeys(("offload", "release", "wait", "await"), 0)
     while todo or now < busy_until:
-        for server in ("out", "in", "write", "read"):
+        for server in queues:
             if server in serving and serving[server][1] == now:
                 transfer = serving.pop(server)[0]
                 done.add((server, transfer.name))
+                if server == "collective":
+                    continue
                 if server == "out" and transfer.tier is Tier.NVME:
                     queues["write"].append(transfer)
                 elif server == "read":
@@ -60,6 +66,13 @@ def ticking_replay(problem: Problem, transfers: tuple[Transfer, ...], staging: i
                         continue
                     staging -= 1
                 transfer = queue.pop(0)
+                if server == "collective":
+                    if transfer.duration_ns:
+                        serving[server] = transfer, now + transfer.duration_ns
+                    else:
+                        done.add((server, transfer.name))
+                        start_idle()
+                    continue
                 on_disk = server in ("write", "read")
                 took = 2 * transfer.nbytes + disk_latency if on_disk else transfer.nbytes + latency
                 serving[server] = transfer, now + took
@@ -72,35 +85,41 @@ def ticking_replay(problem: Problem, transfers: tuple[Transfer, ...], staging: i
                 busy_until = now + problem.ops[what].duration_ns
             elif verb == "offload":
                 if what.tier is Tier.NVME and staging == 0:
-                    waited_out += 1
+                    waited[verb] += 1
                     break
                 staging -= what.tier is Tier.NVME
                 queues["out"].append(what)
-            elif verb == "release" and ("out", what.name) not in done:
-                waited_out += 1
+            elif verb == "begin":
+                queues["collective"].append(what)
+            elif verb in _AWAITED and (_AWAITED[verb], what.name) not in done:
+                waited[verb] += 1
                 break
             elif verb == "prefetch":
                 queues["read" if what.tier is Tier.NVME else "in"].append(what)
-            elif verb == "wait" and ("in", what.name) not in done:
-                waited_in += 1
-                break
             todo.pop(0)
+            busy_until = max(busy_until, now)
             start_idle()
         now += 1
         assert now < 10**5, "the replay does not end"
-    return [*starts, busy_until], waited_out, waited_in
+    return [*starts, busy_until], waited
+
+
+_AWAITED = {"release": "out", "wait": "in", "await": "collective"}
 
 
 @settings(max_examples=500, deadline=None)
-@given(case=problems_with_swaps(), staging=st.integers(1, 3), latency=st.integers(0, 3))
-def test_agrees_with_the_ticking_replay(case: Case, staging: int, latency: int) -> None:
+@given(case=problems_with_swaps(), staging=st.integers(1, 3), latency=st.integers(0, 3), data=st.data())
+def test_agrees_with_the_ticking_replay(case: Case, staging: int, latency: int, data: st.DataObject) -> None:
     problem, transfers = case
     problem = replace(problem, links=links(copy_latency_ns=latency, disk_latency_ns=2 * latency))
-    starts, waited_out, waited_in = ticking_replay(problem, transfers, staging)
+    problem = data.draw(with_collectives(problem))
+    starts, waited = ticking_replay(problem, transfers, staging)
     replay = simulate(problem, transfers, (PoolClass(nbytes=4096, count=staging),))
     assert [*replay.starts_ns, replay.makespan_ns] == starts
-    assert (replay.stall_out_ns, replay.stall_in_ns) == (waited_out, waited_in)
-    assert replay.makespan_ns == replay.ideal_ns + replay.stall_out_ns + replay.stall_in_ns
+    assert (replay.stall_out_ns, replay.stall_in_ns) == (waited["offload"] + waited["release"], waited["wait"])
+    assert replay.stall_collective_ns == waited["await"]
+    assert replay.makespan_ns == sum(op.duration_ns for op in problem.ops) + sum(waited.values())
+    assert replay.ideal_ns == ticking_replay(problem, (), staging)[0][-1]
 
 
 @settings(max_examples=100, deadline=None)

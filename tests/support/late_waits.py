@@ -1,6 +1,7 @@
 """One rank of two: collectives that are begun early and waited for late, in a budget in which something has to leave.
 
-`python late_waits.py RANK FILE` prints the largest error of three calls and the transfers, with room and without.
+`python late_waits.py RANK FILE` prints the largest error of three calls, the transfers and the collectives of the plan,
+and their time, with room and without.
 
 They are all_reduces: torch's own bookkeeping of several all_gathers at once over gloo corrupts the heap (torch 2.11 to
 2.14: `ProcessGroupGloo.cpp: runLoop` writes `lastCompletedWorkName` from both of its threads, without a lock; a name of
@@ -64,7 +65,18 @@ def main(rank: int, file: str) -> None:
                 if rank:
                     time.sleep(0.2)  # whatever the other one has begun is under way until then
                 error = max(error, float((compiled(x, *shares) - wanted).abs().nan_to_num(nan=9.0).max()))
-        return {"error": error, "transfers": [transfer.name for transfer in tencache_fx.regions()[-1].plan.transfers]}
+        record = tencache_fx.regions()[-1]
+        names = [op.name for op in record.problem.ops]
+        return {
+            "error": error,
+            "transfers": [transfer.name for transfer in record.plan.transfers],
+            "collectives": [
+                [each.name, each.kind, each.ranks, each.nbytes, names[each.begin], names[each.needed_at]]
+                for each in record.problem.collectives
+            ],
+            "under way": record.plan.forecast.collective_ns,
+            "exposed": record.plan.forecast.stall_collective_ns,
+        }
 
     free = run(1 << 30)
     least = floor_bytes(tencache_fx.regions()[-1].problem)

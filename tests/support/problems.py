@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 from tencache_fx.planning.liveness import earliest_offload, inactive_intervals, is_candidate, live_bytes, minimal_swaps
 from tencache_fx.planning.plan import CopyIn, CopyOut, Transfer
 from tencache_fx.planning.planner import floor_bytes
-from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Step, Storage, Tier
+from tencache_fx.planning.problem import (
+    Budgets,
+    Collective,
+    CollectiveKind,
+    Kind,
+    Links,
+    Op,
+    Problem,
+    Step,
+    Storage,
+    Tier,
+)
 
 GIB = 1 << 30
 PLENTY = 1 << 52
@@ -224,6 +235,58 @@ def problems_with_swaps(draw: st.DrawFn) -> tuple[Problem, tuple[Transfer, ...]]
         times = {"copy_out_after": Step(offload), "freed_at": Step(gone), "prefetch_at": Step(fetch), "needed_at": v}
         transfers.append(make_swap(name=storage.name, nbytes=storage.nbytes, tier=tier, **times))
     return problem, tuple(transfers)
+
+
+@st.composite
+def with_collectives(draw: st.DrawFn, problem: Problem) -> Problem:
+    """Return `problem` with collectives at any steps; of those over two ranks one byte takes half a ns, or one."""
+    steps = len(problem.ops)
+    begins = sorted(draw(st.lists(st.integers(0, steps - 1), max_size=5)))
+    collectives = (
+        Collective(
+            name=f"c{place}",
+            kind=draw(st.sampled_from(CollectiveKind)),
+            nbytes=draw(st.integers(0, 60)),
+            ranks=draw(st.integers(1, 3)),
+            begin=Step(begin),
+            needed_at=Step(draw(st.integers(begin + 1, steps))),
+            latency_ns=draw(st.integers(0, 5)),
+            bytes_per_s=10**9,
+        )
+        for place, begin in enumerate(begins)
+    )
+    return replace(problem, collectives=tuple(collectives))
+
+
+@st.composite
+def using_collectives(draw: st.DrawFn, problem: Problem) -> Problem:
+    """Return `problem` with collectives that use its storages, which then live as `measure_lifetimes` has it.
+
+    What one reads is in use until its wait, and what it writes may not leave before that.
+    """
+    steps, storages = len(problem.ops), {storage.name: storage for storage in problem.storages}
+    found = []
+    for number in range(draw(st.integers(1, 4))):
+        name = draw(st.sampled_from(sorted(storages)))
+        storage = storages[name]
+        writes = storage.kind is Kind.ACTIVATION and storage.birth in storage.uses and draw(st.booleans())
+        begin = storage.birth if writes else draw(st.integers(storage.birth, storage.death - 1))
+        needed_at = draw(st.integers(begin + 1, steps))
+        end = min(needed_at + 1, steps)
+        uses = {*storage.uses, *((begin, end - 1) if writes else range(begin, end))}
+        storages[name] = replace(
+            storage,
+            uses=tuple(map(Step, sorted(uses))),
+            death=Step(max(storage.death, end)),
+            ready=Step(max(storage.ready, min(needed_at, steps - 1) if writes else 0)),
+            spillable=storage.spillable and not (writes and needed_at == steps),
+        )
+        used = {"writes": (name,)} if writes else {"reads": (name,)}
+        times = {"begin": Step(begin), "needed_at": Step(needed_at), "latency_ns": 2, "bytes_per_s": 10**9}
+        kind = draw(st.sampled_from(CollectiveKind))
+        found.append(Collective(name=f"c{number}", kind=kind, nbytes=storage.nbytes, ranks=2, **times, **used))
+    collectives = tuple(sorted(found, key=lambda each: each.begin))
+    return replace(problem, storages=tuple(storages.values()), collectives=collectives)
 
 
 @dataclass

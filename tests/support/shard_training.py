@@ -2,6 +2,7 @@
 
 import pickle
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -10,9 +11,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from ranks import WORLD, refused
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tencache_fx
+from tencache_fx.hardware.collective_rates import group_rates
 from tencache_fx.model_state.host_gradient import HostGradient
 from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.optim import AdamW
@@ -56,11 +58,11 @@ def loss_of(run: Callable[[Tensor], Tensor], rank: int, part: int = 0) -> Tensor
 
 
 @cache
-def wanted(*, clips: bool = False, parts: int = 1) -> dict[str, Tensor]:
+def wanted(*, clips: bool = False, parts: int = 1, steps: int = STEPS) -> dict[str, Tensor]:
     """Return the parameters that one process has after the same steps on what all ranks see."""
     model = blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         losses = [loss_of(model, rank, part) for rank in range(WORLD) for part in range(parts)]
         torch.stack(losses).mean().backward()
@@ -385,6 +387,34 @@ def refusals() -> Found:
     return found
 
 
+def in_the_plan() -> Found:
+    """Collectives of new groups, measured where both ranks want that, and what the plan says of them."""
+    rates = []
+    for calibrates in (True, dist.get_rank() == 0, True):
+        tencache_fx.configure(calibrate=calibrates)
+        group = dist.new_group()
+        model = tencache_fx.offload(blocks(), "cpu", shard=DeviceMesh.from_group(group, "cpu"))
+        tencache_fx.configure(calibrate=False)
+        agreed = group_rates(group, "cpu")
+        rates.append([agreed.latency_ns, agreed.bytes_per_s])
+    before = tencache_fx.regions()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    loss_of(compiled(model), dist.get_rank()).backward()
+    (record,) = (each for each in tencache_fx.regions() if each not in before)
+    optimizer.step()
+    collectives, forecast = record.problem.collectives, record.plan.forecast
+    return {
+        "off by": off_by(model, wanted(steps=1)),
+        "rates": rates,
+        "kinds": Counter(each.kind.value for each in collectives),
+        "ranks": sorted({each.ranks for each in collectives}),
+        "rates in the plan": sorted({(each.latency_ns, each.bytes_per_s) for each in collectives}),
+        "under way": forecast.collective_ns - sum(each.duration_ns for each in collectives),
+        "exposed": [forecast.stall_collective_ns, forecast.collective_ns],
+        "report": tencache_fx.report(),
+    }
+
+
 QUICK: dict[str, Callable[[], Found]] = {
     "compiled": train,
     "other budgets, with room for state on one rank": partial(train, unlike, parts=2, clips=True),
@@ -419,6 +449,7 @@ OTHERS: dict[str, Callable[[], Found]] = {
     "meta": made_on_meta,
     "summon": summoned,
     "tied": tied,
+    "in the plan": in_the_plan,
     "frozen integers": frozen_integers,
     "checkpoints": checkpoints,
     "8 bits": in_eight_bits,

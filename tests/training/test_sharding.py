@@ -1,5 +1,6 @@
 """Two ranks over gloo train a model that `offload(model, shard=True)` spreads over them."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 import tencache_fx
 from tencache_fx.errors import OptionError
+from tencache_fx.hardware.collective_rates import FIXED_RATES
 
 NEAR = 2e-5  # what three steps of AdamW, at a rate of 1e-3, make of sums in another order
 
@@ -57,6 +59,24 @@ def test_no_rank_has_a_model_on_meta_whole(others):
 def test_summon_has_all_of_a_parameter(others):
     for found in (each["summon"] for each in others):
         assert found == {"size": [641, 161], "off by": 0.0, "part": [321, 161]}
+
+
+def test_collectives_are_in_the_plan_at_the_rates_of_their_group(others):
+    """Both ranks plan with the same rates; one that does not calibrate makes both take the fixed ones."""
+    first, second = (found["in the plan"] for found in others)
+    fixed = [FIXED_RATES["cpu"].latency_ns, FIXED_RATES["cpu"].bytes_per_s]
+    assert first["rates"] == second["rates"]
+    measured, unmeasured, kept = first["rates"]
+    assert unmeasured == fixed != measured == kept
+    for found in (first, second):
+        assert 0 <= found["off by"] < NEAR
+        assert found["rates in the plan"] == [kept]
+        assert found["ranks"] == [2]
+        assert found["kinds"] == {"all gather": 12, "reduce scatter": 6, "all reduce": 9}
+        assert found["under way"] == 0
+        exposed_ns, busy_ns = found["exposed"]
+        assert exposed_ns == busy_ns > 0, "over gloo, each is waited for at once"
+        assert re.search(r"collectives +\S+ \S+ under way, \S+ \S+ of it exposed", found["report"])
 
 
 def test_a_tied_parameter_is_spread_once(others):
