@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tencache_fx.errors import OptionError
@@ -23,6 +24,10 @@ def check_params(params: object) -> None:
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise `OptionError` if a group has parameters that cannot be used."""
     for parameter in group["params"]:
+        if is_lazy(parameter):
+            raise OptionError(
+                "a parameter has no size yet, as it is of a lazy module; call the model with a batch first."
+            )
         if is_traceable_wrapper_subclass(parameter):
             raise OptionError(
                 f"a parameter of size {tuple(parameter.shape)} is a {type(parameter).__name__}, as fully_shard and "

@@ -74,6 +74,8 @@ def test_what_is_not_on_meta_is_kept() -> None:
     [
         (None, "cpu", r"the model is a NoneType; give a torch\.nn\.Module"),
         (nn.Linear, "cpu", r"the model is a class; give a torch\.nn\.Module"),
+        (nn.Sequential(nn.LazyLinear(4)), "cpu", "0.weight has no size yet, as it is of a lazy module; call the model"),
+        (nn.Sequential(nn.LazyBatchNorm1d(affine=False)), "cpu", "0.running_mean has no size yet"),
         (nn.Linear(4, 4), "xyz", "device 'xyz' is not a device; give cuda, cuda:1 or cpu"),
         (nn.Linear(4, 4), 3.5, "device 3.5 is not a device"),
         (nn.Linear(4, 4), "cuda:99", r"device 'cuda:99' is not there: torch sees \d CUDA devices; give .*cpu"),

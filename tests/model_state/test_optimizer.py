@@ -341,6 +341,11 @@ def test_what_cannot_be_used_is_refused(parameter: Tensor, options: dict[str, ob
         AdamW([parameter.detach().requires_grad_()], **options)
 
 
+def test_a_parameter_without_a_size_is_refused() -> None:
+    with pytest.raises(OptionError, match="no size yet, as it is of a lazy module; call the model with a batch first"):
+        AdamW(nn.LazyLinear(4).parameters())
+
+
 def test_a_sparse_gradient_is_refused_before_anything_is_updated() -> None:
     embedding, plain = nn.Embedding(4, 2, sparse=True), nn.Parameter(torch.ones(2))
     (embedding(torch.tensor([1])).sum() + plain.sum()).backward()

@@ -104,8 +104,9 @@ def test_a_budget_close_to_what_torch_may_take_leaves_room_for_gaps(asked, found
     assert ("plans hold 8.05 GB" in caplog.text) == (found == 15 * GiB // 2)
 
 
-@pytest.mark.parametrize(("total", "lost"), [(100, 100), (260, 250)])  # of 1600 a sixteenth, or what is there and half as much
+@pytest.mark.parametrize(("total", "lost"), [(100, 100), (260, 250)])
 def test_gaps_that_are_there_and_that_are_to_come_are_not_planned_with(total, lost, monkeypatch):
+    """Of 1600 bytes a sixteenth; or what is there, 200, and a thirty-second."""
     segment = {"device": 0, "total_size": total, "active_size": 60, "is_expandable": False}
     others = [{"device": 1}, {"active_size": 0}, {"is_expandable": True}]  # another device's, empty, one that grows
     monkeypatch.setattr(device_memory, "device_space", lambda device: Space(total_bytes=3200, available_bytes=1600))
