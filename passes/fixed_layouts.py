@@ -30,7 +30,7 @@ from torch._inductor.lowering import register_lowering
 from tencache_fx.ops import IN_ORDER, OFFLOAD, OFFLOAD_GRAD, RELEASE, RUNTIME_OPS, arguments_of
 from tencache_fx.passes.inductor_model import is_fusible
 from tencache_fx.passes.op_kinds import is_heavy, is_view
-from tencache_fx.tensors import byte_hint, storage_of
+from tencache_fx.tensors import byte_hint, is_hinted, storage_of
 
 _LEAVE = (OFFLOAD, OFFLOAD_GRAD, RELEASE)
 _CUDNN_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
@@ -84,12 +84,12 @@ def _made(node: fx.Node) -> fx.Node:
 
 
 def _is_fixable(made: fx.Node) -> bool:
-    """Return whether what a node makes has a memory of its own, and strides that are known: symbols say no order."""
+    """Return whether what a node makes has a memory of its own, and strides whose order is known while it is traced."""
     value = made.meta.get("val")
     return (
         made.op == "call_function"
         and made.target not in RUNTIME_OPS
         and isinstance(value, torch.Tensor)
         and storage_of(value) is not None
-        and all(isinstance(stride, int) for stride in value.stride())
+        and all(is_hinted(stride) for stride in value.stride())
     )

@@ -49,6 +49,11 @@ def is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
+def is_hinted(size: int | torch.SymInt) -> bool:
+    """Return whether a size has a value while it is traced: not what only a run knows, as the rows of `nonzero`."""
+    return not isinstance(size, torch.SymInt) or size.node.hint is not None
+
+
 def byte_hint(size: int | torch.SymInt) -> int:
     """Return a size, a symbolic one at the value seen while tracing, or if only a run knows it, the most it can be.
 
@@ -56,8 +61,8 @@ def byte_hint(size: int | torch.SymInt) -> int:
     """
     if not isinstance(size, torch.SymInt):
         return int(size)
-    if size.node.hint is not None:
-        return int(size.node.hint)
+    if (hint := size.node.hint) is not None:
+        return int(hint)
     if (most := upper_bound(size)) is None:
         raise TencacheError(
             f"the size {size} is known only when the region runs, and nothing bounds it, so its memory cannot be "

@@ -188,15 +188,20 @@ def test_the_code_does_what_this_plan_says(function: Callable[..., Tensor], gone
 
 def sorted_heads(x: Tensor, w: Tensor) -> Tensor:
     """Inductor would lay out `heads` as it reads the product, and a sort lays out its result as what it sorts."""
-    heads = torch.sin((x @ w).view(16, 4, 4, 16).transpose(1, 2)).contiguous()
-    rows, late = torch.sort(heads, dim=-1).values, x @ x
+    heads = torch.sin((x @ w).view(16, -1, 4, 16).transpose(1, 2)).contiguous()
+    rows, late = torch.sort(heads, dim=-1).values, w @ w
     for _ in range(4):
-        late = late @ x
-    return torch.mean((rows + heads).transpose(1, 2).reshape(64, 64) @ late)
+        late = late @ w
+    return torch.mean((rows + heads).transpose(1, 2).reshape(-1, 64) @ late)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("leaves", ["sort", "clone"])
-def test_what_leaves_lies_in_memory_as_the_graph_says_for_all_its_readers(leaves: str, hollow_kernels: None) -> None:
+def test_what_leaves_lies_in_memory_as_the_graph_says_for_all_its_readers(
+    leaves: str,
+    dynamic: bool,  # noqa: FBT001
+    hollow_kernels: None,
+) -> None:
     swaps: list[Transfer] = []
 
     def make_plan(problem: Problem, policy: str) -> Plan:
@@ -209,7 +214,10 @@ def test_what_leaves_lies_in_memory_as_the_graph_says_for_all_its_readers(leaves
         return build_plan(problem, "teraio", (swap,))
 
     with mock.patch.object(candidate, "kept_plan", make_plan), torch.no_grad():
-        compiled(sorted_heads, OPTIONS)(torch.randn(64, 64), torch.randn(64, 64))
+        x = torch.randn(64, 64)
+        if dynamic:
+            torch._dynamo.mark_dynamic(x, 0)
+        compiled(sorted_heads, OPTIONS)(x, torch.randn(64, 64))
     assert swaps
 
 
