@@ -79,7 +79,7 @@ def agree_on_rates(group: "dist.ProcessGroup", device: torch.device, *, calibrat
 
     A collective: all ranks of the group call it, at the same place among their collectives. It measures for about a
     tenth of a second, with up to 256 MiB of a GPU's memory, if a rank does not know them; if a rank does not
-    `calibrate`, all take the fixed ones. Ranks ask one another once for each group.
+    `calibrate`, or has no room for that, all take the fixed ones. Ranks ask one another once for each group.
     """
     known = _AGREED.setdefault(group, {})
     if device.type not in known:
@@ -104,6 +104,10 @@ def _agree(group: "dist.ProcessGroup", device: torch.device, *, calibrates: bool
         return fixed
     if all_know:
         return slowest
+    (have_room,), _ = _slowest(group, device, fixed, (_has_room(group, device),))
+    if not have_room:
+        log.info("collectives are not measured: a rank has no memory for that; fixed rates are used")
+        return fixed
 
     def measure() -> GroupRates:
         return _slowest(group, device, _measure(group, device))[1]
@@ -117,6 +121,15 @@ def _agree(group: "dist.ProcessGroup", device: torch.device, *, calibrates: bool
         found.latency_ns,
     )
     return found
+
+
+def _has_room(group: "dist.ProcessGroup", device: torch.device) -> bool:
+    """Return whether this rank has memory for the largest gather; it is then in torch's cache."""
+    try:
+        torch.empty(2 * _WHOLE_BYTES[device.type][-1], dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return False
+    return True
 
 
 def _slowest(

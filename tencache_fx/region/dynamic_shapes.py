@@ -8,7 +8,7 @@ ones, so that the code makes no choice that its guards do not cover.
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from tencache_fx.passes.symbols import evaluate, storage_places, symbol_places
 from tencache_fx.planning.liveness import device_changes, live_bytes
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.pool_sizing import host_buffers, pool_classes, total_bytes
-from tencache_fx.planning.problem import Problem, Tier
+from tencache_fx.planning.problem import Collective, Problem, Tier
 from tencache_fx.tensors import allocated_bytes, byte_hint, storage_of, tensors_of
 
 Sizes = tuple[int, ...]  # one for each symbol of a region, in the order of `SizeFormulas.symbols`
@@ -142,10 +142,16 @@ class SizeFormulas:
             replace(op, duration_ns=math.ceil(op.duration_ns * rate), scratch_bytes=math.ceil(op.scratch_bytes * rate))
             for op, rate in zip(problem.ops, rates.tolist(), strict=True)
         )
-        collectives = tuple(
-            replace(each, nbytes=math.ceil(each.nbytes * rates[each.begin])) for each in problem.collectives
-        )
+        nbytes = {old.name: (old.nbytes, new.nbytes) for old, new in zip(problem.storages, storages, strict=True)}
+        collectives = tuple(_resized(each, nbytes) for each in problem.collectives)
         return replace(problem, ops=ops, storages=storages, collectives=collectives)
+
+
+def _resized(collective: Collective, nbytes: Mapping[str, tuple[int, int]]) -> Collective:
+    """Return a collective that moves more as what it reads and writes has grown: its bytes before, and after."""
+    sizes = [nbytes[name] for name in (*collective.reads, *collective.writes)]
+    before, after = (sum(each) for each in zip(*sizes, strict=True)) if sizes else (1, 1)
+    return replace(collective, nbytes=math.ceil(collective.nbytes * after / max(1, before)))
 
 
 def _size_of(item: StorageNodes) -> torch.SymInt | None:

@@ -89,7 +89,7 @@ class StepChoices:
     def _is_open(self, index: int, nbytes: int) -> bool:
         """Return whether it is to be chosen what a region recomputes whose largest call has so large activations."""
         most, least = _GROWTH
-        return index not in self.decided or nbytes * least >= self._chosen_bytes[index] * most
+        return index not in self.decided or nbytes * least >= max(1, self._chosen_bytes[index]) * most
 
     def _decide(self) -> None:
         search = self._search
@@ -110,8 +110,12 @@ class StepChoices:
 def _no_less(choice: Recomputed, before: Recomputed) -> Recomputed:
     """Return the larger of two choices, with what it lacks of the other: other sizes may have other ones cheapest."""
     less, more = sorted((choice, before), key=lambda each: each.extent)
-    lacking = {*less.always, *less.first} - {*more.always, *more.first}
-    return replace(more, always=tuple(sorted({*more.always, *lacking}))) if lacking else more
+    always, first_calls, rest = {*more.always, *less.always}, more.first_calls, {*less.first} - {*more.always}
+    if rest <= {*more.first}:
+        first_calls = max(first_calls, less.first_calls if rest else 0)
+    else:
+        always |= rest
+    return replace(more, always=tuple(sorted(always)), first_calls=first_calls)
 
 
 def _activation_bytes(region: SwapRegion) -> int:

@@ -85,6 +85,17 @@ def test_ranks_measure_once_and_keep_it(monkeypatch: pytest.MonkeyPatch):
     assert group_rates(second, "cpu") == found
 
 
+def test_without_memory_to_measure_the_fixed_rates_are_taken(monkeypatch: pytest.MonkeyPatch):
+    def full(*sizes: object, **more: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(collective_rates, "backend_of", lambda *_: "full")
+    monkeypatch.setattr(torch, "empty", full)
+    assert agree_on_rates(dist.new_group(), CPU, calibrate=True) == FIXED_RATES["cpu"]
+    monkeypatch.undo()
+    assert agree_on_rates(dist.new_group(), CPU, calibrate=False) == FIXED_RATES["cpu"]
+
+
 def test_what_a_group_agreed_on_is_a_fact_of_plans():
     before = group_facts()
     group = dist.new_group(backend="fake")

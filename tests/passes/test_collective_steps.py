@@ -23,6 +23,7 @@ from tencache_fx.planning.problem import Budgets, Collective, CollectiveKind, Op
 from tencache_fx.planning.search import make_plan
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.region import compilation, kept_region
+from tencache_fx.region.registry import REGIONS
 
 OPS = torch.ops._c10d_functional
 RANKS, SIDE = 2, 64
@@ -139,6 +140,34 @@ def test_a_plan_has_the_collectives_of_its_region(compiler: str):
         + forecast.stall_in_ns
         + forecast.stall_collective_ns
     )
+
+
+class Reduced(nn.Module):
+    """A sum over ranks of what the rows make is under way while a weight is gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = HalfLinear(), HalfLinear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        total = OPS.all_reduce(hidden.detach(), "sum", dist.group.WORLD.group_name)
+        return self.second(hidden) + OPS.wait_tensor(total)
+
+
+def test_with_other_sizes_collectives_move_what_they_read_and_write_then():
+    options = {"device_budget": "4MB", "compiler": "eager", "calibrate": False}
+    x = torch.randn(256, SIDE)
+    torch._dynamo.mark_dynamic(x, 0)
+    known = set(REGIONS.live())
+    compiled(Reduced(), options)(x).sum().backward()
+    (region,) = (each for each in REGIONS.live() if each not in known)
+    formulas, problem = region.current.footprint.formulas, region.record.problem
+    larger = formulas.resize(problem, formulas.planned, tuple(8 * size for size in formulas.planned))
+    grown = {(a.kind, b.nbytes / a.nbytes) for a, b in zip(problem.collectives, larger.collectives, strict=True)}
+    of_rows = {ratio for kind, ratio in grown if kind is CollectiveKind.ALL_REDUCE}
+    assert 8 in of_rows
+    assert {ratio for kind, ratio in grown if kind is not CollectiveKind.ALL_REDUCE} == {1}
 
 
 def test_a_region_is_kept_for_the_rates_that_it_was_planned_for(monkeypatch: pytest.MonkeyPatch):

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from harness import Block, faulty_engine
+from hypothesis import given
+from hypothesis import strategies as st
 from meter import Meter
 from problems import links as slow_links
 from test_step import LINKS, TWO_CALLS, budgets, recomputing_region, visit_of
@@ -29,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tencache_fx
 from tencache_fx.hardware import rates
-from tencache_fx.planning.problem import Problem
+from tencache_fx.planning.problem import Kind, Problem
 from tencache_fx.planning.step import Visit
 from tencache_fx.planning.step_recompute import Recomputed, _model
 from tencache_fx.region import step_choices
@@ -135,6 +137,38 @@ def test_what_was_recomputed_still_is_where_other_storages_are_chosen(monkeypatc
         choices.choose(visits, LINKS, budgets(1500), ())
         assert choices.decided[0].always == names, factor
     assert not found, "it has grown by half twice"
+
+
+NAMES = st.lists(st.sampled_from("abcd"), unique=True, max_size=3)
+CHOICES = st.builds(
+    lambda always, first, calls: Recomputed(always=tuple(always), first=tuple(first[:1]), first_calls=calls),
+    NAMES,
+    NAMES,
+    st.integers(0, 3),
+)
+
+
+@given(before=CHOICES, choice=CHOICES)
+def test_no_call_recomputes_less_by_another_choice(before: Recomputed, choice: Recomputed) -> None:
+    found = step_choices._no_less(choice, before)
+    for call in range(4):
+        less = before.names(call, checkpointed=False)
+        assert less <= found.names(call, checkpointed=False)
+    if before == choice:
+        assert found.extent == choice.extent
+
+
+def test_a_region_without_activations_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[int] = []
+    monkeypatch.setattr(step_choices, "kept_step_choice", lambda visits, *_: searches.append(len(visits)))
+    region, choices = recomputing_region(), StepChoices()
+    storages = tuple(replace(each, kind=Kind.INPUT) for each in region.original.storages)
+    empty = replace(region, original=replace(region.original, storages=storages))
+    for _ in range(3):
+        choices.choose(
+            [visit_of(empty, 0, 0, backward=back, held_bytes=0) for back in (False, True)], LINKS, budgets(1500), ()
+        )
+    assert searches == [2]
 
 
 def test_some_calls_recompute_more_than_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
