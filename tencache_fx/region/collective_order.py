@@ -7,28 +7,34 @@ group, such as those of two rows of a mesh, may differ.
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from tencache_fx.errors import InvariantError
 from tencache_fx.ops import arguments_of
 from tencache_fx.passes.collectives import begins_collective
 from tencache_fx.region.source import RegionSource
+from tencache_fx.tensors import byte_hint
 
 
 def check_order(source: RegionSource, graphs: Sequence[fx.Graph], offloaded: Collection[str]) -> None:
     """Raise `InvariantError` if another rank of its groups has compiled this region with collectives in another order.
 
-    It is the same region if its graph, what is `offloaded` of it, and its options but for the budgets are the same.
+    It is the same region if its graph, its collectives in any order, what is `offloaded` of it, and its options but for
+    the budgets are the same.
     """
     if not dist.is_available() or not dist.is_initialized():
         return
     groups, order = find_order(graphs)
     options = source.options
     asked = options.recompute, options.compiler, options.policy, options.scope, sorted(offloaded)
-    key = hashlib.sha256(repr((source.fingerprint, asked)).encode()).hexdigest()
+    begins = (node for node in source.graph.graph.nodes if "_c10d_functional." in str(node.target))
+    stated = sorted(repr(map_aggregate((each.args, each.kwargs), partial(_plain, groups))) for each in begins)
+    key = hashlib.sha256(repr((source.fingerprint, stated, asked)).encode()).hexdigest()
     for group in groups:
         compare(dist.distributed_c10d._get_default_store(), f"tencache/order/{key}/{group}", order, source.index)
 
@@ -61,5 +67,12 @@ def _told(node: fx.Node, arguments: Mapping[str, Any], groups: Sequence[str]) ->
         for name, each in arguments.items()
         if name == "group_name" or isinstance(each, (bool, int, str))
     }
-    sizes = [tuple(map(str, each.meta["val"].shape)) for each in node.all_input_nodes]
+    sizes = [tuple(map(byte_hint, each.meta["val"].shape)) for each in node.all_input_nodes]  # as in the fingerprint
     return repr((str(node.target), sizes, others))
+
+
+def _plain(groups: Sequence[str], value: object) -> object:
+    """Return what all ranks have alike of an argument of a collective: numbers, words, and the place of its group."""
+    if isinstance(value, str) and value in groups:
+        return groups.index(value)
+    return value if isinstance(value, (bool, int, str)) else type(value).__name__

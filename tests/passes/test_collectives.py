@@ -288,6 +288,18 @@ def test_ranks_that_run_collectives_in_another_order_are_told() -> None:
         compare(store, "region", order[::-1], 3)
 
 
+def test_programs_that_differ_in_how_they_reduce_alone_are_two_programs() -> None:
+    options = {"device_budget": "4MB", "compiler": "eager", "calibrate": False}
+    for way in ("sum", "max"):
+        torch.compiler.reset()
+
+        def run(x: Tensor, way: str = way) -> Tensor:
+            total = COLLECTIVES.all_reduce(torch.sin(x.detach()), way, dist.group.WORLD.group_name)
+            return COLLECTIVES.wait_tensor(total) * x
+
+        torch.compile(run, backend="tencache", options=options)(torch.randn(128, WIDTH, requires_grad=True))
+
+
 def test_ranks_of_two_rows_of_a_mesh_have_one_order_whatever_their_groups_are_called() -> None:
     def ordered(*groups: str) -> tuple[list[str], list[str]]:
         graph = fx.Graph()
