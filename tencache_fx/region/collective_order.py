@@ -71,7 +71,7 @@ def _told(node: fx.Node, arguments: Mapping[str, Any], groups: Sequence[str]) ->
     return repr((str(node.target), sizes, others))
 
 
-def _plain(groups: Sequence[str], value: object) -> object:
+def _plain(groups: Sequence[str], value: Any) -> Any:
     """Return what all ranks have alike of an argument of a collective: numbers, words, and the place of its group."""
     if isinstance(value, str) and value in groups:
         return groups.index(value)
