@@ -297,7 +297,10 @@ def test_programs_that_differ_in_how_they_reduce_alone_are_two_programs() -> Non
             total = COLLECTIVES.all_reduce(torch.sin(x.detach()), way, dist.group.WORLD.group_name)
             return COLLECTIVES.wait_tensor(total) * x
 
-        torch.compile(run, backend="tencache", options=options)(torch.randn(128, WIDTH, requires_grad=True))
+        x = torch.randn(128, WIDTH, requires_grad=True)
+        found = torch.compile(run, backend="tencache", options=options)(x)
+        assert torch.equal(found, torch.sin(x) * x), "of one rank"
+        assert tencache_fx.regions()[-1].problem.collectives
 
 
 def test_ranks_of_two_rows_of_a_mesh_have_one_order_whatever_their_groups_are_called() -> None:
