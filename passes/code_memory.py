@@ -35,6 +35,14 @@ def code_peak_bytes(graphs: Sequence[tuple[Interface, str]], num_outputs: int) -
     its outputs; and the gradients it hands in.
     Raises `UnreadableCodeError`. O(lines).
     """
+    return max(map(max, code_bytes(graphs, num_outputs)))
+
+
+def code_bytes(graphs: Sequence[tuple[Interface, str]], num_outputs: int) -> list[list[int]]:
+    """Return the most bytes held in each part of each graph's code, as `code_peak_bytes` counts them.
+
+    Our operations divide the code: part `n` is what runs behind `n` of them. Raises `UnreadableCodeError`. O(lines).
+    """
     try:
         return _weigh_graphs(graphs, num_outputs)
     except (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError) as error:
@@ -42,13 +50,13 @@ def code_peak_bytes(graphs: Sequence[tuple[Interface, str]], num_outputs: int) -
         raise UnreadableCodeError(f"{type(error).__name__}: {error}") from error
 
 
-def _weigh_graphs(graphs: Sequence[tuple[Interface, str]], num_outputs: int) -> int:
+def _weigh_graphs(graphs: Sequence[tuple[Interface, str]], num_outputs: int) -> list[list[int]]:
     (interface, source), *later = graphs
     forward = _Run(interface, source)
     forward.enter({name: frozenset({forward.storage_of(part)}) for name, part in interface.takes.items()})
     forward.keep(*forward.env.values())
     returned = forward.follow()
-    peak_bytes = forward.peak_bytes
+    found = [forward.part_bytes]
     for interface, source in later:
         backward = _Run(interface, source, beside=forward)
         crossing = _cross(forward, returned[num_outputs:], interface)
@@ -58,8 +66,8 @@ def _weigh_graphs(graphs: Sequence[tuple[Interface, str]], num_outputs: int) -> 
         backward.keep(*gradients, *staying, *returned[:num_outputs])
         backward.enter(given)
         backward.follow()
-        peak_bytes = max(peak_bytes, backward.peak_bytes)
-    return peak_bytes
+        found.append(backward.part_bytes)
+    return found
 
 
 @dataclass
@@ -81,7 +89,7 @@ class _Run:
         self.env: dict[str, frozenset[int]] = {}
         self.entered: Mapping[str, frozenset[int]] = {}
         self.donated: frozenset[int] = frozenset()  # donated by the caller: free by the backward
-        self.peak_bytes = 0
+        self.part_bytes: list[int] = [0]  # the most held in each part
         self._nbytes: list[int] = [] if beside is None else beside._nbytes  # by storage, of both graphs
         self._tuples: dict[str, tuple[frozenset[int], ...]] = {}
         self._kept: frozenset[int] = frozenset()
@@ -109,6 +117,7 @@ class _Run:
         self._weigh()
         for line in self.lines:
             if isinstance(line, ast.Return):
+                self._weigh()
                 return tuple(self._read(value) for value in _elements(line.value))
             if isinstance(line, ast.Delete):
                 for target in line.targets:
@@ -192,6 +201,8 @@ class _Run:
         if not isinstance(call, ast.Call) or (found := runtime_call(call)) is None:
             return False
         role, given = found
+        self._weigh()
+        self.part_bytes.append(0)
         if role in ("offload", "offload_grad") and name is not None:
             self._leaving[name] = self._read(given["src"])
         elif role == "release":
@@ -206,6 +217,8 @@ class _Run:
             self.env[name] = frozenset({self._new(sizes)})
         elif role == "wait" and name is not None:
             self.env[name] = self._read(given["ticket"])
+        if role != "release":  # what that frees is deleted behind it
+            self._weigh()
         return True
 
     def _read(self, value: ast.expr) -> frozenset[int]:
@@ -216,7 +229,8 @@ class _Run:
 
     def _weigh(self, scratch_bytes: int = 0) -> None:
         alive = self._kept.union(*self.env.values(), *self._leaving.values())
-        self.peak_bytes = max(self.peak_bytes, sum(self._nbytes[storage] for storage in alive) + scratch_bytes)
+        held_bytes = sum(self._nbytes[storage] for storage in alive) + scratch_bytes
+        self.part_bytes[-1] = max(self.part_bytes[-1], held_bytes)
 
     def _new(self, nbytes: int) -> int:
         self._nbytes.append(nbytes)

@@ -3,9 +3,10 @@
 `step.py` joins the calls of such regions to the problem of a step. No torch here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,22 +29,26 @@ class GraphPoint(NamedTuple):
     label: str
 
 
+Points: TypeAlias = tuple[tuple[GraphPoint, ...], tuple[GraphPoint, ...]]
+"""The runtime ops of forward and backward in their order."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SwapRegion:
     """A region whose graphs have swap points, and in which the storages `recomputed` are not saved.
 
     `original` is the problem in which nothing more is recomputed than torch's partitioner does, with recipes.
     `transfers` are what the graphs do where no schedule says otherwise, `points` the runtime ops of forward and
-    backward in their order. Generated code holds `margin_bytes` more than the graphs show. People know it by its
-    `name`.
+    backward in their order. Behind the n-th of them generated code holds `margins[graph][n]` bytes more than the
+    graphs show. People know it by its `name`.
     """
 
     problem: Problem
     transfers: tuple[Transfer, ...]
-    points: tuple[tuple[GraphPoint, ...], tuple[GraphPoint, ...]]
+    points: Points
     original: Problem
     recomputed: frozenset[str] = frozenset()
-    margin_bytes: int = 0
+    margins: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     name: str = ""
 
     def resized(self, resize: Callable[[Problem], Problem]) -> "SwapRegion":
@@ -51,7 +56,45 @@ class SwapRegion:
         problem = resize(self.problem)
         nbytes = {storage.name: storage.nbytes for storage in problem.storages}
         transfers = tuple(replace(each, nbytes=nbytes[each.name]) for each in self.transfers)
-        return replace(self, problem=problem, original=resize(self.original), transfers=transfers)
+        resized = replace(self, problem=problem, original=resize(self.original), transfers=transfers)
+        now_bytes, before_bytes = (
+            sum(s.nbytes for s in each.storages if s.kind is Kind.ACTIVATION) for each in (problem, self.problem)
+        )
+        forward, backward = (
+            tuple(-(-each * now_bytes // max(1, before_bytes)) for each in margins) for margins in self.margins
+        )
+        return replace(resized, margins=(forward, backward))
+
+    def holding(self, code_bytes: Sequence[Sequence[int]]) -> "SwapRegion":
+        """Return the region with the bytes that generated code holds behind each runtime op, with every storage away.
+
+        The graphs say the same of the steps behind that op, up to the next one. Code that has other runtime ops than
+        the graphs says no more than how much it holds at most.
+        """
+        live = self._live(self.transfers)
+        margins = []
+        for backward, held in enumerate(code_bytes):
+            parts = list(self._parts(backward=bool(backward)))
+            if len(held) != len(parts):
+                most_bytes = max(0, max(map(max, code_bytes)) - int(live.max(initial=0)))
+                forward, back = ((most_bytes,) * (1 + len(points)) for points in self.points)
+                return replace(self, margins=(forward, back))
+            margins.append(
+                tuple(max(0, nbytes - int(live[part].max())) for nbytes, part in zip(held, parts, strict=True))
+            )
+        forward, back = margins
+        return replace(self, margins=(forward, back))
+
+    def _parts(self, *, backward: bool) -> Iterator[slice]:
+        """Yield the steps before the first runtime op of a graph, and behind each.
+
+        Nothing runs between two ops at one step: what is there is what the step before has left.
+        """
+        steps = self.steps(backward=backward)
+        edges = [steps.start, *(point.step for point in self.points[backward]), steps.stop]
+        for begin, end in pairwise(edges):
+            first = max(steps.start, min(begin, steps.stop - 1))
+            yield slice(first, end) if first < end else slice(max(steps.start, first - 1), first + 1)
 
     @cached_property
     def swaps(self) -> tuple[Transfer, ...]:
@@ -74,8 +117,8 @@ class SwapRegion:
         return self._needed(tuple(each for each in self.transfers if each.kind is not TransferKind.SWAP))
 
     def _needed(self, transfers: tuple[Transfer, ...]) -> tuple[Bytes, Bytes]:
-        problem, boundary = replace(self.problem, external_bytes=0, boundary_bytes=0), self.problem.boundary
-        live = live_bytes(problem, transfers)
+        problem, boundary = self.problem, self.problem.boundary
+        live = self._live(transfers)
         away = {swap.name for swap in self.swaps}
         inputs = (Kind.PARAMETER, Kind.INPUT)
         given = sum(s.nbytes for s in problem.storages if s.birth == 0 and s.kind in inputs)
@@ -85,7 +128,15 @@ class SwapRegion:
             if s.death > boundary
             and ((s.birth < boundary and s.name not in away) or (s.birth == boundary and s.kind is Kind.INPUT))
         )
-        return live[:boundary] - given + self.margin_bytes, live[boundary:] - handed + self.margin_bytes
+        more = np.zeros_like(live)
+        for backward, margins in enumerate(self.margins):
+            for margin_bytes, part in zip(margins, self._parts(backward=bool(backward)), strict=False):
+                more[part] = np.maximum(more[part], margin_bytes)
+        live = live + more
+        return live[:boundary] - given, live[boundary:] - handed
+
+    def _live(self, transfers: Sequence[Transfer]) -> Bytes:
+        return live_bytes(replace(self.problem, external_bytes=0, boundary_bytes=0), transfers)
 
     @cached_property
     def swapped_bytes(self) -> int:

@@ -14,7 +14,7 @@ from tencache_fx.hardware.device_memory import external_bytes, input_bytes
 from tencache_fx.model_state.disk_state import line_bytes
 from tencache_fx.model_state.shard import UNKNOWN
 from tencache_fx.passes.code_interface import Interface
-from tencache_fx.passes.code_memory import UnreadableCodeError, code_peak_bytes
+from tencache_fx.passes.code_memory import UnreadableCodeError, code_bytes, code_peak_bytes
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.lifetimes import StorageNodes
 from tencache_fx.passes.parameter_markers import write_markers
@@ -30,7 +30,7 @@ from tencache_fx.planning.problem import Budgets, Kind, Problem, Step, Storage
 from tencache_fx.planning.recalibration import StoredCorrection
 from tencache_fx.planning.recompute_search import recomputed_for
 from tencache_fx.planning.step_recompute import recomputed_to_fit
-from tencache_fx.planning.swap_region import plan_swap_points
+from tencache_fx.planning.swap_region import Points, SwapRegion, plan_swap_points
 from tencache_fx.planning.tuning import SPLITS, TUNING
 from tencache_fx.region.analysis import RegionAnalysis, analyze
 from tencache_fx.region.collective_links import state_collectives
@@ -104,6 +104,23 @@ class Candidate:
         except UnreadableCodeError as error:
             log.warning("the generated code cannot be read, so its peak is a forecast: %s.", str(error))
             return None
+
+    def swap_region(self, plan: Plan, points: Points, code: Sequence[tuple[Interface, str]]) -> SwapRegion:
+        """Return the region for the plan of a step; `code` is what was generated for its graphs, if that can be read.
+
+        Where the code holds more than the graphs show, in the order in which they run it, the region does.
+        """
+        region = SwapRegion(
+            problem=self.problem.within(device_bytes=None),
+            transfers=plan.transfers,
+            points=points,
+            original=self.original,
+            recomputed=frozenset(plan.recomputed),
+        )
+        try:
+            return region.holding(code_bytes(code, self.analysis.capture.num_outputs)) if code else region
+        except UnreadableCodeError:  # `code_peak_bytes` has warned
+            return region
 
     @property
     def missing_bytes(self) -> int:

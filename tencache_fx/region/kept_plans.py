@@ -73,7 +73,7 @@ def kept_step_choice(
     places = {each: place for place, each in enumerate(regions)}
     order = [(visit, places[id(visit.region)]) for visit in visits]
     stated = [
-        (_lasting(each.problem), each.transfers, _lasting(each.original), sorted(each.recomputed), each.margin_bytes)
+        (_lasting(each.problem), each.transfers, _lasting(each.original), sorted(each.recomputed), each.margins)
         for each in regions.values()
     ]
     lasting = _capped(budgets, sum(_bytes(visit.region.problem) + _bytes(visit.region.original) for visit in visits))

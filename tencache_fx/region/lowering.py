@@ -25,7 +25,7 @@ from tencache_fx.passes.verify_graph import verify_graphs
 from tencache_fx.planning.plan import Plan, TransferKind
 from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.recalibration import Scales
-from tencache_fx.planning.swap_region import GraphPoint, SwapRegion
+from tencache_fx.planning.swap_region import Points
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.records import Listing, RegionRecord
 from tencache_fx.region.candidate import Candidate, RegionPlanner
@@ -50,9 +50,6 @@ from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import RankStage, open_engine, swap_points
 
 log = logging.getLogger("tencache_fx")
-
-Points = tuple[tuple[GraphPoint, ...], tuple[GraphPoint, ...]]
-"""The runtime ops of a forward and of its backward."""
 
 
 class Lowering(Protocol):
@@ -205,15 +202,7 @@ class PlannedLowering:
             record = replace(record, code_peak_bytes=candidate.code_peak_bytes(self._code))
         trains, swap_region = candidate.analysis.capture.backward is not None, None
         if self._request.by_step and trains:
-            code_bytes = (record.code_peak_bytes or 0) - candidate.external_bytes
-            swap_region = SwapRegion(
-                problem=candidate.problem.within(device_bytes=None),
-                transfers=plan.transfers,
-                points=self._points,
-                original=candidate.original,
-                recomputed=frozenset(plan.recomputed),
-                margin_bytes=max(0, code_bytes - plan.forecast.peak_bytes),
-            )
+            swap_region = candidate.swap_region(plan, self._points, self._code)
         self._kept = KeptRegion(
             record=record,
             footprint=_footprint(candidate, plan),

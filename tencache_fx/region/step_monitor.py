@@ -57,6 +57,7 @@ class StepMonitor:
         if written.recorder is None or phase == "inference":
             return run
         recorder = written.recorder
+        recorder.has_new_code = True
         if recorder is not self._recorder:
             self._recorder = recorder
             recorder.watch(self, self._source.index)

@@ -52,6 +52,7 @@ class StepRecorder:
         self.points = points
         self.planner = StepPlanner(points)
         self.programs: dict[Order, Program] = {}
+        self.has_new_code = False  # in this round: kernels are tuned in their first run, beside what the plan knows of
         self.misfits: set[int] = set()  # regions whose backward does not fit while they are planned with their step
         self._lock = threading.RLock()
         self._calls: list[Call] = []
@@ -232,6 +233,8 @@ class StepRecorder:
         self._visits.append(visit)
         limit = self._options.device_budget
         self._compare(visit)
+        if self.has_new_code:
+            self._expect(None)
         if (more := self._excess_bytes(visit, limit)) > 0 and not self.points.in_known_order:
             more -= self.points.make_room(more, (visit.index, visit.call))
         if more > 0:
@@ -304,11 +307,10 @@ class StepRecorder:
                 "by itself" if alone else "with more recomputed",
             )
             return
-        phase = "backward" if visit.backward else "forward"
         raise BudgetError(
-            f"the {phase} of region {visit.index}, call {visit.call} of the step, needs "
-            f"{format_bytes(visit.peak_bytes)} on the device, with everything offloaded that may be; the budget is "
-            f"{format_bytes(limit)}.\n"
+            f"the {'backward' if visit.backward else 'forward'} of region {visit.index}, call {visit.call} of the step"
+            f", needs {format_bytes(visit.peak_bytes)} on the device, with everything offloaded that may be; the "
+            f"budget is {format_bytes(limit)}.\n"
             f"  Held there when it begins: {format_bytes(visit.held_bytes)}.\n"
             f"  Set device_budget to {at_least(visit.peak_bytes)} or more, or shrink the batch."
         )
@@ -376,7 +378,7 @@ class StepRecorder:
 
     def _forget_round(self) -> None:
         self.points.settle()
-        self._calls, self._visits, self.points.in_known_order = [], [], True
+        self._calls, self._visits, self.points.in_known_order, self.has_new_code = [], [], True, False
         self._counts.clear()
 
 

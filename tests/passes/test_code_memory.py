@@ -10,7 +10,7 @@ from torch import nn
 
 import tencache_fx
 from tencache_fx.passes.code_interface import Interface, Part
-from tencache_fx.passes.code_memory import UnreadableCodeError, code_peak_bytes
+from tencache_fx.passes.code_memory import UnreadableCodeError, code_bytes, code_peak_bytes
 from tencache_fx.region import candidate
 
 MATRIX = 64 * 64 * 4
@@ -171,6 +171,26 @@ def test_transfers() -> None:
     assert weigh(out + release + back + wait) == MATRIX
     assert weigh(out + release + back + other + wait) == 2 * MATRIX
     assert weigh(out + release + back + wait + "del buf5\ndel buf6\n" + other) == MATRIX
+
+
+def test_what_is_held_behind_each_of_our_operations() -> None:
+    body = """
+    buf0 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
+    buf1 = torch.ops.tencache.offload.default(buf0, 0, 'host', 'mm')
+    buf2 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
+    del buf2
+    torch.ops.tencache.release.default(buf1, buf0, 0)
+    del buf0
+    buf3 = torch.ops.tencache.prefetch.default(buf1, 0)
+    buf4 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
+    buf5 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
+    buf6 = torch.ops.tencache.wait.default(buf3, [64, 64], [64, 1], torch.float32, torch.device('cpu'), 0)
+    del buf3, buf4, buf5, buf6
+    return ()
+"""
+    code = f"def call(self, args):\n    primals_1, primals_2, = args\n{body.lstrip(chr(10))}"
+    (parts,) = code_bytes([(TWO, code)], 0)
+    assert [part // MATRIX - 2 for part in parts] == [1, 2, 0, 3, 3]
 
 
 @pytest.mark.parametrize(

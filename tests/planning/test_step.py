@@ -399,3 +399,44 @@ def test_a_schedule_says_where_a_storage_goes(tier):
     away = to_schedule(step, replace(plan, transfers=moved)).away
     assert away
     assert set(away.values()) == {tier}
+
+
+@settings(max_examples=60, deadline=None)
+@given(region=regions(), data=st.data())
+def test_a_region_holds_what_its_code_does_behind_each_op(region: SwapRegion, data: st.DataObject) -> None:
+    """Whatever the code holds, a region says as much of the steps behind the op, and no less than its graphs do."""
+    code = [[data.draw(st.integers(0, 400), label="bytes") for _ in range(len(points) + 1)] for points in region.points]
+    holding = region.holding(code)
+    live = live_bytes(region.problem, region.transfers)
+    boundary = region.problem.boundary
+    bare = replace(holding, margins=((), ()))
+    for backward, (points, held) in enumerate(zip(region.points, code, strict=True)):
+        own, graphs = holding.own_bytes[backward], bare.own_bytes[backward]
+        assert (own >= graphs).all()
+        handed = int(live[boundary * backward] - graphs[0])  # what is there when the graph begins
+        first, stop = boundary * backward, len(live) if backward else boundary
+        edges = [first, *(point.step for point in points), stop]
+        for begin, end, nbytes in zip(edges, edges[1:], held, strict=False):
+            near = own[max(0, begin - 1 - first) : max(end, begin + 1) - first]
+            assert near.max() + handed >= nbytes, (begin, end)
+    most_bytes = max(max(held) for held in code)
+    assert max(own.max() for own in holding.own_bytes) <= max(own.max() for own in bare.own_bytes) + most_bytes
+
+
+def test_code_with_other_ops_than_the_graphs_says_how_much_it_holds_at_most() -> None:
+    region = recomputing_region()
+    most_bytes = int(live_bytes(region.problem, region.transfers).max())
+    held = [[0] * (len(points) + 2) for points in region.points]
+    held[1][0] = most_bytes + 70
+    holding = region.holding(held)
+    for own, bare in zip(holding.own_bytes, region.own_bytes, strict=True):
+        assert (own - bare == 70).all()
+
+
+def test_what_code_holds_grows_with_the_activations() -> None:
+    region = replace(recomputing_region(), margins=((70,), (0, 31)))
+
+    def resize(problem: Problem) -> Problem:
+        return replace(problem, storages=tuple(replace(each, nbytes=each.nbytes * 5 // 2) for each in problem.storages))
+
+    assert region.resized(resize).margins == ((175,), (0, 78))

@@ -235,11 +235,11 @@ def test_a_region_of_a_step_is_found(hollow_kernels: None, start: Any) -> None:
     assert second.found
     assert second.region.in_steps
     was, now = first.region.current.swap_region, second.region.current.swap_region
-    assert (now.problem, now.transfers, now.points, now.margin_bytes) == (
+    assert (now.problem, now.transfers, now.points, now.margins) == (
         was.problem,
         was.transfers,
         was.points,
-        was.margin_bytes,
+        was.margins,
     )
     assert second.step.plan.forecast == first.step.plan.forecast
     assert second.stats["offloads"] == first.stats["offloads"] > 0

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 import tencache_fx
 from tencache_fx.hardware import rates
 from tencache_fx.planning.problem import Kind, Problem
-from tencache_fx.planning.step import Visit
+from tencache_fx.planning.step import FRUGAL, Visit
 from tencache_fx.planning.step_recompute import Recomputed, _model
 from tencache_fx.region import step_choices
 from tencache_fx.region.registry import REGIONS
@@ -81,10 +81,17 @@ def test_calls_of_other_lengths_are_modelled_at_their_own(
 def test_slow_links_make_regions_recompute(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The regions are compiled once more for it, and never again."""
     monkeypatch.setattr(rates, "links", lambda *_, **__: slow_links(10**8))
-    expected, model, compiled = wanted(6), one_by_one(blocks(), device_budget=BUDGETS["some"]), []
+    expected, model, compiled, follows = wanted(6), one_by_one(blocks(), device_budget=BUDGETS["some"]), [], []
+
+    def run(x: Tensor) -> Tensor:
+        result: Tensor = model(x)
+        follows.append(recorder(engine).points.schedule is not FRUGAL)
+        return result
+
     for step, each in enumerate(expected):
-        assert equal(gradients(model, model, inputs(step)), each), f"step {step}"
+        assert equal(gradients(model, run, inputs(step)), each), f"step {step}"
         compiled.append(REGIONS.compilations)
+    assert follows == [False, False, True, True, True, True], "kernels are tuned where they run first"
     chosen = [region.swap_region.recomputed for region in map(current, REGIONS.live()) if region.swap_region]
     assert any(chosen)
     assert compiled[0] < compiled[1] == compiled[-1]
@@ -117,9 +124,9 @@ def test_a_choice_is_made_again_with_what_its_model_lacked() -> None:
     as_modelled = _model(region, frozenset({"large"}))
     choices.check(0, as_modelled)
     assert choices.decided[0] == decided, "it is as expected"
-    choices.check(0, replace(as_modelled, margin_bytes=300))
+    choices.check(0, replace(as_modelled, margins=((300,), (300,))))
     assert choices.decided[0] == decided, "there is room for that"
-    choices.check(0, replace(as_modelled, margin_bytes=600))
+    choices.check(0, replace(as_modelled, margins=((600,), (600,))))
     assert choices.decided[0] == Recomputed(), "with 600 bytes less, no choice holds less than what ran"
 
 

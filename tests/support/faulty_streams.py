@@ -16,6 +16,7 @@ from tencache_fx.runtime.file_io import FileIO
 from tencache_fx.runtime.streams import CpuStreams, CudaStreams, Event, Lane
 
 POISON = 0xFF
+_DIRT_BYTES = 1 << 20
 
 
 class FaultyCpuStreams(CpuStreams):
@@ -81,6 +82,9 @@ class FaultyCudaStreams(CudaStreams):
         super().__init__(device)
         self._delay_cycles = delay_cycles
         self._poison = poison
+        # Made once, as tests look at the peak of what is allocated.
+        self._dirt = torch.full((_DIRT_BYTES,), POISON, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize(device)
 
     def transfer(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         if self._delay_cycles:
@@ -94,9 +98,8 @@ class FaultyCudaStreams(CudaStreams):
     def after_return(self, memory: Tensor, after: tuple[Event, ...]) -> tuple[Event, ...]:
         if not self._poison:
             return after
-        with torch.cuda.stream(self.lanes[Lane.IN]):  # allocated and freed on that stream, so it needs no guard
-            dirt = torch.full((memory.numel(),), POISON, dtype=torch.uint8, device=self.device)
-        return (self.copy(Lane.IN, memory, dirt, after),)
+        parts = memory.split(_DIRT_BYTES)
+        return (self.copy_all(Lane.IN, [(part, self._dirt[: part.numel()]) for part in parts], after),)
 
 
 class FaultyIO(FileIO):
