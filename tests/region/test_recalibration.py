@@ -333,15 +333,14 @@ def test_whatever_stops_planning_anew_all_stays_as_it_was(
     run = torch.compile(Loss(), backend="tencache", options={"compiler": "eager", "device_budget": "9MB"})
     x = torch.randn(1024, 128)
     run(x).backward()
-    monkeypatch.setattr(f"tencache_fx.{where}", refuse)
     before = tencache_fx.regions()[-1].plan
-    with caplog.at_level("INFO", "tencache_fx"):
+    with monkeypatch.context() as patch, caplog.at_level("INFO", "tencache_fx"):
+        patch.setattr(f"tencache_fx.{where}", refuse)
         for _ in range(13):
             run(x).backward()
     told = [(record.levelname, record.getMessage()) for record in caplog.records if "stays" in record.getMessage()]
     assert [(each, why in text) for each, text in told] == [(level, True)]
     assert tencache_fx.regions()[-1].plan.transfers == before.transfers
-    monkeypatch.undo()
     torch.compiler.reset()
     options = {"compiler": "eager", "device_budget": "9MB"}
     torch.compile(Loss(), backend="tencache", options=options)(x).backward()
