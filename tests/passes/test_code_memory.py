@@ -179,7 +179,8 @@ def test_what_is_held_behind_each_of_our_operations() -> None:
     buf1 = torch.ops.tencache.offload.default(buf0, 0, 'host', 'mm')
     buf2 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
     del buf2
-    torch.ops.tencache.release.default(buf1, buf0, 0)
+    buf9 = torch.ops.tencache.release.default(buf1, buf0, 0)
+    assert_tensor_metadata(buf9, (1, ), (1, ), torch.int64, 'torch.ops.tencache.release.default')
     del buf0
     buf3 = torch.ops.tencache.prefetch.default(buf1, 0)
     buf4 = empty_strided_cpu((64, 64), (64, 1), torch.float32)

@@ -126,6 +126,20 @@ def test_every_step_is_within_the_budget_the_first_included(engine: Engine, mete
     assert min(peaks[2:]) >= 0.8 * budget, (peaks, budget)
 
 
+@pytest.mark.usefixtures("hollow_kernels")
+def test_generated_code_is_followed_behind_each_runtime_op(engine: Engine) -> None:
+    """Where it holds more than the graphs show: Inductor does not write a sum over the product that is added to."""
+    before = set(REGIONS.live())
+    model = one_by_one(blocks(2), device_budget=BUDGETS["some"], compiler="inductor")
+    gradients(model, model, inputs())
+    regions = [current(each).swap_region for each in REGIONS.live() if each not in before]
+    assert regions
+    for region in regions:
+        assert region is not None
+        assert [len(margins) for margins in region.margins] == [1 + len(points) for points in region.points]
+        assert max(region.margins[0]) == 4 * ROWS * WIDTH
+
+
 @torch._dynamo.config.patch(recompile_limit=64)  # all of these models share one code object
 def test_numbers_are_right_under_every_order(engine: Engine) -> None:
     """Accumulation, an evaluation between, two models in turns, a graph that is dropped: programs recur."""
