@@ -66,24 +66,21 @@ class SwapRegion:
         return replace(resized, margins=(forward, backward))
 
     def holding(self, code_bytes: Sequence[Sequence[int]]) -> "SwapRegion":
-        """Return the region with the bytes that generated code holds behind each runtime op, with every storage away.
+        """Return the region with margins from the bytes that generated code holds behind each runtime op of each graph.
 
-        The graphs say the same of the steps behind that op, up to the next one. Code that has other runtime ops than
-        the graphs says no more than how much it holds at most.
+        The code is that in which every storage leaves. If it has other runtime ops than the graphs, or lacks a graph,
+        all steps get the same margin: what the code holds at most, beyond the peak that the graphs show.
         """
         live = self._live(self.transfers)
-        margins = []
-        for backward, held in enumerate(code_bytes):
-            parts = list(self._parts(backward=bool(backward)))
-            if len(held) != len(parts):
-                most_bytes = max(0, max(map(max, code_bytes)) - int(live.max(initial=0)))
-                forward, back = ((most_bytes,) * (1 + len(points)) for points in self.points)
-                return replace(self, margins=(forward, back))
-            margins.append(
+        if [len(held) for held in code_bytes] != [1 + len(points) for points in self.points]:
+            most_bytes = max(0, max(map(max, code_bytes)) - int(live.max(initial=0)))
+            forward, backward = ((most_bytes,) * (1 + len(points)) for points in self.points)
+        else:
+            forward, backward = (
                 tuple(max(0, nbytes - int(live[part].max())) for nbytes, part in zip(held, parts, strict=True))
+                for held, parts in zip(code_bytes, (self._parts(backward=back) for back in (False, True)), strict=True)
             )
-        forward, back = margins
-        return replace(self, margins=(forward, back))
+        return replace(self, margins=(forward, backward))
 
     def _parts(self, *, backward: bool) -> Iterator[slice]:
         """Yield the steps before the first runtime op of a graph, and behind each.

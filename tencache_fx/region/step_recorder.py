@@ -308,8 +308,8 @@ class StepRecorder:
             )
             return
         raise BudgetError(
-            f"the {'backward' if visit.backward else 'forward'} of region {visit.index}, call {visit.call} of the step"
-            f", needs {format_bytes(visit.peak_bytes)} on the device, with everything offloaded that may be; the "
+            f"the {'backward' if visit.backward else 'forward'} of region {visit.index}, call {visit.call} of the step,"
+            f" needs {format_bytes(visit.peak_bytes)} on the device, with everything offloaded that may be; the "
             f"budget is {format_bytes(limit)}.\n"
             f"  Held there when it begins: {format_bytes(visit.held_bytes)}.\n"
             f"  Set device_budget to {at_least(visit.peak_bytes)} or more, or shrink the batch."

@@ -423,11 +423,12 @@ def test_a_region_holds_what_its_code_does_behind_each_op(region: SwapRegion, da
     assert max(own.max() for own in holding.own_bytes) <= max(own.max() for own in bare.own_bytes) + most_bytes
 
 
-def test_code_with_other_ops_than_the_graphs_says_how_much_it_holds_at_most() -> None:
+@pytest.mark.parametrize("lengths", [(2, 2), (1,)], ids=["more ops", "no backward"])
+def test_code_that_is_not_that_of_the_graphs_says_how_much_it_holds_at_most(lengths: tuple[int, ...]) -> None:
     region = recomputing_region()
     most_bytes = int(live_bytes(region.problem, region.transfers).max())
-    held = [[0] * (len(points) + 2) for points in region.points]
-    held[1][0] = most_bytes + 70
+    held = [[0] * (len(points) + more) for points, more in zip(region.points, lengths, strict=False)]
+    held[-1][0] = most_bytes + 70
     holding = region.holding(held)
     for own, bare in zip(holding.own_bytes, region.own_bytes, strict=True):
         assert (own - bare == 70).all()
