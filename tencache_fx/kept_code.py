@@ -8,6 +8,7 @@ around the code in each process anew: `run` is what runs.
 
 import contextlib
 import copy
+import dataclasses
 import hashlib
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 from torch._inductor import config
 from torch._inductor.codecache import FxGraphCache
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants, OutputCode
+from torch._inductor.triton_bundler import TritonBundle
 from torch._inductor.utils import BoxedBool
 
 Phase = Literal["forward", "backward", "inference"]
@@ -55,6 +57,7 @@ class KeptCode(OutputCode):
             raise BypassAOTAutogradCache("a region that tencache cannot take up again is not kept")
         code = copy.copy(self.code)
         code.prepare_for_serialization()
+        code._triton_bundle = without_loaded(code._triton_bundle)
         self._content = pickle.dumps((code, self.phase, self.planned, facts))
         self.code = self.facts = self.run = None  # type: ignore[assignment]
 
@@ -81,6 +84,19 @@ class KeptCode(OutputCode):
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
         """Do nothing: Inductor's code has its own."""
+
+
+def without_loaded(bundle: TritonBundle | None) -> TritonBundle | None:
+    """Return the Triton kernels of a graph without the launchers that this process has loaded.
+
+    Code that came from Inductor's cache launches those of its bundle themselves. Then they cannot be written: they name
+    addresses of this process. Who reads the entry makes launchers from the kernels' binaries, which are in the bundle,
+    too.
+    """
+    if bundle is None:
+        return None
+    unloaded = [each for each in bundle.static_autotuners if not each.kernel.launchers]
+    return dataclasses.replace(bundle, static_autotuners=unloaded)
 
 
 def _read(content: bytes, digest: str) -> KeptCode:

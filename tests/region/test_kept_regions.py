@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch._inductor.triton_bundler import StaticallyLaunchedAutotuner, TritonBundle, TritonKernelArtifacts
 from torch.compiler._cache import CacheArtifactManager
 
 import tencache_fx
 from tencache_fx import compat
 from tencache_fx.errors import InvariantError
+from tencache_fx.kept_code import without_loaded
 from tencache_fx.planning.recalibration import Correction, Scales
 from tencache_fx.region import kept_region, lowering
 from tencache_fx.region.candidate import RegionPlanner
@@ -80,7 +82,8 @@ class Start:
             self.losses = []
             for _ in range(steps):
                 model.zero_grad()
-                loss = self.run(torch.linspace(-1, 1, rows * 64).view(rows, 64))
+                device = next(model.parameters()).device
+                loss = self.run(torch.linspace(-1, 1, rows * 64, device=device).view(rows, 64))
                 if loss.requires_grad:
                     loss.backward()
                 self.losses.append(loss.detach())
@@ -89,6 +92,7 @@ class Start:
         self.stats = tencache_fx.stats()
         self.step = next(iter(tencache_fx.steps()), None)
         self.found = counters["aot_autograd"]["autograd_cache_hit"]
+        self.code_found = counters["inductor"]["fxgraph_cache_hit"]
 
 
 def entry(cached: Path) -> Path:
@@ -328,3 +332,28 @@ def test_an_entry_of_which_only_a_part_could_be_read_is_no_hit(monkeypatch: pyte
     compilation = Compilation(source, planner, {}, frozenset(), lowers)
     assert compilation.run([], "key", take_up) == "function"
     assert taken == ([] if damaged else [code])
+
+
+@pytest.mark.gpu
+def test_code_from_inductors_cache_is_kept(start: Any) -> None:
+    """Triton's kernels are launched by objects of the cache's entry, which cannot be written again as they are."""
+    options: dict[str, Any] = {"device_budget": "8GB", "calibrate": True, "steps": 2}
+    first = start(Tower().cuda(), host_budget="64MB", **options)
+    second = start(Tower().cuda(), host_budget="65MB", **options)
+    assert (first.found, first.code_found) == (0, 0)
+    assert second.found == 0
+    assert second.code_found > 0
+    third = start(Tower().cuda(), host_budget="65MB", **options)
+    assert third.found == 1
+    assert torch.equal(torch.stack(third.losses), torch.stack(first.losses))
+
+
+def test_kernels_that_are_loaded_are_not_written() -> None:
+    kernels = [SimpleNamespace(launchers=launchers) for launchers in ([], [object()])]
+    autotuners = [StaticallyLaunchedAutotuner(str(at), "kernel", kernel) for at, kernel in enumerate(kernels)]
+    bundle = TritonBundle([TritonKernelArtifacts("hash", 0, [])], autotuners)
+    written = without_loaded(bundle)
+    assert written.kernel_artifacts == bundle.kernel_artifacts
+    assert written.static_autotuners == autotuners[:1]
+    assert bundle.static_autotuners == autotuners  # this process goes on with it
+    assert without_loaded(None) is None
