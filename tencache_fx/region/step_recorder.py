@@ -126,10 +126,10 @@ class StepRecorder:
             self._mark = self.points.gauge.mark()
             if call is not None:
                 left = list(tensors_in(results))
-                made = [each for each in left if _key_of(each) not in call.given]
-                storage = storage_of((made or left)[-1]) if left else None
+                made = next((each for each in reversed(left) if _key_of(each) not in call.given), None)
+                storage = storage_of(left[-1] if made is None else made) if left else None
                 call.residual = None if storage is None else StorageWeakRef(storage)
-                call.most_turns, call.given = TURNS if made else 0, frozenset()
+                call.most_turns, call.given = 0 if made is None else TURNS, frozenset()
 
     def fail(self) -> None:
         """Note that the graph of this thread has raised: the round is abandoned, and goes with its handles."""

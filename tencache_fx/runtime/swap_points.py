@@ -382,7 +382,7 @@ class SwapPoints:
 
     def _owned_by(self, tensor: Tensor) -> Swap | None:
         """Return the swap that `tensor` is a handle or ticket of; None for any other tensor, or a copy of one."""
-        if tensor.dtype is not torch.int64 or tensor.device.type != "cpu" or tensor.numel() != 1:
+        if tensor.dtype is not torch.int64 or not tensor.is_cpu or tensor.numel() != 1:
             return None
         swap = self._by_key.get(int(tensor.item()))
         return swap if swap is not None and tensor.data_ptr() in swap.owners else None
