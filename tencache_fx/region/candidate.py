@@ -34,7 +34,7 @@ from tencache_fx.planning.swap_region import Points, SwapRegion, plan_swap_point
 from tencache_fx.planning.tuning import SPLITS, TUNING
 from tencache_fx.region.analysis import RegionAnalysis, analyze
 from tencache_fx.region.collective_links import state_collectives
-from tencache_fx.region.dynamic_shapes import SizeFormulas, Sizes
+from tencache_fx.region.dynamic_shapes import NamedSizes, SizeFormulas
 from tencache_fx.region.earlier_runs import EarlierRuns
 from tencache_fx.region.environment import Environment
 from tencache_fx.region.kept_plans import kept_choice, kept_plan
@@ -164,7 +164,7 @@ class RegionPlanner:
     def __init__(
         self,
         source: RegionSource,
-        sizes: tuple[Sizes, Sizes] | None,
+        sizes: tuple[NamedSizes, NamedSizes] | None,
         unforeseen_bytes: int,
         offloaded: Mapping[str, ParameterFacts],
         environment: Environment,
@@ -359,7 +359,7 @@ class RegionPlanner:
         if options.device_budget is not None:  # measured at the sizes that torch traced with
             now, planned = self._sizes or (None, None)
             formulas = SizeFormulas(self._inputs, (*known.storages, *originally), self._device, planned)
-            held_now = problem if now is None else formulas.resize(problem, formulas.hints, now)
+            held_now = problem if now is None else formulas.resize(problem, formulas.hints, formulas.unnamed(now))
             entering_bytes = input_bytes(held_now.storages)
             problem = formulas.resize(problem, formulas.hints, formulas.planned)
         return StatedProblem(

@@ -10,7 +10,7 @@ from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.planning.recalibration import Scales, StoredCorrection, correct
 from tencache_fx.planning.swap_region import SwapRegion
 from tencache_fx.records import RegionRecord
-from tencache_fx.region.dynamic_shapes import Footprint, Sizes
+from tencache_fx.region.dynamic_shapes import Footprint, NamedSizes, Sizes
 from tencache_fx.region.step_recorder import StepRecorder
 from tencache_fx.region.timers import PhaseClock
 
@@ -30,7 +30,7 @@ class Request:
     """
 
     offloaded: Mapping[int, OffloadedParameter]
-    sizes: tuple[Sizes, Sizes] | None = None
+    sizes: tuple[NamedSizes, NamedSizes] | None = None
     donated: frozenset[int] = frozenset()
     boundary_bytes: int = 0
     compares: bool = False

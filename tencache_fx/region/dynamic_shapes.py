@@ -28,6 +28,7 @@ from tencache_fx.planning.problem import Collective, Problem, Tier
 from tencache_fx.tensors import allocated_bytes, byte_hint, storage_of, tensors_of
 
 Sizes = tuple[int, ...]  # one for each symbol of a region, in the order of `SizeFormulas.symbols`
+NamedSizes = Mapping[str, int]  # by the names of their symbols, of which another compilation may find some constant
 _Integers = np.ndarray[Any, np.dtype[np.int64]]
 _REMEMBERED = 1024  # sizes whose needs are kept
 
@@ -68,7 +69,7 @@ class SizeFormulas:
         inputs: Sequence[object],
         storages: Iterable[StorageNodes],
         device: torch.device,
-        planned: Sizes | None = None,
+        planned: NamedSizes | None = None,
     ) -> None:
         self._device = device
         expressions: dict[str, sympy.Expr] = {}
@@ -93,15 +94,19 @@ class SizeFormulas:
         self.symbols = tuple(sorted(used, key=str))
         self._readers = tuple(readers[symbol] for symbol in self.symbols)
         self.hints = tuple(byte_hint(size) for size in self.read(inputs))
-        self.planned = self.hints if planned is None else planned
+        self.planned = self.hints if planned is None else self.unnamed(planned)
 
     def read(self, inputs: Sequence[Any]) -> Sizes:
         """Return the symbols' values in a region's inputs."""
         return tuple([each.read(inputs) for each in self._readers])
 
-    def by_name(self) -> dict[str, int]:
-        """Return the sizes planned for by their symbols' names."""
-        return {str(symbol): size for symbol, size in zip(self.symbols, self.planned, strict=True)}
+    def named(self, sizes: Sizes) -> dict[str, int]:
+        """Return `sizes` by their symbols' names."""
+        return {str(symbol): size for symbol, size in zip(self.symbols, sizes, strict=True)}
+
+    def unnamed(self, sizes: NamedSizes) -> Sizes:
+        """Return the sizes of these symbols from those of another compilation; as torch traced where it has none."""
+        return tuple(sizes.get(str(symbol), hint) for symbol, hint in zip(self.symbols, self.hints, strict=True))
 
     def name(self, sizes: Sizes) -> str:
         """Return `sizes` as text."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tencache_fx.hardware import rates
 from tencache_fx.hardware.cache import cached, kept
 from tencache_fx.planning.recalibration import StoredCorrection
-from tencache_fx.region.dynamic_shapes import Sizes
+from tencache_fx.region.dynamic_shapes import NamedSizes
 from tencache_fx.region.source import RegionSource
 from tencache_fx.serialization import Positive
 
@@ -43,7 +43,7 @@ class EarlierRuns:
     accumulation_key: dict[str, str]
 
     @staticmethod
-    def read(source: RegionSource, offloaded: Collection[str], planned: Sizes | None) -> "EarlierRuns":
+    def read(source: RegionSource, offloaded: Collection[str], planned: NamedSizes | None) -> "EarlierRuns":
         """Return what is kept of `source` with these parameters `offloaded`; margins are of the sizes `planned` for."""
         options = source.options
         asked = options.device_budget, options.policy, options.recompute, options.compiler

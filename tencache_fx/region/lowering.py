@@ -117,7 +117,7 @@ class PlannedLowering:
         interface = None
         if self._candidates and (formulas := self._candidates[-1].formulas) is not None:
             scratch = self._candidates[-1].scratch
-            interface = read_interface(gm.graph, self._source.device, formulas.by_name(), scratch)
+            interface = read_interface(gm.graph, self._source.device, formulas.named(formulas.planned), scratch)
         planned = any(node.target in RUNTIME_OPS for node in gm.graph.nodes)
         if planned:
             calls = planned_calls(gm.graph)

@@ -22,7 +22,7 @@ from tencache_fx.region.checkpointed_calls import CheckpointedCalls
 from tencache_fx.region.compilation import compile_region
 from tencache_fx.region.compiled_region import CompiledRegion, Monitor, Request
 from tencache_fx.region.donated_inputs import DonatedInputs
-from tencache_fx.region.dynamic_shapes import SizeFormulas, Sizes
+from tencache_fx.region.dynamic_shapes import Footprint, NamedSizes, SizeFormulas
 from tencache_fx.region.recalibrator import Recalibrator
 from tencache_fx.region.scope import Scope
 from tencache_fx.region.source import RegionSource
@@ -95,9 +95,9 @@ class Region:
         self._offloaded, placed = offloaded, self.current
         placed.placement.apply(offloaded)
         if self.current.footprint is not None:
-            self._review(self.current.footprint.formulas, args)
+            self._review(args)
         current = self._checkpointed.choose(self.current)
-        self.step.enter(current)
+        self.step.enter(current, args)
         if current is not placed:
             current.placement.apply(offloaded)
         names = current.placement.names
@@ -138,22 +138,21 @@ class Region:
         if self._source.options.dump_dir is not None and self.record is not None:
             write_measured(self._source.options.dump_dir, self.index, self.measured())
 
-    def _review(self, formulas: SizeFormulas, args: Sequence[Any]) -> None:
+    def _review(self, args: Sequence[Any]) -> None:
         """Plan the region again if a monitor says so, and then if its plan does not fit.
 
         No monitor is asked in a backward: what is computed again there has to save what it saved before.
         """
-        sizes = formulas.read(args)
         for monitor in () if compat.in_backward() else self.monitors:
             before = self.current
             try:
-                verdict = monitor.review(self.current, sizes)
+                verdict = monitor.review(self.current, self._formulas.read(args))
                 if isinstance(verdict, CompiledRegion):
                     self.current = verdict
                     continue
-                self._plan_again(formulas, sizes, verdict)
+                self._plan_again(args, verdict)
                 if monitor is self.step:
-                    self._follow_step(formulas, sizes)
+                    self._follow_step(args)
             except (TencacheError, *compat.COMPILER_ERRORS) as error:  # no reason to stop what runs
                 expected = monitor.optional and isinstance(error, (BudgetError, StoreError))
                 # By its words alone: who keeps what was logged would keep the error's frames, and the model with them.
@@ -166,42 +165,57 @@ class Region:
                 )
                 self.current = monitor.on_refusal(before)
             break
-        assert self.current.footprint is not None
-        self.step.enter(self.current)
+        self.step.enter(self.current, args)
         if self.scope.leaves_step():
-            self._plan_again(formulas, sizes, "it does not fit while storages are away only between its graphs")
-        elif not self.in_steps and not self._check.passes(self.current.footprint, sizes):
-            self._plan_again(formulas, sizes, "its plan, or what is held beside it, is over the budget")
+            self._plan_again(args, "it does not fit while storages are away only between its graphs")
+        elif not self.in_steps and not self._check.passes(self._footprint, self._formulas.read(args)):
+            self._plan_again(args, "its plan, or what is held beside it, is over the budget")
 
-    def _follow_step(self, formulas: SizeFormulas, sizes: Sizes) -> None:
+    @property
+    def _footprint(self) -> Footprint:
+        """What the region needs at any sizes, where it has a plan."""
+        assert self.current.footprint is not None
+        return self.current.footprint
+
+    @property
+    def _formulas(self) -> SizeFormulas:
+        """The sizes of the region as it is compiled now: compiling it again may find symbols constant."""
+        return self._footprint.formulas
+
+    def _follow_step(self, args: Sequence[Any]) -> None:
         """Plan the region again if what its step recomputes was chosen again, for what came of compiling it."""
         for _ in range(SPLITS):
-            verdict = self.step.review(self.current, sizes)
+            verdict = self.step.review(self.current, self._formulas.read(args))
             if isinstance(verdict, CompiledRegion):
                 self.current = verdict
                 break
-            self._plan_again(formulas, sizes, verdict)
+            self._plan_again(args, verdict)
 
-    def _plan_again(self, formulas: SizeFormulas, sizes: Sizes, reason: str) -> None:
+    def _plan_again(self, args: Sequence[Any], reason: str) -> None:
         """Compile again for these sizes, and for the largest planned so far if there is a plan for both."""
+        formulas = self._formulas
+        sizes = formulas.read(args)
         at = f" at {formulas.name(sizes)}" if sizes else ""
         log.info("region %d: %s%s; planning again", self.index, reason, at)
         largest = tuple(map(max, sizes, formulas.planned))
         for planned in dict.fromkeys((largest, sizes)):
             try:
-                self.current = self._compile_between_steps(self._offloaded, (sizes, planned))
+                named = formulas.named(sizes), formulas.named(planned)
+                self.current = self._compile_between_steps(self._offloaded, named)
                 return
             except BudgetError as error:
                 if planned == sizes:
                     raise BudgetError(f"region {self.index}{at}: {error}") from error
 
-    def _sizes_of(self, args: Sequence[Any]) -> tuple[Sizes, Sizes] | None:
+    def _sizes_of(self, args: Sequence[Any]) -> tuple[NamedSizes, NamedSizes] | None:
         """Return the sizes of these inputs, and those that the region is planned for; None if it does not know."""
-        footprint = self.current.footprint
-        return None if footprint is None else (footprint.formulas.read(args), footprint.formulas.planned)
+        if self.current.footprint is None:
+            return None
+        formulas = self._formulas
+        return formulas.named(formulas.read(args)), formulas.named(formulas.planned)
 
     def _compile_between_steps(
-        self, offloaded: Mapping[int, OffloadedParameter], sizes: tuple[Sizes, Sizes] | None
+        self, offloaded: Mapping[int, OffloadedParameter], sizes: tuple[NamedSizes, NamedSizes] | None
     ) -> CompiledRegion:
         """Compile again as the region runs; whoever calls it sees nothing of that."""
         context = compat.recompile_context(self._source.context)
@@ -218,7 +232,10 @@ class Region:
             return compile_it()
 
     def _compile(
-        self, inputs: Sequence[Any], offloaded: Mapping[int, OffloadedParameter], sizes: tuple[Sizes, Sizes] | None
+        self,
+        inputs: Sequence[Any],
+        offloaded: Mapping[int, OffloadedParameter],
+        sizes: tuple[NamedSizes, NamedSizes] | None,
     ) -> CompiledRegion:
         by_step = self.scope.by_step
         request = Request(

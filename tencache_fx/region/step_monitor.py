@@ -1,5 +1,6 @@
 """Tells the recorder of steps when a region's graphs run: the monitor of a region that is planned with others."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -79,8 +80,7 @@ class StepMonitor:
         return keep_boxed(run, told_run)
 
     def review(self, current: CompiledRegion, sizes: Sizes) -> CompiledRegion | str:
-        """Note the sizes of the call that begins; return a reason if other storages are to be recomputed."""
-        self._sizes = sizes
+        """Return the region to go on with, or a reason to plan it again if other storages are to be recomputed."""
         if self._recorder is not None:
             self._recorder.settle()
         recomputed = self.recomputed
@@ -88,10 +88,11 @@ class StepMonitor:
             return current
         return self._kept.get(recomputed, "the step is faster if it recomputes other storages")
 
-    def enter(self, current: CompiledRegion) -> None:
+    def enter(self, current: CompiledRegion, args: Sequence[Any]) -> None:
         """Note how the region runs in the call that begins; nobody is told of one that is planned by itself."""
         if current.swap_region is not None:
             self._current = current
+            self._sizes = None if current.footprint is None else current.footprint.formulas.read(args)
 
     def on_compiled(self, request: Request, compiled: CompiledRegion) -> None:
         """Keep what was compiled, and what was compiled before for other calls of the same steps."""
