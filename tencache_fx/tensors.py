@@ -33,6 +33,12 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage() if tensor.layout is torch.strided else None
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tells a tensor's storage from others that live; 0 for a tensor without one."""
+    storage = storage_of(tensor)
+    return 0 if storage is None else storage._cdata
+
+
 def storages_on(device: torch.device, values: Iterable[object]) -> list[torch.UntypedStorage]:
     """Return the storages on `device` of the tensors among `values`, in their order; those in lists and tuples, too."""
     found: list[torch.UntypedStorage] = []

@@ -57,11 +57,9 @@ class SwapRegion:
         nbytes = {storage.name: storage.nbytes for storage in problem.storages}
         transfers = tuple(replace(each, nbytes=nbytes[each.name]) for each in self.transfers)
         resized = replace(self, problem=problem, original=resize(self.original), transfers=transfers)
-        now_bytes, before_bytes = (
-            sum(s.nbytes for s in each.storages if s.kind is Kind.ACTIVATION) for each in (problem, self.problem)
-        )
+        now_bytes, before_bytes = resized.activation_bytes, max(1, self.activation_bytes)
         forward, backward = (
-            tuple(-(-each * now_bytes // max(1, before_bytes)) for each in margins) for margins in self.margins
+            tuple(-(-each * now_bytes // before_bytes) for each in margins) for margins in self.margins
         )
         return replace(resized, margins=(forward, backward))
 
@@ -144,6 +142,11 @@ class SwapRegion:
     def nbytes(self) -> int:
         """The bytes of all storages that it ever makes or is given: other sizes have others."""
         return sum(storage.nbytes for storage in self.original.storages)
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        """The bytes of all activations where nothing more is recomputed: they grow with texts, as weights do not."""
+        return sum(storage.nbytes for storage in self.original.storages if storage.kind is Kind.ACTIVATION)
 
     @cached_property
     def pending_bytes(self) -> int:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tencache_fx.planning.problem import Budgets, Kind, Links
+from tencache_fx.planning.problem import Budgets, Links
 from tencache_fx.planning.step import Visit
 from tencache_fx.planning.step_recompute import Recomputed, unforeseen_bytes
 from tencache_fx.planning.swap_region import SwapRegion
@@ -55,7 +55,7 @@ class StepChoices:
         """
         nbytes: dict[int, int] = {}
         for visit in visits:
-            nbytes[visit.index] = max(nbytes.get(visit.index, 0), _activation_bytes(visit.region))
+            nbytes[visit.index] = max(nbytes.get(visit.index, 0), visit.region.activation_bytes)
         if not any(self._is_open(index, each) for index, each in nbytes.items()):
             return
         self._chosen_bytes |= {index: max(each, self._chosen_bytes.get(index, 0)) for index, each in nbytes.items()}
@@ -116,7 +116,3 @@ def _no_less(choice: Recomputed, before: Recomputed) -> Recomputed:
     else:
         always |= rest
     return replace(more, always=tuple(sorted(always)), first_calls=first_calls)
-
-
-def _activation_bytes(region: SwapRegion) -> int:
-    return sum(storage.nbytes for storage in region.original.storages if storage.kind is Kind.ACTIVATION)

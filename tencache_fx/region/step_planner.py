@@ -96,6 +96,11 @@ class Program:
         """The bytes of all storages of each of its runs."""
         return {place.run: place.nbytes for place in self.order}
 
+    @cached_property
+    def places(self) -> Mapping[Run, int]:
+        """The place of each of its runs among them."""
+        return {place.run: at for at, place in enumerate(self.order)}
+
     @property
     def schedule(self) -> StepSchedule:
         """The schedule to follow: the frugal one where there is no plan."""

@@ -20,7 +20,6 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tencache_fx import compat
@@ -36,7 +35,7 @@ from tencache_fx.region.step_planner import Program, StepPlanner, place_of, reco
 from tencache_fx.region.step_residency import Order
 from tencache_fx.region.step_variants import find_nearest, is_like, most_bytes
 from tencache_fx.runtime.swap_points import SwapPoints
-from tencache_fx.tensors import storage_of, tensors_in
+from tencache_fx.tensors import storage_key, storage_of, tensors_in
 from tencache_fx.units import at_least, format_bytes
 
 log = logging.getLogger("tencache_fx")
@@ -92,7 +91,7 @@ class StepRecorder:
                     self._finish()  # one was dropped, and others always wait: the round would never be over
             self.settle()
             self._heed(options)
-            given = frozenset(map(_key_of, tensors_in(values)))
+            given = frozenset(map(storage_key, tensors_in(values)))
             call = Call(index, self._counts[index], region, compat.saves_by_hooks(), given)
             self._counts[index] += 1
             self._arrive(call, backward=False)
@@ -126,9 +125,9 @@ class StepRecorder:
             self._mark = self.points.gauge.mark()
             if call is not None:
                 left = list(tensors_in(results))
-                made = next((each for each in reversed(left) if _key_of(each) not in call.given), None)
-                storage = storage_of(left[-1] if made is None else made) if left else None
-                call.residual = None if storage is None else StorageWeakRef(storage)
+                made = next((each for each in reversed(left) if storage_key(each) not in call.given), None)
+                if (storage := storage_of(left[-1] if made is None else made) if left else None) is not None:
+                    call.residual = StorageWeakRef(storage)
                 call.most_turns, call.given = 0 if made is None else TURNS, frozenset()
 
     def fail(self) -> None:
@@ -268,7 +267,7 @@ class StepRecorder:
         if self._expected is None or limit is None:
             return 0
         if not self.points.in_known_order:
-            return most_bytes(visit, self.points) - limit
+            return most_bytes(visit, self._expected, self.points) - limit
         return self._expected.excess_bytes(visit, len(self._visits) - 1, limit, self._beside_bytes)
 
     def _measure(self) -> tuple[int, int]:
@@ -326,6 +325,7 @@ class StepRecorder:
         self._forget_round()
         if not any(visit.backward for visit in visits):
             return
+        self.has_new_code = False
         order = tuple(map(place_of, visits))
         recurs = order in self.programs
         program = self.programs.pop(order, None) or Program(order=order, visits=visits)
@@ -378,7 +378,7 @@ class StepRecorder:
 
     def _forget_round(self) -> None:
         self.points.settle()
-        self._calls, self._visits, self.points.in_known_order, self.has_new_code = [], [], True, False
+        self._calls, self._visits, self.points.in_known_order = [], [], True
         self._counts.clear()
 
 
@@ -392,9 +392,3 @@ def recorder_of(points: SwapPoints) -> StepRecorder:
 
 def _limit(options: Options) -> float:
     return math.inf if options.device_budget is None else options.device_budget
-
-
-def _key_of(tensor: Tensor) -> int:
-    """Return what tells a tensor's storage from others that live; 0 for a tensor without one."""
-    storage = storage_of(tensor)
-    return 0 if storage is None else storage._cdata

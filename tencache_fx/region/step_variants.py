@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from tencache_fx.planning.step import SwapKey, Visit
-from tencache_fx.region.step_planner import Program
+from tencache_fx.region.step_planner import Program, place_of
 from tencache_fx.region.step_residency import Place
 from tencache_fx.runtime.swap_points import SwapPoints
 
@@ -45,13 +45,17 @@ def is_like(program: Program, other: Program) -> bool:
     return abs(own_bytes - known_bytes) * _TOLERANCE <= own_bytes
 
 
-def most_bytes(visit: Visit, points: SwapPoints) -> int:
-    """Return what the device holds at most in a run that begins: with all that stays, and all that is brought early."""
+def most_bytes(visit: Visit, program: Program, points: SwapPoints) -> int:
+    """Return what the device holds at most from the begin of a run to that of the next one.
+
+    With all that stays and all that is brought early; between the runs with as much more as `program`, whose schedule
+    is followed, was seen to hold there, and larger as the region's activations are.
+    """
     region, call, backward = visit.region, (visit.index, visit.call), visit.backward
+    kept = [swap for swap in region.swaps if SwapKey(*call, swap.name) in points.schedule.kept]
     here_bytes = 0  # of what this backward reads
-    for swap in region.swaps if backward else ():
-        name = SwapKey(*call, swap.name)
-        here_bytes += swap.nbytes if name in points.schedule.kept and points.is_here(name) else 0
+    if backward:
+        here_bytes = sum(swap.nbytes for swap in kept if points.is_here(SwapKey(*call, swap.name)))
     steps = region.steps(backward=backward)
     own, others = np.full(len(steps), here_bytes), np.zeros(len(steps), dtype=np.int64)
     places = {0: steps.start} | {at: point.step for at, point in enumerate(region.points[backward], 1)}
@@ -61,4 +65,22 @@ def most_bytes(visit: Visit, points: SwapPoints) -> int:
     needed_bytes = region.kept_bytes[backward]
     if backward:
         needed_bytes = np.minimum(needed_bytes, region.own_bytes[backward] + own)
-    return visit.held_bytes + points.extra_bytes - here_bytes + int((needed_bytes + others).max(initial=0))
+    beside_bytes = visit.held_bytes + points.extra_bytes - here_bytes
+    left_bytes = 0 if backward else sum(swap.nbytes for swap in kept)
+    gap_bytes = left_bytes + _gap_bytes(visit, program) + (int(others[-1]) if len(others) else 0)
+    return beside_bytes + max(int((needed_bytes + others).max(initial=0)), gap_bytes)
+
+
+def _gap_bytes(visit: Visit, program: Program) -> int:
+    """Return by how much more than at the begin of a run is held until the next begins, without what stays.
+
+    As it was when `program` ran last, and larger as the region's activations are; 0 where the program has no such run,
+    or no next one.
+    """
+    at = program.places.get(place_of(visit).run)
+    if at is None or at + 1 >= len(program.visits):
+        return 0
+    before, after = program.visits[at : at + 2]
+    # What dies in between, as the last step's gradients may, is taken to die after all else was made.
+    grown_bytes = max(0, after.held_bytes - before.held_bytes) + max(0, after.gap_bytes - after.held_bytes)
+    return -(-grown_bytes * visit.region.activation_bytes // max(1, before.region.activation_bytes))

@@ -21,6 +21,7 @@ from tencache_fx.planning.step import FRUGAL
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, WrittenPlan, keep_boxed
 from tencache_fx.region.region import Region
 from tencache_fx.region.registry import REGIONS
+from tencache_fx.region.step_calls import Call
 from tencache_fx.region.step_monitor import StepMonitor
 from tencache_fx.region.step_recorder import StepRecorder, recorder_of
 from tencache_fx.reporting.dump import read_steps
@@ -446,3 +447,31 @@ def test_the_budget_changes_from_one_step_to_the_next(engine: Engine, meter: Met
     meter.peak = meter.held
     assert equal(gradients(model, model, inputs(7)), expected[7])
     assert meter.peak > 9_000_000
+
+
+def fail(grad: Tensor) -> Tensor:
+    raise RuntimeError("failed between")
+
+
+def test_new_code_whose_step_failed_is_still_new(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are tuned where they run first: those of a backward that was not reached, in a later step."""
+    model, seen = one_by_one(blocks(), device_budget=6_200_000, recompute="none"), []
+    arrive = StepRecorder._arrive
+
+    def noted(self: StepRecorder, call: Call, *, backward: bool) -> None:
+        arrive(self, call, backward=backward)
+        seen.append(self.has_new_code)
+
+    monkeypatch.setattr(StepRecorder, "_arrive", noted)
+    result = model(inputs())
+    result.register_hook(fail)
+    with pytest.raises(RuntimeError, match="failed between"):
+        result.sum().backward()
+    del result
+    assert all(seen)
+    seen.clear()
+    gradients(model, model, inputs())
+    assert all(seen)
+    seen.clear()
+    gradients(model, model, inputs())
+    assert not any(seen)

@@ -1,5 +1,6 @@
 """Steps of other sizes each time: texts of any length, experts with more or fewer rows. Known plans serve new sizes."""
 
+import gc
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from test_step_plans import blocks, equal, gradients, inputs, meter, one_by_one,
 from torch import Tensor, nn
 
 import tencache_fx
+from tencache_fx.hardware import memory_gauge
+from tencache_fx.hardware.device_memory import AllocatorCounts
 from tencache_fx.planning.step import FRUGAL
 from tencache_fx.runtime.engine import Engine
 
@@ -104,6 +107,55 @@ def test_what_has_left_for_room_is_counted_when_it_comes_back(engine: Engine, me
         meter.peak = meter.held
         assert equal(trained(model, x), expected), f"step {step}"
         assert meter.peak <= budget, f"step {step}"
+
+
+@pytest.fixture
+def counting(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> Meter:
+    """Have recorders of steps take a CPU for a device whose allocator counts."""
+
+    def counts(device: torch.device) -> AllocatorCounts:
+        return AllocatorCounts(meter.held, meter.peak, meter.ever)
+
+    def forget(device: torch.device) -> None:
+        meter.peak = meter.held
+
+    monkeypatch.setattr(memory_gauge, "allocator_counts", counts)
+    monkeypatch.setattr(memory_gauge, "forget_peak", forget)
+    monkeypatch.setattr(memory_gauge.MemoryGauge, "counts_all", property(lambda self: True))
+    return meter
+
+
+@pytest.mark.parametrize("share", [0.65, 0.8])
+def test_a_loss_between_the_graphs_grows_with_the_text(engine: Engine, counting: Meter, share: float) -> None:
+    """No region shows what the loss holds. It is known of shorter texts, and more of longer ones."""
+    plain = one_by_one(blocks(), PLAIN)
+
+    def peak_of(model: nn.Sequential, x: Tensor) -> int:
+        counting.peak = counting.held
+        result = model(x)
+        model.zero_grad(set_to_none=True)
+        with counting:
+            result.repeat(1, 4).cos().square().mean().backward()
+        return counting.peak
+
+    def train(model: nn.Sequential, budget: int) -> list[int]:
+        for block in model:
+            block.compile(
+                backend="tencache",
+                dynamic=True,
+                options={"compiler": "eager", "scope": "step", "device_budget": budget, "host_budget": 1 << 28},
+            )
+        return [peak_of(model, inputs(step, length)) for step, length in enumerate([300, 200, 420, 160, 380, 310, 512])]
+
+    budget = int(share * max(train(blocks(), 1 << 33)))
+    torch.compiler.reset()
+    gc.collect()  # else what is left of these steps counts, until it is noticed
+    model = blocks()
+    peaks = train(model, budget)
+    assert max(peaks) <= budget, [round(each / budget, 3) for each in peaks]
+    peak_of(plain, inputs(6, 512))
+    assert equal([each.grad for each in model.parameters()], [each.grad for each in plain.parameters()])
+    assert any(program.has_plan for program in recorder(engine).programs.values())
 
 
 class Experts(nn.Module):

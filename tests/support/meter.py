@@ -25,7 +25,7 @@ class Meter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held = self.peak = 0
+        self.held = self.peak = self.ever = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -40,6 +40,7 @@ class Meter(TorchDispatchMode):
             return
         self._known.add(storage._cdata)
         self.held += storage.nbytes()
+        self.ever += storage.nbytes()
         self.peak = max(self.peak, self.held)
         weakref.finalize(storage, self._lose, storage._cdata, storage.nbytes())
 
