@@ -6,7 +6,7 @@
 A way is `ours` (`offload(model, shard=True)`, our AdamW with fp32 masters, one compiled region) or `fsdp2` (fully_shard
 of each block with CPUOffloadPolicy, mixed precision, torch's fused AdamW on fp32 weights, blocks compiled one by one).
 Each run is a torchrun of its own. Prints a JSON line a run: the median time of a step on rank 0, tokens a second and
-device, that rank's peak on the device, and the first and last loss.
+device, that rank's peak on the device, the first and last loss, and for `ours` the pinned host memory of all ranks.
 """
 
 import argparse
@@ -17,12 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from cases import tokens
+from exposure import exposed_shares
 from models import Decoder
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -56,6 +58,15 @@ def fsdp2(arguments: argparse.Namespace, device: torch.device) -> tuple[Any, tor
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
+def train_step(run: Any, optimizer: torch.optim.Optimizer, batch: list[torch.Tensor]) -> float:
+    """Train for one step; return its loss."""
+    loss = run(*batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.item())
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train for some steps as one rank of several."""
     is_gpu = arguments.device == "cuda"
@@ -66,18 +77,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     run, optimizer = {"ours": ours, "fsdp2": fsdp2}[arguments.within[0]](arguments, device)
     torch.manual_seed(1 + dist.get_rank())
     batch = [each.to(device) for each in tokens(arguments.batch, arguments.seq, VOCABULARY)]
-    losses, step_ns = [], []
+    train, losses, step_ns = partial(train_step, run, optimizer, batch), [], []
     for step in range(arguments.warm_up + arguments.steps):
         if is_gpu:
             torch.cuda.synchronize()
         if is_gpu and step == arguments.warm_up:
             torch.cuda.reset_peak_memory_stats()
         begun_ns = time.perf_counter_ns()
-        loss = run(*batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(train())
         if is_gpu:
             torch.cuda.synchronize()
         if step >= arguments.warm_up:
@@ -88,7 +95,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if is_gpu:
         line["peak_bytes"] = torch.cuda.max_memory_allocated()
         line["reserved_bytes"] = torch.cuda.max_memory_reserved()
-    del run, optimizer, loss
+    if is_gpu and arguments.trace:
+        line |= exposed_shares(train)
+    if arguments.within[0] == "ours":
+        held = torch.tensor(float(tencache_fx.stats()["host_pool_bytes"]))
+        dist.all_reduce(held)
+        line["host_bytes"] = int(held)
+    del run, optimizer, train
     tencache_fx.close()
     return line
 
@@ -103,6 +116,7 @@ def main() -> None:
     sizes = {"layers": 6, "hidden": 4096, "batch": 4, "seq": 2048, "warm-up": 4, "steps": 6}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--trace", action="store_true", help="what collectives and copies take by themselves, on GPUs")
     parser.add_argument("--within", nargs=2, help=argparse.SUPPRESS)  # a way, and the file for what is found
     arguments = parser.parse_args()
     if arguments.within:

@@ -267,6 +267,13 @@ def test_bench_runs_a_case_side_by_side(bench, compiler, tmp_path):
 
 
 @pytest.mark.slow
+def test_what_a_trace_shows_by_itself(bench):
+    exposure = bench("exposure")
+    assert exposure.covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
+    assert exposure.exposed([(0, 4), (7, 8)], [(1, 2), (3, 6)]) == 3
+    assert exposure.exposed([(1, 2)], [(0, 3)]) == exposure.exposed([], [(0, 3)]) == 0
+
+
 def test_bench_goes_on_after_a_way_that_failed(bench):
     measure = bench("measure")
     workload = measure.Workload(bench("cases").CASES["tiny"], torch.device("cpu"))
