@@ -1,5 +1,6 @@
 """Blocks compiled one by one on a CUDA device: equal gradients under poison and late copies, and the budget kept."""
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,6 +67,34 @@ def test_steps_are_right_and_within_the_budget(faulty: Engine, compiler: str, sh
     assert max(ours) <= budget, (ours, budget)
     recomputed = any(swap_region.recomputed for swap_region in map(_swap_region, REGIONS.live()) if swap_region)
     assert (recomputed or bool(tencache_fx.steps()[-1].plan.transfers)) == (share < 1)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_a_loss_that_grows_with_the_text_is_within_the_budget(faulty: Engine, compiler: str) -> None:
+    """What the loss holds is outside of all regions, and more than was ever seen in the third and the last step."""
+    rows = [4096, 2048, 6144, 3072, 5120, 8192]
+
+    def train_texts(budget: int) -> list[int]:
+        model, peaks = build(), []
+        for block in model:
+            options = {"device_budget": budget, "scope": "step", "compiler": compiler}
+            block.compile(backend="tencache", dynamic=True, options=options)
+        for step, count in enumerate(rows):
+            model.zero_grad(set_to_none=True)
+            x = torch.randn(count, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            model(x).repeat(1, 4).cos().square().mean().backward()
+            torch.cuda.synchronize()
+            peaks.append(torch.cuda.max_memory_allocated())
+        return peaks
+
+    budget = int(0.65 * max(train_texts(1 << 35)))
+    torch.compiler.reset()
+    gc.collect()
+    peaks = train_texts(budget)
+    assert max(peaks) <= budget, [round(peak / budget, 3) for peak in peaks]
+    assert any(step.plan.transfers for step in tencache_fx.steps())
 
 
 def _swap_region(region: Any) -> Any:
