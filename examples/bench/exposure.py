@@ -38,18 +38,20 @@ def exposed_shares(step: Callable[[], object], steps: int = 2) -> dict[str, floa
     Copies count where neither kernels nor collectives run; `idle` is the share in which the device does nothing.
     """
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
     kinds: dict[str, list[tuple[float, float]]] = {"kernels": [], "collectives": [], "copies": []}
     for event in profiler.events():
-        if event.device_type is not DeviceType.CUDA:
+        if event.device_type != DeviceType.CUDA:  # pybind makes a new object of each value
             continue
         name = event.name.lower()
         kind = "collectives" if "nccl" in name else "copies" if name.startswith("memcpy") else "kernels"
         kinds[kind].append((event.time_range.start, event.time_range.end))
     every = np.array([span for spans in kinds.values() for span in spans])
+    if not len(every):
+        raise RuntimeError("torch's profiler has seen no kernels: CUPTI cannot be used here; leave out --trace.")
     whole = float(every[:, 1].max() - every[:, 0].min())
     busy = covered([tuple(span) for span in every.tolist()])
     return {
