@@ -1,6 +1,7 @@
 """The command `tencache`: see if a model fits, look at dumps, try policies on a problem, examine the machine."""
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -13,6 +14,8 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from tencache_fx.errors import OptionError, TencacheError
+from tencache_fx.fitting import PREFIX
+from tencache_fx.fitting.other_process import Request, largest_captured
 from tencache_fx.garbage import seldom_collected
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Problem
@@ -354,28 +357,28 @@ def _fit(arguments: argparse.Namespace) -> str:
     profile = arguments.device_profile
     if (arguments.device == "cpu" or profile is not None) and "torch" not in sys.modules:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nobody asks for a GPU, and some of torch's tracing would start one
-    from tencache_fx.fitting.fitness import (
-        PREFIX,
-        Workload,
-        fit_config,
-        fit_factory,
-        read_settings,
-    )  # here: needs torch
-
     names = ("device_budget", "host_budget", "spill_budget", "spill_dir", "policy", "dump_dir")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    settings, name = read_settings(arguments.set), arguments.factory
     load = {each: getattr(arguments, each) for each in ("tokens", "samples", "sequence", "micro_batch", "dtype")}
     load = {each: value for each, value in load.items() if value is not None}
+    device, texts, name = arguments.device, arguments.set, arguments.factory
     if name.startswith(PREFIX):
-        work = Workload(config=name.removeprefix(PREFIX), settings=settings, **load)
-        found = fit_config(work, arguments.device, given, profile=profile)
+        load["config"] = name.removeprefix(PREFIX)
+        request = Request(load=load, settings=texts, device=device, options=given, profile=profile)
+        several = "micro_batch" not in load and not load.keys().isdisjoint(("tokens", "samples"))
+        with largest_captured(request) if several else contextlib.nullcontext() as largest:
+            from tencache_fx.fitting.fitness import Workload, fit_config, read_settings  # here: needs torch
+
+            work = Workload(settings=read_settings(texts), **load)
+            found = fit_config(work, device, given, profile=profile, largest=largest)
     elif load:
         option = next(iter(load)).replace("_", "-")
         raise OptionError(f"--{option} is for {PREFIX}CONFIG; have {name} make its inputs as large as they are to be.")
     else:
-        inputs = arguments.input
-        found = fit_factory(name, arguments.device, given, profile=profile, settings=settings, inputs=inputs)
+        from tencache_fx.fitting.fitness import fit_factory, read_settings  # here: needs torch
+
+        settings = read_settings(texts)
+        found = fit_factory(name, device, given, profile=profile, settings=settings, inputs=arguments.input)
     arguments.status = 0 if found.fits else 1
     return to_json(found) if arguments.json else show_fit(found)
 

@@ -1,1 +1,4 @@
 """Will a model fit: planned from fake tensors."""
+
+PREFIX = "hf:"
+"""Before the name of a configuration of transformers."""

@@ -20,13 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from tencache_fx.errors import BudgetError, OptionError
+from tencache_fx.fitting import PREFIX
 from tencache_fx.fitting.estimate import RegionPlan, estimate_of, least_device_bytes
 from tencache_fx.fitting.fake_model import FactoryResult, call_factory
 from tencache_fx.fitting.micro_batches import NotEvenError, between, divisors, find_setting
 from tencache_fx.fitting.model_figures import ModelFigures
 from tencache_fx.fitting.repetition import UNITS, NotRepeatedError, layer_of, repeat_layers
 from tencache_fx.fitting.target import Target
-from tencache_fx.fitting.transformers_model import PREFIX, ConfiguredModel, find_config, read_setting
+from tencache_fx.fitting.transformers_model import ConfiguredModel, find_config, read_setting
 from tencache_fx.fitting.trial import Trial
 from tencache_fx.hardware.device_memory import external_bytes, input_bytes
 from tencache_fx.model_state.arguments import need_model
@@ -35,7 +36,7 @@ from tencache_fx.planning.problem import Kind, Problem
 from tencache_fx.planning.search import plan_region
 from tencache_fx.reporting.fit_report import Fit
 
-__all__ = ["PREFIX", "Workload", "fit", "fit_config", "fit_factory", "read_settings"]
+__all__ = ["PREFIX", "Workload", "capture_largest", "fit", "fit_config", "fit_factory", "read_settings"]
 
 
 def fit(
@@ -109,23 +110,23 @@ class Workload:
     tokens: int | None = None
 
 
-def fit_config(load: Workload, device: str | None, options: Mapping[str, object], *, profile: str | None = None) -> Fit:
+def fit_config(
+    load: Workload,
+    device: str | None,
+    options: Mapping[str, object],
+    *,
+    profile: str | None = None,
+    largest: Callable[[], Problem | None] | None = None,
+) -> Fit:
     """Return how a model of transformers would train, with the fastest setting of micro-batch and accumulation.
 
-    Takes seconds, as few layers stand for all of a kind: `Fit.traced` says how many. Raises `OptionError` for what
-    cannot be used, among it a model that transformers is missing for.
+    Takes seconds, as few layers stand for all of a kind: `Fit.traced` says how many. `largest` returns what
+    `capture_largest` does, if it can. Raises `OptionError` for what cannot be used, among it a model that transformers
+    is missing for.
     """
-    for name in ("sequence", "micro_batch", "samples", "tokens"):
-        if (number := getattr(load, name)) is not None and number < 1:
-            raise OptionError(f"{name} is {number}; give 1 or more.")
-    target = Target.find(device, profile, options)
-    model = find_config(load.config, load.settings, dtype=load.dtype, sequence=load.sequence)
-    samples = _samples(load, model)
-    if load.micro_batch is not None and samples % load.micro_batch:
-        raise OptionError(f"{samples} samples a step are no multiple of micro_batch, {load.micro_batch}; change one.")
-    tried = [load.micro_batch] if load.micro_batch else divisors(samples)
-    depth = _Depth(model, target)
-    found = find_setting(_Captures(depth, tried), samples, tried, target.options.policy)
+    depth, samples, tried = _prepare(load, Target.find(device, profile, options))
+    model, target = depth.model, depth.target
+    found = find_setting(_Captures(depth, tried, largest), samples, tried, target.options.policy)
     region = RegionPlan(captured=found.captured, planned=found.planned, refusal=found.setting.refusal)
     fitted = estimate_of([region], depth.figures(found.setting.micro_batch), target)
     fitted = replace(
@@ -144,6 +145,26 @@ def fit_config(load: Workload, device: str | None, options: Mapping[str, object]
         )
         return replace(fitted, least_device_bytes=least)
     return fitted
+
+
+def capture_largest(
+    load: Workload, device: str | None, options: Mapping[str, object], *, profile: str | None = None
+) -> Problem:
+    """Return the problem of the largest micro-batch that `fit_config` tries; raises as that does."""
+    depth, _, tried = _prepare(load, Target.find(device, profile, options))
+    return depth.problem(tried[-1])
+
+
+def _prepare(load: Workload, target: Target) -> "tuple[_Depth, int, Sequence[int]]":
+    """Return the model to capture, the samples of a step, and the micro-batches to try, the smallest first."""
+    for name in ("sequence", "micro_batch", "samples", "tokens"):
+        if (number := getattr(load, name)) is not None and number < 1:
+            raise OptionError(f"{name} is {number}; give 1 or more.")
+    model = find_config(load.config, load.settings, dtype=load.dtype, sequence=load.sequence)
+    samples = _samples(load, model)
+    if load.micro_batch is not None and samples % load.micro_batch:
+        raise OptionError(f"{samples} samples a step are no multiple of micro_batch, {load.micro_batch}; change one.")
+    return _Depth(model, target), samples, [load.micro_batch] if load.micro_batch else divisors(samples)
 
 
 def _samples(load: Workload, model: ConfiguredModel) -> int:
@@ -173,7 +194,7 @@ class _Depth:
     """A model with all its layers, captured with a few of each kind, if that is possible."""
 
     def __init__(self, model: ConfiguredModel, target: Target) -> None:
-        self._model, self._target = model, target
+        self.model, self.target = model, target
         self._untried = list(UNITS)
         self._short, self._unit = model.shorter(self._untried.pop(0))
         self._capturing = replace(target, options=replace(target.options, policy="none", dump_dir=None))
@@ -181,23 +202,23 @@ class _Depth:
     @property
     def traced(self) -> str:
         """Which layers were captured, in words."""
-        pairs = [f"{self._short.depths[name]} of {depth}" for name, depth in self._model.depths.items()]
-        return f"{' and '.join(dict.fromkeys(pairs))} layers" if self._short is not self._model else "all layers"
+        pairs = [f"{self._short.depths[name]} of {depth}" for name, depth in self.model.depths.items()]
+        return f"{' and '.join(dict.fromkeys(pairs))} layers" if self._short is not self.model else "all layers"
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 - lives as long as one answer is looked for
     def figures(self, micro_batch: int) -> ModelFigures:
         """Return what the whole model takes."""
-        return ModelFigures.of(self._model.make(micro_batch))
+        return ModelFigures.of(self.model.make(micro_batch))
 
     def problem(self, micro_batch: int) -> Problem:
         """Return the problem of the whole model; raises `UsageError` if it cannot be captured, or is several."""
         try:
             return self._stated(micro_batch, *self._captured(micro_batch))
         except NotRepeatedError:
-            if self._short is self._model:
+            if self._short is self.model:
                 raise
             units = self._untried.pop(0) if self._untried else None
-            self._short = self._model if units is None else self._model.shorter(units)[0]
+            self._short = self.model if units is None else self.model.shorter(units)[0]
             return self.problem(micro_batch)
 
     def _captured(self, micro_batch: int) -> tuple[Problem, ModelFigures]:
@@ -207,14 +228,14 @@ class _Depth:
         plans = trial.plans()
         if len(plans) > 1:
             raise OptionError(
-                f"{self._model.name} breaks into {len(plans)} graphs, which are planned one by one; write a factory, "
+                f"{self.model.name} breaks into {len(plans)} graphs, which are planned one by one; write a factory, "
                 "and name it MODULE:FUNCTION."
             )
         return plans[0].captured, trial.figures
 
     def _stated(self, micro_batch: int, problem: Problem, short: ModelFigures) -> Problem:
         """Return a captured problem with all layers, and the budgets that are left for it."""
-        whole, options = self.figures(micro_batch), self._target.options
+        whole, options = self.figures(micro_batch), self.target.options
         captured, read = problem, _parameters_of(problem)
         for stack, missing in _missing(whole, short).items():
             if missing % self._unit:
@@ -222,7 +243,7 @@ class _Depth:
             problem = repeat_layers(problem, stack, self._unit, missing // self._unit)
         if _parameters_of(problem) - read != whole.offloaded - short.offloaded:
             raise NotRepeatedError("layers that were left out are not like those that were captured.")
-        beside_bytes = _external_bytes(captured, short, problem, whole, is_gpu=self._target.is_gpu)
+        beside_bytes = _external_bytes(captured, short, problem, whole, is_gpu=self.target.is_gpu)
         stored_bytes = sum(s.nbytes for s in problem.storages if s.kind is Kind.STORED)
         taken_bytes = whole.offloaded_bytes + whole.offloaded_state_bytes + stored_bytes
         return replace(problem, external_bytes=beside_bytes).within(
@@ -269,10 +290,15 @@ def _parameters_of(problem: Problem) -> set[str]:
 
 
 class _Captures:
-    """The problems of one model at several micro-batches, of which two are captured if those between are alike."""
+    """The problems of one model at several micro-batches, of which two are captured if those between are alike.
 
-    def __init__(self, depth: _Depth, tried: Sequence[int]) -> None:
-        self._depth = depth
+    That of the largest is taken from `largest`, if there is one that returns it.
+    """
+
+    def __init__(
+        self, depth: _Depth, tried: Sequence[int], largest: Callable[[], Problem | None] | None = None
+    ) -> None:
+        self._depth, self._largest = depth, largest
         # At 1 torch leaves out ops that others have, so it is not one of the two if there are others.
         self._ends = tuple(tried) if len(tried) < 3 else (tried[0] if tried[0] > 1 else tried[1], tried[-1])
         self._problems: dict[int, Problem] = {}
@@ -282,7 +308,8 @@ class _Captures:
         if micro_batch in self._problems:
             return self._problems[micro_batch]
         if micro_batch in self._ends:
-            found = self._depth.problem(micro_batch)
+            elsewhere = self._largest() if self._largest is not None and micro_batch == self._ends[-1] else None
+            found = elsewhere or self._depth.problem(micro_batch)
         else:
             try:
                 found = between(self(self._ends[0]), self(self._ends[1]), (self._ends[0], self._ends[1]), micro_batch)

@@ -14,10 +14,10 @@ import torch
 
 from tencache_fx import compat
 from tencache_fx.errors import OptionError
+from tencache_fx.fitting import PREFIX
 from tencache_fx.fitting.fake_model import FactoryResult, MetaDeviceMode, reason_of
 from tencache_fx.option_values import listed, nearest
 
-PREFIX = "hf:"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _DEPTHS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _MAPPINGS = (  # in this order: a model that fills in masks may be in the list of those that go on, too

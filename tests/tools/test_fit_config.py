@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import importlib.util
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,9 @@ from tencache_fx.cli import main
 from tencache_fx.errors import BudgetError, OptionError
 from tencache_fx.fitting import fitness
 from tencache_fx.fitting.fake_model import FactoryResult
-from tencache_fx.fitting.fitness import Workload, fit_config
+from tencache_fx.fitting.fitness import Workload, capture_largest, fit_config
 from tencache_fx.fitting.micro_batches import NotEvenError, between, find_setting
+from tencache_fx.fitting.other_process import Request, largest_captured
 from tencache_fx.fitting.repetition import NotRepeatedError, repeat_layers
 from tencache_fx.fitting.target import Target
 from tencache_fx.fitting.trial import Trial
@@ -181,6 +183,47 @@ def test_two_micro_batches_are_traced_for_all(monkeypatch: pytest.MonkeyPatch) -
     found = fit_config(load, None, GIVEN | {"device_budget": "200MiB"}, profile="h100")
     assert [setting.micro_batch for setting in found.settings] == [1, 2, 4, 8, 16]
     assert traced == [2, 16]
+
+
+def request(config: str, device: str | None = None) -> Request:
+    settings = [f"{name}={value}" for name, value in CONFIGS["LlamaConfig"].items()]
+    load = {"config": config, "sequence": 64, "samples": 8}
+    return Request(load=load, settings=settings, device=device, options=GIVEN, profile="h100")
+
+
+@needs_transformers
+def test_another_process_captures_the_largest_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    load = Workload(config="LlamaConfig", settings=CONFIGS["LlamaConfig"], sequence=64, samples=8)
+    with largest_captured(request("LlamaConfig")) as largest:
+        assert largest is not None
+        expected = capture_largest(load, None, GIVEN, profile="h100")
+        assert largest() == expected
+    captured: list[int] = []
+    problem = fitness._Depth.problem
+
+    def noted(self: Any, micro_batch: int) -> Problem:
+        captured.append(micro_batch)
+        return problem(self, micro_batch)
+
+    monkeypatch.setattr(fitness._Depth, "problem", noted)
+    found = fit_config(load, None, GIVEN, profile="h100", largest=lambda: expected)
+    assert captured == [2]
+    assert fit_config(load, None, GIVEN, profile="h100", largest=lambda: None) == found
+    assert captured == [2, 2, 8]
+
+
+@needs_transformers
+def test_what_another_process_cannot_capture_is_captured_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with largest_captured(request("LlamaConfig", device="cuda:9")) as largest:
+        assert largest is not None
+        assert largest() is None
+    with largest_captured(request("LlamaConfig")) as largest:
+        pass  # it ends with the context, whatever it does by then
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    with largest_captured(request("LlamaConfig")) as largest:
+        assert largest is None
 
 
 def test_garbage_is_looked_for_seldom_while_the_command_works(monkeypatch: pytest.MonkeyPatch) -> None:
