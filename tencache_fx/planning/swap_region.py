@@ -57,7 +57,7 @@ class SwapRegion:
         nbytes = {storage.name: storage.nbytes for storage in problem.storages}
         transfers = tuple(replace(each, nbytes=nbytes[each.name]) for each in self.transfers)
         resized = replace(self, problem=problem, original=resize(self.original), transfers=transfers)
-        now_bytes, before_bytes = resized.activation_bytes, max(1, self.activation_bytes)
+        now_bytes, before_bytes = (each.activation_bytes or max(1, each.nbytes) for each in (resized, self))
         forward, backward = (
             tuple(-(-each * now_bytes // before_bytes) for each in margins) for margins in self.margins
         )

@@ -434,8 +434,12 @@ def test_code_that_is_not_that_of_the_graphs_says_how_much_it_holds_at_most(leng
         assert (own - bare == 70).all()
 
 
-def test_what_code_holds_grows_with_the_activations() -> None:
-    region = replace(recomputing_region(), margins=((70,), (0, 31)))
+@pytest.mark.parametrize("kind", [Kind.ACTIVATION, Kind.OUTPUT], ids=["activations", "none"])
+def test_what_code_holds_grows_with_the_activations(kind: Kind) -> None:
+    """Where there are none, as behind recomputation by the user, with all that the region has."""
+    found = recomputing_region()
+    problem = replace(found.problem, storages=tuple(replace(each, kind=kind) for each in found.problem.storages))
+    region = replace(found, problem=problem, original=problem, margins=((70,), (0, 31)))
 
     def resize(problem: Problem) -> Problem:
         return replace(problem, storages=tuple(replace(each, nbytes=each.nbytes * 5 // 2) for each in problem.storages))
