@@ -1,6 +1,7 @@
 """How much of a step a GPU spends on collectives and on copies while no other kernel runs, from a profiler's trace."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,18 +34,25 @@ def exposed(spans: Spans, others: Spans) -> float:
 
 
 def exposed_shares(step: Callable[[], object], steps: int = 2) -> dict[str, float]:
-    """Return the shares of a step's time that collectives, and copies between host and device, take by themselves.
-
-    Copies count where neither kernels nor collectives run; `idle` is the share in which the device does nothing.
-    """
+    """Run some steps under torch's profiler, and return `shares_of` what it has seen."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
+    return shares_of(profiler.events())
+
+
+def shares_of(events: Iterable[Any]) -> dict[str, float]:
+    """Return the shares of the time that collectives, and copies between host and device, take by themselves.
+
+    Copies count where neither kernels nor collectives run; `idle` is the share in which the device does nothing. The
+    events are a profiler's. Its ranges, such as that of an optimizer's step, are no work of the device, though they
+    have times there. Raises `RuntimeError` without any work.
+    """
     kinds: dict[str, list[tuple[float, float]]] = {"kernels": [], "collectives": [], "copies": []}
-    for event in profiler.events():
-        if event.device_type != DeviceType.CUDA:  # pybind makes a new object of each value
+    for event in events:
+        if event.device_type != DeviceType.CUDA or event.is_user_annotation:  # pybind's values are no singletons
             continue
         name = event.name.lower()
         kind = "collectives" if "nccl" in name else "copies" if name.startswith("memcpy") else "kernels"

@@ -10,12 +10,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from problems import transformer
 from programs import transformer_recipes
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tencache_fx.option_values import read_size
@@ -272,6 +274,18 @@ def test_what_a_trace_shows_by_itself(bench):
     assert exposure.covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
     assert exposure.exposed([(0, 4), (7, 8)], [(1, 2), (3, 6)]) == 3
     assert exposure.exposed([(1, 2)], [(0, 3)]) == exposure.exposed([], [(0, 3)]) == 0
+
+    def event(name: str, begin: float, end: float, device=DeviceType.CUDA, *, is_range=False):
+        times = SimpleNamespace(start=begin, end=end)
+        return SimpleNamespace(name=name, device_type=device, is_user_annotation=is_range, time_range=times)
+
+    events = [event("gemm", 0, 4), event("ncclDevKernel_AllGather", 3, 6), event("Memcpy HtoD", 5, 8)]
+    events += [event("gemm", 9, 10), event("aten::mm", 0, 10, DeviceType.CPU)]
+    events += [event("Optimizer.step#AdamW.step", 0, 10, is_range=True), event("nccl:all_gather", 0, 10, is_range=True)]
+    shares = {"kernels": 0.5, "exposed_collectives": 0.2, "exposed_copies": 0.2, "idle": 0.1}
+    assert exposure.shares_of(events) == pytest.approx(shares)
+    with pytest.raises(RuntimeError, match="leave out --trace"):
+        exposure.shares_of(events[4:])
 
 
 def test_bench_goes_on_after_a_way_that_failed(bench):
