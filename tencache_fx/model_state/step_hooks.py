@@ -66,13 +66,18 @@ def is_hooked_once(parameter: Tensor) -> bool:
     return len(_living_hooks(parameter)) == 1 and not others
 
 
+def is_updated_in_backward(offloaded: OffloadedParameter) -> bool:
+    """Return whether an optimizer updates a parameter as soon as its gradient is there."""
+    return not offloaded.is_dead and not all(hook.is_dead for hook in step_hooks(offloaded.parameter))
+
+
 def check_updates_in_backward(all_offloaded: Iterable[OffloadedParameter]) -> None:
     """Raise `UsageError` if a gradient is to be taken during backward that others are to see later.
 
     It is for the forward, before anything has run: in it torch says which reducer is active, and all wrapping is done,
     in whatever order. Costs a look at each parameter's hooks.
     """
-    updated = [each for each in all_offloaded if not all(hook.is_dead for hook in step_hooks(each.parameter))]
+    updated = [each for each in all_offloaded if is_updated_in_backward(each)]
     reduced = _reduced_parameters() if updated else set()
     for offloaded in updated:
         if id(offloaded.parameter) in reduced:

@@ -73,10 +73,30 @@ def with_parameters_scheduled(problem: Problem, parameter_transfers: Collection[
 def step_ns(problem: Problem, forecast: Forecast) -> int:
     """Return how long a whole training step takes: as long as the device does, or as the host's memory.
 
-    That is all its forwards and backwards, of which the forecast is for one, and the update.
+    That is all its forwards and backwards, of which the forecast is for one, and the update. Updates that begin behind
+    the last backward have only the next forward to hide behind, whose last parameter waits for its own.
     """
-    host_ns = host_memory_ns(problem, forecast.d2h_bytes + forecast.h2d_bytes)
-    return max(problem.accumulation * forecast.makespan_ns, host_ns)
+    device_ns = problem.accumulation * forecast.makespan_ns + exposed_update_ns(problem, forecast)
+    return max(device_ns, host_memory_ns(problem, forecast.d2h_bytes + forecast.h2d_bytes))
+
+
+def exposed_update_ns(problem: Problem, forecast: Forecast) -> int:
+    """Return how much longer updates behind the last backward take than the next forward, which hides them."""
+    stored_bytes = sum(storage.nbytes for storage in problem.storages if storage.kind is Kind.STORED)
+    return max(0, late_update_ns(problem, max(0, forecast.d2h_bytes - stored_bytes)) - forecast.forward_ns)
+
+
+def late_update_ns(problem: Problem, spilled_bytes: int) -> int:
+    """Return how long the host's memory is busy with updates behind the last backward, and with the next forward.
+
+    That copies parameters in, and `spilled_bytes` out. 0 for updates that come with the backward, or of which there are
+    none, or if the memory's rate is not known.
+    """
+    rate, own_bytes = problem.links.host_bytes_per_s, updating_bytes(problem)
+    if not rate or not own_bytes or problem.updates_in_backward:
+        return 0
+    fetched_bytes = sum(s.nbytes for s in problem.storages if s.kind is Kind.FETCHED and s.birth < problem.boundary)
+    return (own_bytes + fetched_bytes + spilled_bytes) * 1_000_000_000 // rate
 
 
 def host_memory_ns(problem: Problem, copied_bytes: int) -> int:

@@ -119,7 +119,8 @@ class Forecast:
     """What the simulator says of a plan; `peak_bytes` includes external bytes, those that others hold.
 
     `ideal_ns` is the time of a device without limits: neither stalls for copies nor what is recomputed to save memory.
-    Collectives are under way for `collective_ns`, and compute waits for them for `stall_collective_ns` of that.
+    Collectives are under way for `collective_ns`, and compute waits for them for `stall_collective_ns` of that. The
+    backward begins at `forward_ns`.
     """
 
     peak_bytes: int
@@ -139,6 +140,7 @@ class Forecast:
     recompute_ns: int = 0
     collective_ns: int = 0
     stall_collective_ns: int = 0
+    forward_ns: int = 0
 
     @property
     def compute_ns(self) -> int:

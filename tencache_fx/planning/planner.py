@@ -21,6 +21,7 @@ from tencache_fx.planning.parameter_schedule import (
     given_bytes,
     has_offloaded,
     host_memory_ns,
+    late_update_ns,
     least_bytes_with_parameters,
     schedule_parameters,
     with_parameters_scheduled,
@@ -205,6 +206,7 @@ def _replayed(problem: Problem, policy: str, sized: _Sized, floor: int) -> Plan:
         ideal_ns=replay.ideal_ns - problem.recompute_ns,
         recompute_ns=problem.recompute_ns,
         makespan_ns=replay.makespan_ns,
+        forward_ns=replay.start_ns(problem.boundary),
         lower_bound_ns=lower_bound_ns(problem),
         stall_out_ns=replay.stall_out_ns,
         stall_in_ns=replay.stall_in_ns,
@@ -247,7 +249,11 @@ def least_step_ns(problem: Problem) -> int:
     peak_bytes = int(live_bytes(problem).max(initial=0))
     away_bytes = 0 if limit is None else max(0, peak_bytes - limit)
     host_ns = host_memory_ns(problem, given_bytes(problem) + 2 * away_bytes)
-    return max(problem.accumulation * lower_bound_ns(problem), host_ns)
+    least_ns, late_ns = lower_bound_ns(problem), late_update_ns(problem, 0)
+    if late_ns:
+        backward_ns = sum(op.duration_ns for op in problem.ops[problem.boundary :])
+        late_ns += backward_ns + (problem.accumulation - 1) * least_ns
+    return max(problem.accumulation * least_ns, host_ns, late_ns)
 
 
 def _refuse_device(problem: Problem, transfers: Sequence[Transfer], note: str) -> None:

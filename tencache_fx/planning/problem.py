@@ -237,7 +237,8 @@ class Problem:
     place among the runtime ops is sure in the code that will run: a compiler that fuses may move the other steps
     between two barriers. Without any, every step is one. `copies_parameters` says that graphs read copies of all
     offloaded parameters: of one that stays on the device, too. A whole step runs the ops `accumulation` times before an
-    update: gradients in host memory are added up there. `collectives` are in the order in which they begin.
+    update: gradients in host memory are added up there. `collectives` are in the order in which they begin. With
+    `updates_in_backward` a parameter is updated as soon as its gradient is there, and else behind the last backward.
     """
 
     ops: tuple[Op, ...]
@@ -254,6 +255,7 @@ class Problem:
     copies_parameters: bool = False
     accumulation: Positive = 1
     collectives: tuple[Collective, ...] = ()
+    updates_in_backward: bool = False
 
     def check(self) -> None:
         """Raise `ValueError` for a step that there is not, for two things of one name, and for sums out of range."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from tencache_fx.planning.collectives import ideal_ns
 from tencache_fx.planning.liveness import inactive_intervals, is_candidate, live_bytes
-from tencache_fx.planning.parameter_schedule import adding_bytes, given_bytes, updating_bytes
+from tencache_fx.planning.parameter_schedule import adding_bytes, given_bytes, late_update_ns, updating_bytes
 from tencache_fx.planning.problem import Kind, Problem, Storage
 
 _NS_PER_S = 1_000_000_000
@@ -36,6 +36,8 @@ class RecomputeBound:
         self._is_early = np.arange(self._durations.size) < problem.boundary
         self._accumulation, self._adding_bytes = problem.accumulation, adding_bytes(problem)
         self._host_bytes, self._given_bytes = updating_bytes(problem), given_bytes(problem)
+        self._late_ns = late_update_ns(problem, 0)
+        self._backward_ns = float(self._durations[problem.boundary :].sum())
         storages = {storage.name: storage for storage in problem.storages}
         gaps = [(*_gap(problem, storages[r.name]), storages[r.name].nbytes) for r in problem.recipes]
         self._gaps = np.array(gaps, dtype=np.int64).reshape(-1, 3).T
@@ -70,7 +72,10 @@ class RecomputeBound:
             copied_bytes = self._given_bytes + fetched_bytes + 2 * int(over.max())
             host_bytes = self._host_bytes + self._accumulation * copied_bytes + self._adding_bytes
             host_ns = host_bytes * _NS_PER_S // links.host_bytes_per_s
-        return max(self._accumulation * int(least), host_ns)
+        late_ns = 0.0
+        if self._late_ns:  # what is recomputed is so in the backward
+            late_ns = (self._accumulation - 1) * least + self._late_ns + self._backward_ns + added_ns
+        return max(self._accumulation * int(least), host_ns, int(late_ns))
 
 
 class _Lists:

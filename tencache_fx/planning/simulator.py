@@ -125,6 +125,11 @@ class Replay:
             starts.extend(now + end - self.ends_ns[step] for end in self.ends_ns[step:until])
         return tuple(map(round, starts))
 
+    def start_ns(self, step: int) -> int:
+        """Return when one step started, or when the last one ended."""
+        before = max((at, now) for at, now in self.begun if at <= step)
+        return round(before[1] + self.ends_ns[step] - self.ends_ns[before[0]])
+
     @cached_property
     def transfers(self) -> tuple[TransferTimes, ...]:
         """The times of each transfer, in the order given."""

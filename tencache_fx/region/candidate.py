@@ -157,7 +157,7 @@ class RegionPlanner:
     `sizes` are those at hand and those to plan for, if these differ. `unforeseen_bytes` are kept free: code generated
     earlier held so much more than the graphs show. The bytes that an earlier compilation of the same region had to keep
     free in the end are kept free from the start. `offloaded` are the offloaded parameters, by their names in the plan.
-    An update follows `accumulation` backwards; None means as many as in earlier runs.
+    An update follows `accumulation` backwards, None means as many as in earlier runs; or it comes with them.
     What is to be `recomputed` is given where regions are planned together.
     """
 
@@ -170,6 +170,7 @@ class RegionPlanner:
         environment: Environment,
         *,
         accumulation: int | None = None,
+        updates_in_backward: bool = False,
         by_step: bool = False,
         recomputed: frozenset[str] | None = None,
     ) -> None:
@@ -179,7 +180,7 @@ class RegionPlanner:
         self.unforeseen_bytes = unforeseen_bytes + self.earlier.margin_bytes
         self._offloaded, self._environment = offloaded, environment
         self.accumulation = self.earlier.accumulation if accumulation is None else accumulation
-        self.by_step, self._recomputed = by_step, recomputed
+        self.updates_in_backward, self.by_step, self._recomputed = updates_in_backward, by_step, recomputed
 
     def plan(self, capture: RegionGraphs, first: Candidate | None = None, recomputed: Names = ()) -> Candidate | None:
         """Return the plan for these graphs, and what it is made from; `first` is the one without what is `recomputed`.
@@ -315,6 +316,7 @@ class RegionPlanner:
             self.unforeseen_bytes,
             self.earlier.correction.planning,
             self.accumulation,
+            self.updates_in_backward,
             group_facts(),
         )
 
@@ -353,6 +355,7 @@ class RegionPlanner:
             barriers=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and is_barrier(node)),
             min_spill_bytes=max(PAGE_BYTES, (options.device_budget or 0) // _BUDGET_PARTS),
             accumulation=self.accumulation,
+            updates_in_backward=self.updates_in_backward,
             collectives=state_collectives(known, of_gpu=self._environment.roofline.of_gpu),
         )
         formulas, entering_bytes = None, 0

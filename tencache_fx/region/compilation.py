@@ -55,6 +55,7 @@ from tencache_fx import compat
 from tencache_fx.kept_code import KeptCode, Phase
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import open_update_room
+from tencache_fx.model_state.step_hooks import is_updated_in_backward
 from tencache_fx.passes.collective_overlap import overlap_collectives
 from tencache_fx.passes.convolution_layouts import copy_for_convolutions
 from tencache_fx.passes.graphs import RegionGraphs
@@ -104,6 +105,7 @@ def compile_region(
                 {names[index]: each for index, each in request.offloaded.items()},
                 Environment.find(source.device, source.options, request.boundary_bytes),
                 accumulation=request.accumulation,
+                updates_in_backward=any(map(is_updated_in_backward, request.offloaded.values())),
                 by_step=request.by_step,
                 recomputed=request.recomputed,
             )

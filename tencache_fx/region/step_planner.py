@@ -9,6 +9,7 @@ from functools import cached_property
 
 from tencache_fx.errors import BudgetError, OptionError, StoreError
 from tencache_fx.hardware.device_memory import held_bytes
+from tencache_fx.model_state.step_hooks import is_updated_in_backward
 from tencache_fx.options import Options
 from tencache_fx.planning.parameter_schedule import keep_resident
 from tencache_fx.planning.plan import Plan, PoolClass
@@ -148,7 +149,9 @@ class StepPlanner:
             self.choices.choose(program.visits, links, budgets, frozenset(self._points.shared))
         program.rounds.watch(read.first_trained)
         joined = join(program.visits, links, budgets, frozenset(self._points.shared), read.names)
-        joined = replace(joined, problem=replace(joined.problem, accumulation=program.accumulation))
+        early = read.first_trained is not None and is_updated_in_backward(read.first_trained)
+        often = replace(joined.problem, accumulation=program.accumulation, updates_in_backward=early)
+        joined = replace(joined, problem=often)
         plan, schedule = None, FRUGAL
         try:
             joined, plan = self._plan(program, joined, read, options)
