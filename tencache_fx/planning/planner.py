@@ -246,10 +246,11 @@ def least_step_ns(problem: Problem) -> int:
     The bytes that are over the budget at the peak are copied out and in, as every offloaded parameter and gradient is.
     """
     limit = problem.budgets.device_bytes
-    peak_bytes = int(live_bytes(problem).max(initial=0))
-    away_bytes = 0 if limit is None else max(0, peak_bytes - limit)
-    host_ns = host_memory_ns(problem, given_bytes(problem) + 2 * away_bytes)
-    least_ns, late_ns = lower_bound_ns(problem), late_update_ns(problem, 0)
+    live = live_bytes(problem)
+    over = live * 0 if limit is None else np.maximum(0, live - limit)
+    host_ns = host_memory_ns(problem, given_bytes(problem) + 2 * int(over.max(initial=0)))
+    spilled_bytes = int(over[: problem.boundary + 1].max(initial=0))  # what the backward begins without has left
+    least_ns, late_ns = lower_bound_ns(problem), late_update_ns(problem, spilled_bytes)
     if late_ns:
         backward_ns = sum(op.duration_ns for op in problem.ops[problem.boundary :])
         late_ns += backward_ns + (problem.accumulation - 1) * least_ns

@@ -36,7 +36,7 @@ class RecomputeBound:
         self._is_early = np.arange(self._durations.size) < problem.boundary
         self._accumulation, self._adding_bytes = problem.accumulation, adding_bytes(problem)
         self._host_bytes, self._given_bytes = updating_bytes(problem), given_bytes(problem)
-        self._late_ns = late_update_ns(problem, 0)
+        self._problem, self._has_late = problem, late_update_ns(problem, 0) > 0
         self._backward_ns = float(self._durations[problem.boundary :].sum())
         storages = {storage.name: storage for storage in problem.storages}
         gaps = [(*_gap(problem, storages[r.name]), storages[r.name].nbytes) for r in problem.recipes]
@@ -73,8 +73,9 @@ class RecomputeBound:
             host_bytes = self._host_bytes + self._accumulation * copied_bytes + self._adding_bytes
             host_ns = host_bytes * _NS_PER_S // links.host_bytes_per_s
         late_ns = 0.0
-        if self._late_ns:  # what is recomputed is so in the backward
-            late_ns = (self._accumulation - 1) * least + self._late_ns + self._backward_ns + added_ns
+        if self._has_late:  # what is recomputed is so in the backward
+            late_ns = float(late_update_ns(self._problem, int(over[: self._problem.boundary + 1].max())))
+            late_ns += (self._accumulation - 1) * least + self._backward_ns + added_ns
         return max(self._accumulation * int(least), host_ns, int(late_ns))
 
 

@@ -7,7 +7,7 @@ from tabulate import tabulate
 
 from tencache_fx.planning.bounds import joint_lower_bound_ns
 from tencache_fx.planning.loads import Load, bound_of, loads_of
-from tencache_fx.planning.parameter_schedule import step_ns
+from tencache_fx.planning.parameter_schedule import exposed_update_ns, step_ns
 from tencache_fx.planning.plan import Plan, PoolClass, Transfer
 from tencache_fx.planning.problem import Kind, Problem, Step, Storage, Tier
 
@@ -61,6 +61,8 @@ def amount_rows(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
         with_state = [each for each in staying if each.parameter in plan.updated_here]
         yield "parameters here", f"{count_and_bytes(staying)}; with their state {count_and_bytes(with_state)}"
     yield "time", f"{format_ns(forecast.makespan_ns)}, {over:.3f} of the {format_ns(forecast.ideal_ns)} without limits"
+    if exposed_ns := exposed_update_ns(problem, forecast):
+        yield "updates", f"behind the last backward; {format_ns(exposed_ns)} more than the next forward hides"
     yield "lower bound", format_ns(forecast.lower_bound_ns)
     yield "stalls", f"{format_ns(forecast.stall_out_ns)} going out, {format_ns(forecast.stall_in_ns)} coming in"
     if problem.collectives:

@@ -298,6 +298,9 @@ def _copy_bars(times: TransferTimes, note: str) -> Iterator[Bar]:
 def _update_bars(problem: Problem, replay: Replay) -> Iterator[Bar]:
     """Yield an update for each offloaded gradient, as soon as it is in host memory, at the rate of that memory.
 
+    Or, where updates begin behind the last backward, those of the step before, as they go on during this one, in the
+    order in which their parameters are read.
+
     The bytes are those that planning counts for a step (`planning/parameter_schedule.py: step_ns`).
     """
     rate = problem.links.host_bytes_per_s
@@ -310,6 +313,9 @@ def _update_bars(problem: Problem, replay: Replay) -> Iterator[Bar]:
     for storage in stored.values():
         nbytes[storage.parameter] = nbytes.get(storage.parameter, 0) + 2 * storage.nbytes
         state[storage.parameter] = 2 * storage.state_bytes
+    if not problem.updates_in_backward:
+        read = sorted((s.birth, s.parameter) for s in problem.storages if s.parameter in landed)
+        landed = {parameter: 0 for _, parameter in read}
     free = 0
     for parameter, at in sorted(landed.items(), key=lambda item: item[1]):
         moved = nbytes[parameter] + state[parameter]

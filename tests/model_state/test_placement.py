@@ -19,7 +19,13 @@ from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.evaluation import Candidate
-from tencache_fx.planning.parameter_schedule import first_parameters, keep_resident, step_ns
+from tencache_fx.planning.parameter_schedule import (
+    exposed_update_ns,
+    first_parameters,
+    host_memory_ns,
+    keep_resident,
+    step_ns,
+)
 from tencache_fx.planning.plan import CopyIn, CopyOut, Plan, TransferKind
 from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.problem import Kind, Problem, Recipe, Step
@@ -147,6 +153,7 @@ def test_each_rule_of_one_way_transfers_is_checked(
 
 def test_a_step_takes_as_long_as_the_host_memory_does() -> None:
     problem, plan = small_plan()
+    problem = replace(problem, updates_in_backward=True)
     assert step_ns(problem, plan.forecast) == plan.forecast.makespan_ns  # nothing is known of the host's memory
     slow = replace(problem, links=replace(problem.links, host_bytes_per_s=10**6))
     sunk_bytes = sum(storage.nbytes for storage in problem.storages if storage.kind is Kind.STORED)
@@ -160,6 +167,42 @@ def test_a_step_takes_as_long_as_the_host_memory_does() -> None:
     assert step_ns(replace(fast, accumulation=5), plan.forecast) == 5 * plan.forecast.makespan_ns
     more_ns = step_ns(replace(slow, accumulation=5), plan.forecast) - step_ns(slow, plan.forecast)
     assert more_ns == 4 * (moved_bytes + 3 * sunk_bytes) * 1000  # updates are as before
+
+
+def test_only_the_next_forward_hides_updates_behind_the_last_backward() -> None:
+    problem, plan = small_plan()
+    forecast = plan.forecast
+    backward_ns = forecast.makespan_ns - forecast.forward_ns
+    stored_bytes = sum(storage.nbytes for storage in problem.storages if storage.kind is Kind.STORED)
+    fetched_bytes = sum(s.nbytes for s in problem.storages if s.kind is Kind.FETCHED and s.birth < problem.boundary)
+    pinned_bytes = sum(s.nbytes for s in problem.storages if s.kind is Kind.PARAMETER and s.parameter)
+    assert min(fetched_bytes, pinned_bytes) > 0
+    # of fp32: gradient and weight once, three arrays read and written
+    late_bytes = 8 * stored_bytes + pinned_bytes + fetched_bytes + forecast.d2h_bytes - stored_bytes
+    rate = late_bytes * 1_000_000_000 // (2 * forecast.forward_ns)
+    late_ns = late_bytes * 1_000_000_000 // rate
+    slow = replace(problem, links=replace(problem.links, host_bytes_per_s=rate))
+    copied_bytes = forecast.d2h_bytes + forecast.h2d_bytes
+    assert exposed_update_ns(slow, forecast) == late_ns - forecast.forward_ns > 0
+    assert step_ns(slow, forecast) == late_ns + backward_ns > host_memory_ns(slow, copied_bytes)
+    often = replace(slow, accumulation=4)
+    assert step_ns(often, forecast) == max(
+        step_ns(slow, forecast) + 3 * forecast.makespan_ns, host_memory_ns(often, copied_bytes)
+    )
+    early = replace(slow, updates_in_backward=True)
+    assert exposed_update_ns(early, forecast) == 0
+    assert step_ns(early, forecast) < step_ns(slow, forecast)
+
+
+def test_a_plan_knows_of_an_optimizer_that_updates_during_backward() -> None:
+    for early in (False, True):
+        torch.compiler.reset()
+        model = tencache_fx.offload(nn.Sequential(*(Block(160) for _ in range(2))))
+        optimizer = AdamW(model.parameters(), step_in_backward=early)
+        run = torch.compile(model, backend="tencache", options={"device_budget": "4MB", "compiler": "eager"})
+        run(torch.randn(8, 160)).square().mean().backward()
+        optimizer.step()
+        assert tencache_fx.regions()[-1].problem.updates_in_backward is early
 
 
 def test_a_plan_with_less_room_takes_the_state_off_the_device_before_it_runs() -> None:

@@ -61,6 +61,7 @@ def trainings(draw: st.DrawFn) -> Problem:
         storages=(*problem.storages, *gradients),
         links=replace(problem.links, host_bytes_per_s=rate),
         accumulation=draw(st.sampled_from((1, 1, 2, 7))),
+        updates_in_backward=draw(st.booleans()),
     )
     floor, peak = floor_bytes(problem), int(live_bytes(problem).max())
     return problem.within(device_bytes=draw(st.integers(floor, max(floor, peak - 1))))
@@ -159,6 +160,7 @@ def test_the_bound_spares_most_plans_where_copies_take_the_memory_that_updates_w
         problem,
         storages=(*problem.storages, *gradients),
         links=replace(problem.links, host_bytes_per_s=10**11),
+        updates_in_backward=True,
     )
     floor, peak = floor_bytes(problem), int(live_bytes(problem).max())
     evaluator = Evaluator(problem.within(device_bytes=(floor + peak) // 2))

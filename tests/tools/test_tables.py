@@ -18,6 +18,7 @@ from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Reci
 from tencache_fx.records import Listing, NodeRow, RegionRecord
 from tencache_fx.reporting.dump import read_measured, read_problem, read_regions, write_measured, write_region
 from tencache_fx.reporting.tables import (
+    amount_rows,
     graph_dot,
     show_frontier,
     show_graph,
@@ -29,7 +30,7 @@ from tencache_fx.reporting.tables import (
     show_tensors,
 )
 from tencache_fx.serialization import from_json, to_json
-from tencache_fx.units import format_bytes
+from tencache_fx.units import format_bytes, format_ns
 
 
 def storage(name, nbytes, birth, death, uses, kind=Kind.ACTIVATION, formula=""):
@@ -195,6 +196,12 @@ def test_the_bound_is_of_all_calls_of_a_step_and_its_update():
     assert loads["host memory"].nbytes == update_bytes + copied_bytes + sum_bytes
     assert loads["host memory"].busy_ns == loads["host memory"].nbytes // 10
     assert loads["disk read"].busy_ns == 0
+    late_ns = (update_bytes + PLAN.forecast.d2h_bytes - 2_000_000) // 10
+    assert late_ns > PLAN.forecast.forward_ns
+    rows = dict(amount_rows(problem, PLAN))
+    more = format_ns(late_ns - PLAN.forecast.forward_ns)
+    assert rows["updates"] == f"behind the last backward; {more} more than the next forward hides"
+    assert "updates" not in dict(amount_rows(dataclasses.replace(problem, updates_in_backward=True), PLAN))
 
 
 def test_tensors():

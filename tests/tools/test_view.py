@@ -127,8 +127,10 @@ def test_numbers_of_a_step_are_the_forecast() -> None:
     assert bar.note == f"activation, 4 MB<br>call 3.0<br>{why}"
 
 
-def test_state_on_the_device_is_told_from_what_others_hold() -> None:
-    problem = dataclasses.replace(trained_offloaded(6).within(device_bytes=420), external_bytes=7)
+@pytest.mark.parametrize("early", [True, False])
+def test_state_on_the_device_is_told_from_what_others_hold(*, early: bool) -> None:
+    problem = trained_offloaded(6).within(device_bytes=420)
+    problem = dataclasses.replace(problem, external_bytes=7, updates_in_backward=early)
     record = planned(problem)
     assert record.plan.updated_here
     timeline = region_timeline(record)
@@ -140,7 +142,11 @@ def test_state_on_the_device_is_told_from_what_others_hold() -> None:
     assert len(updates) == 6 - len(record.plan.updated_here) > 0
     landed = {bar.storage: bar.end_ns for bar in timeline.lane(Lane.OUT)}
     parameters = {storage.parameter: storage.name for storage in record.problem.storages}
-    assert all(bar.start_ns >= landed[parameters[bar.name]] for bar in updates)
+    if early:
+        assert all(bar.start_ns >= landed[parameters[bar.name]] for bar in updates)
+    else:  # those of the step before, in the order of reading
+        assert [bar.name for bar in updates] == sorted(bar.name for bar in updates)
+        assert updates[0].start_ns == 0
     assert {bar.duration_ns for bar in updates} == {(2 * 16 + 2 * 96) * 10}
 
 
