@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tencache_fx.planning.collectives import steps_under_way
 from tencache_fx.planning.liveness import durations_ns, live_bytes
 from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.problem import Kind, Op, Problem, Recipe, Step, Storage
@@ -95,6 +96,7 @@ class _Merger:
     def __init__(self, problem: Problem, stretches: int) -> None:
         self.problem = problem
         self.storages = {storage.name: storage for storage in problem.storages}
+        self.under_way = steps_under_way(problem)
         self.stretch_of = [*_stretches(problem, stretches), -1]
         self.stretch_of[-1] = self.stretch_of[-2] + 1 if problem.ops else 0
         self.priced = [r for r in problem.recipes if self.storages[r.name].nbytes >= problem.min_spill_bytes]
@@ -256,7 +258,8 @@ class _Merger:
         given = storage.kind in (Kind.PARAMETER, Kind.INPUT) and storage.name not in self.classes
         if given and not spillable and (storage.birth, storage.death) == (0, end):
             return _Life(0, op_of[end], ())  # there all the time, whoever reads it
-        uses = tuple(sorted({max(birth, op_of[use]) for use in storage.uses}))
+        held = self.under_way.get(storage.name, ())  # by collectives, which the coarser problem has not
+        uses = tuple(sorted({max(birth, op_of[use]) for use in storage.uses if use not in held}))
         death = max([birth, *(use + 1 for use in uses), op_of[storage.death - 1] + 1 if storage.death else 0])
         ready, freed = max(birth, op_of[storage.ready]), op_of[storage.caller_frees_at]
         return _Life(birth, death, uses, ready, freed, spillable)

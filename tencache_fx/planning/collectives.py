@@ -4,7 +4,7 @@ A collective begins behind its step, once the one before has ended. The step tha
 ends; between the two, compute goes on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tencache_fx.planning.problem import Collective, Problem, Step
@@ -44,6 +44,21 @@ def in_between(problem: Problem) -> frozenset[str]:
     """
     across = (each for each in problem.collectives if each.begin < problem.boundary <= each.needed_at)
     return frozenset(name for each in across for name in (*each.reads, *each.writes))
+
+
+def steps_under_way(problem: Problem) -> Mapping[str, frozenset[int]]:
+    """Return by storage the steps that count as uses because a collective is under way that reads or writes it.
+
+    The ops of these steps do not read it: what runs them again does without it.
+    """
+    known: Mapping[str, frozenset[int]] | None = problem.derived.get("steps under way")
+    if known is None:
+        found: dict[str, set[int]] = {}
+        for each in problem.collectives:
+            for name in (*each.reads, *each.writes):
+                found.setdefault(name, set()).update(range(each.begin + 1, each.needed_at))
+        known = problem.derived["steps under way"] = {name: frozenset(steps) for name, steps in found.items()}
+    return known
 
 
 def one_by_one(problem: Problem) -> Problem:

@@ -8,6 +8,7 @@ its first use, each step once for all recipes that need it, as torch's partition
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from tencache_fx.planning.collectives import steps_under_way
 from tencache_fx.planning.problem import Collective, Kind, Op, Problem, Step, Storage
 
 _AGAIN = "#again"  # after the name of a step, or a storage, that is there for the second time
@@ -46,9 +47,11 @@ def recompute(problem: Problem, names: Collection[str]) -> Problem:
 
 def _storages_by_use(problem: Problem) -> dict[int, list[Storage]]:
     read_at: dict[int, list[Storage]] = {}
+    under_way = steps_under_way(problem)
     for storage in problem.storages:
         for use in storage.uses:
-            read_at.setdefault(use, []).append(storage)
+            if use not in under_way.get(storage.name, ()):
+                read_at.setdefault(use, []).append(storage)
     return read_at
 
 
@@ -108,7 +111,7 @@ class _Line:
     def __init__(
         self, problem: Problem, placed: Mapping[int, list[Step]], naming: Mapping[Step, Collection[Step]]
     ) -> None:
-        self.problem, self.naming = problem, naming
+        self.problem, self.naming, self.under_way = problem, naming, steps_under_way(problem)
         self.at: list[Step] = []
         self.again: dict[Step, Step] = {}
         ops: list[Op] = []
@@ -156,7 +159,7 @@ class _Line:
             return (self._stretched(storage, at[storage.birth], [at[use] for use in storage.uses]),)
         early = [use for use in storage.uses if use < boundary]
         late = [at[use] for use in storage.uses if use >= boundary]
-        repeated = [self.again[use] for use in storage.uses if use in self.again]
+        repeated = self._repeated(storage)
         if not (made and storage.birth in self.again):
             birth = at[storage.birth] if made else storage.birth  # tangents are there when the backward begins
             return (self._stretched(storage, birth, [*early, *late, *repeated]),)
@@ -185,7 +188,7 @@ class _Line:
         lives = [storage for storage in self.problem.storages if storage.kind is Kind.FETCHED]
         repeated: dict[str, list[Step]] = {}
         for early in (storage for storage in lives if storage.birth < boundary):
-            repeated.setdefault(early.parameter, []).extend(self.again[use] for use in early.uses if use in self.again)
+            repeated.setdefault(early.parameter, []).extend(self._repeated(early))
             yield early
         late = {storage.parameter: storage for storage in lives if storage.birth >= boundary}
         by_parameter = {storage.parameter: storage for storage in lives}
@@ -202,6 +205,11 @@ class _Line:
                 death=Step(max(uses) + 1),
                 uses=tuple(sorted(set(uses))),
             )
+
+    def _repeated(self, storage: Storage) -> list[Step]:
+        """Return where steps that use `storage` run again; not those that only run while a collective uses it."""
+        held = self.under_way.get(storage.name, ())
+        return [self.again[use] for use in storage.uses if use in self.again and use not in held]
 
     def _stretched(self, storage: Storage, birth: Step, uses: Collection[Step]) -> Storage:
         """Return `storage` with these uses: it ends right behind the step it did, or behind the last use if later.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tencache_fx.planning.collectives import ideal_ns
+from tencache_fx.planning.collectives import ideal_ns, steps_under_way
 from tencache_fx.planning.liveness import inactive_intervals, is_candidate, live_bytes
 from tencache_fx.planning.parameter_schedule import adding_bytes, given_bytes, late_update_ns, updating_bytes
 from tencache_fx.planning.problem import Kind, Problem, Storage
@@ -123,11 +123,14 @@ def _fetched_for(problem: Problem) -> tuple[list[tuple[str, int]], list[list[int
     """Return parameters with their bytes, and by recipe which its steps read of those that the backward does not."""
     fetched = [storage for storage in problem.storages if storage.kind is Kind.FETCHED]
     late = {storage.parameter for storage in fetched if storage.birth >= problem.boundary}
+    under_way = steps_under_way(problem)
     numbers: dict[tuple[str, int], int] = {}
     read_at: dict[int, list[int]] = {}
     for storage in fetched:
         if storage.parameter not in late:
             number = numbers.setdefault((storage.parameter, storage.nbytes), len(numbers))
+            held = under_way.get(storage.name, ())
             for use in storage.uses:
-                read_at.setdefault(use, []).append(number)
+                if use not in held:
+                    read_at.setdefault(use, []).append(number)
     return list(numbers), [[each for step in r.steps for each in read_at.get(step, ())] for r in problem.recipes]

@@ -26,7 +26,7 @@ from tencache_fx.planning.explain import find_reasons
 from tencache_fx.planning.loads import loads_of
 from tencache_fx.planning.plan import Plan, PoolClass, Transfer
 from tencache_fx.planning.planner import build_plan, least_step_ns, lower_bound_ns
-from tencache_fx.planning.problem import Budgets, Collective, CollectiveKind, Problem, Recipe, Step, Storage, Tier
+from tencache_fx.planning.problem import Budgets, Collective, CollectiveKind, Kind, Problem, Recipe, Step, Storage, Tier
 from tencache_fx.planning.recompute import recompute
 from tencache_fx.planning.search import make_plan
 from tencache_fx.planning.simulator import simulate
@@ -196,6 +196,24 @@ def test_collectives_have_what_they_use_whatever_runs_again(data: st.DataObject)
         for name in (*now.reads, *now.writes):
             assert names[name].birth <= now.begin < min(now.needed_at + 1, len(again.ops)) <= names[name].death
     verify_plan(again, make_plan(again, "none"))
+
+
+@pytest.mark.parametrize("kind", [Kind.ACTIVATION, Kind.FETCHED])
+def test_what_runs_again_does_not_read_what_a_collective_used_meanwhile(kind: Kind):
+    """Step 2 makes y while the part is gathered, and reads x only."""
+    problem = scattered()
+    lives = {storage.name: storage for storage in problem.storages}
+    part = replace(lives["part"], kind=kind, parameter="w" if kind is Kind.FETCHED else "")
+    x = replace(lives["x"], uses=(Step(0), Step(2), Step(5)))
+    y = make_storage("y", 100, (2, 4), spillable=True)
+    recipes = (Recipe(name="y", steps=(Step(2),)),)
+    problem = replace(problem, storages=(part, lives["whole"], x, y), recipes=recipes)
+    again = recompute(problem, ["y"])
+    found = {storage.name: storage for storage in again.storages}
+    assert found["part"] == part
+    assert found["y#again"].birth == 4
+    assert found["x"].uses == (0, 2, 4, 6)
+    assert set(found) == {"part", "whole", "x", "y", "y#again"}
 
 
 def plan_of(problem: Problem, *transfers: Transfer) -> Plan:
