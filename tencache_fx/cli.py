@@ -1,8 +1,7 @@
-"""The command `tencache`: see if a model fits, look at dumps, try policies on a problem, examine the machine."""
+"""The command `tencache`: see if a model fits, look at dumps, plan a problem again, examine the machine."""
 
 import argparse
 import contextlib
-import dataclasses
 import inspect
 import json
 import os
@@ -11,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from tqdm import tqdm
-
 from tencache_fx.errors import OptionError, TencacheError
 from tencache_fx.fitting import PREFIX
 from tencache_fx.fitting.other_process import Request, largest_captured
@@ -20,13 +17,12 @@ from tencache_fx.garbage import seldom_collected
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Problem
 from tencache_fx.records import RegionRecord, StepRecord
-from tencache_fx.reporting.dump import captured_of, read_measured, read_planned, read_regions, read_steps
+from tencache_fx.replan import describe_plan
+from tencache_fx.reporting.dump import read_measured, read_regions, read_steps
 from tencache_fx.reporting.fit_text import show_fit
 from tencache_fx.reporting.step_tables import list_step, name_step, show_step, tell_storage
 from tencache_fx.reporting.tables import (
     graph_dot,
-    show_change,
-    show_frontier,
     show_graph,
     show_measured,
     show_pool,
@@ -80,35 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     dump.set_defaults(run=_dump)
 
-    plan = commands.add_parser("plan", help="plan a problem again, with another policy or other budgets")
-    plan.add_argument(
-        "problem", type=Path, metavar="PROBLEM.json", help="a problem, or the record.json of a region or a step"
-    )
-    plan.add_argument(
-        "--policy",
-        action="append",
-        metavar="NAME",
-        help="none, 10cache, teraio or joint; may be given several times (default: joint; to compare, all)",
-    )
-    plan.add_argument(
-        "--device-budget",
-        nargs="+",
-        metavar="SIZE",
-        help='such as 12GiB, or "none" for no limit; several to compare them',
-    )
-    plan.add_argument("--host-budget", metavar="SIZE")
-    plan.add_argument("--spill-budget", metavar="SIZE")
-    plan.add_argument(
-        "--sweep",
-        type=int,
-        nargs="?",
-        const=8,
-        metavar="N",
-        help="compare N device budgets, from the least that fits to the most that is of use (default: 8)",
-    )
-    plan.add_argument("--plot", type=Path, metavar="FILE", help="draw the comparison, as .svg or .html")
-    plan.add_argument("--json", action="store_true", help="print the plan, or the comparison, as JSON")
-    plan.set_defaults(run=_plan)
+    describe_plan(commands.add_parser("plan", help="plan a problem again, with another policy, other budgets or ranks"))
 
     _describe_view(commands.add_parser("view", help="draw a run from its dump_dir: a page of HTML, a trace"))
     _describe_fit(
@@ -279,77 +247,6 @@ def _view(arguments: argparse.Namespace) -> str:
         nbytes = write_page(page, views, f"tencache: {arguments.dir.resolve().name}")
         written.append(f"{page}: {format_bytes(nbytes)}; open it in a browser.")
     return "\n".join(written)
-
-
-def _plan(arguments: argparse.Namespace) -> str:
-    from tencache_fx.planning.search import plan_region  # here: only this command needs the planner and what it imports
-
-    record = read_planned(arguments.problem)
-    captured = _with_tiers(captured_of(record), arguments)
-    given: list[str] = arguments.device_budget or []
-    policies: list[str] = arguments.policy or []
-    if arguments.sweep is not None or arguments.plot is not None or len(given) > 1 or len(policies) > 1:
-        return _compare(captured, policies, given, arguments)
-    device_bytes = _budget("--device-budget", given[0], None) if given else captured.budgets.device_bytes
-    captured = captured.within(device_bytes=device_bytes)
-    problem, plan = plan_region(captured, policies[0] if policies else "joint")
-    if isinstance(record, StepRecord):
-        from tencache_fx.planning.step import align
-
-        plan = align(dataclasses.replace(record, problem=problem).joined, plan)
-    if arguments.json:
-        return to_json(plan)
-    parts = [show_summary(problem, plan, captured), show_tensors(problem, plan), show_pool(plan)]
-    if isinstance(record, StepRecord):
-        parts[0] = show_step(dataclasses.replace(record, problem=problem, plan=plan, device_budget=device_bytes))
-    if not isinstance(record, Problem):
-        parts.append(f"what changes:\n\n{show_change(captured, record.plan, plan)}")
-    return "\n\n".join(parts)
-
-
-def _with_tiers(problem: Problem, arguments: argparse.Namespace) -> Problem:
-    """Return `problem` with the budgets of host memory and disk that are asked for."""
-    host_bytes = _budget("--host-budget", arguments.host_budget, problem.budgets.host_bytes)
-    disk_bytes = _budget("--spill-budget", arguments.spill_budget, problem.budgets.disk_bytes)
-    if host_bytes is None or disk_bytes is None:
-        raise OptionError("only --device-budget may be none; give --host-budget and --spill-budget a size.")
-    if disk_bytes and not problem.links.has_disk:
-        raise OptionError("--spill-budget is for a disk, and the problem has no rates of one; run it with spill_dir.")
-    return problem.within(host_bytes=host_bytes, disk_bytes=disk_bytes)
-
-
-def _compare(captured: Problem, policies: list[str], given: list[str], arguments: argparse.Namespace) -> str:
-    from tencache_fx.planning.pareto import find_frontier, spread_budgets
-    from tencache_fx.planning.planner import POLICIES
-    from tencache_fx.reporting.plot import draw_frontier, write_chart
-
-    if arguments.sweep is not None and given:
-        raise OptionError("--sweep chooses the device budgets itself; give it or --device-budget, not both.")
-    if arguments.sweep is not None and arguments.sweep < 1:
-        raise OptionError(f"--sweep is {arguments.sweep}; give the number of budgets to compare, 1 or more.")
-    names = tuple(policies or POLICIES)
-    sizes = [_budget("--device-budget", text, None) for text in given]
-    budgets = [size for size in sizes if size is not None]
-    if len(budgets) < len(sizes):
-        raise OptionError("--device-budget none cannot be compared: without a limit every policy keeps everything.")
-    asked = sorted(budgets) or spread_budgets(captured, names, 8 if arguments.sweep is None else arguments.sweep)
-    frontier = find_frontier(captured, names, tqdm(asked, unit="budget", leave=False, disable=None))
-    if arguments.plot is not None:
-        write_chart(arguments.plot, draw_frontier(frontier))
-    return to_json(frontier) if arguments.json else show_frontier(frontier)
-
-
-def _budget(name: str, text: str | None, otherwise: int | None) -> int | None:
-    from tencache_fx.option_values import read_size
-
-    if text is None:
-        return otherwise
-    size = read_size(name, text)
-    if size is None:
-        return None
-    if size.nbytes is None:
-        raise OptionError(f"{name}={text!r} depends on the machine; give a number of bytes, such as 12GiB.")
-    return size.nbytes
 
 
 @seldom_collected()

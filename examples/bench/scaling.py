@@ -116,7 +116,7 @@ def main() -> None:
     sizes = {"layers": 6, "hidden": 4096, "batch": 4, "seq": 2048, "warm-up": 4, "steps": 6}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--trace", action="store_true", help="what collectives and copies take by themselves, on GPUs")
+    parser.add_argument("--trace", action="store_true", help="how long only collectives or copies run, on GPUs")
     parser.add_argument("--within", nargs=2, help=argparse.SUPPRESS)  # a way, and the file for what is found
     arguments = parser.parse_args()
     if arguments.within:

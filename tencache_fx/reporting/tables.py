@@ -14,6 +14,7 @@ from tencache_fx.planning.problem import Kind, Problem, Step, Storage, Tier
 if TYPE_CHECKING:
     from tencache_fx.planning.explain import Choice, Price, Reasons, TensorReason
     from tencache_fx.planning.pareto import Frontier, Outcome
+    from tencache_fx.planning.ranks import Scaling
     from tencache_fx.records import Listing, NodeRow
     from tencache_fx.runtime.store import DirectoryUse
 from tencache_fx.units import format_bytes, format_ns, format_rate
@@ -190,6 +191,31 @@ def show_frontier(frontier: "Frontier") -> str:
             rows.append(("", policy, *_outcome_cells(outcome, frontier)))
     headers = ("device budget", "policy", "step", "of ideal", "recomputed", "stalls", "moved", "by disk")
     return f"{show_table(head)}\n\n{show_table(rows, headers=headers)}"
+
+
+def show_scaling(scaling: "Scaling") -> str:
+    """Return one row per number of ranks: how long a step takes, what collectives take of it, where the state is."""
+    rows: list[tuple[str, ...]] = []
+    fastest_ns = next((point.step_ns for point in scaling.points if not point.refusal), 0)
+    for point in scaling.points:
+        head = str(point.ranks), str(point.nodes)
+        if point.refusal:
+            rows.append((*head, "-", "", "", "", "", "", point.refusal.splitlines()[0]))
+            continue
+        rows.append(
+            (
+                *head,
+                format_ns(point.step_ns),
+                f"{fastest_ns / max(1, point.step_ns):.2f}",
+                format_ns(point.collective_ns),
+                format_ns(point.stall_collective_ns),
+                format_bytes(point.peak_bytes),
+                format_bytes(point.host_bytes),
+                f"{point.updated_here} of {point.parameters}",
+            )
+        )
+    headers = ("ranks", "nodes", "step", "a rank's speed", "collectives", "exposed", "device peak", "host, a node")
+    return show_table(rows, headers=(*headers, "state on the device"))
 
 
 def _outcome_cells(outcome: "Outcome | None", frontier: "Frontier") -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
-from problems import GIB, transformer
+from problems import GIB, trained_offloaded, transformer
 from test_bounds import recipes_of_matmuls
 from test_tables import PROBLEM, RECORD
 
@@ -14,6 +14,8 @@ from tencache_fx.cli import main
 from tencache_fx.planning.pareto import Frontier
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.planner import POLICIES
+from tencache_fx.planning.problem import Budgets
+from tencache_fx.planning.ranks import Scaling
 from tencache_fx.planning.search import plan_region
 from tencache_fx.records import RegionRecord
 from tencache_fx.reporting.dump import write_measured, write_region
@@ -180,6 +182,35 @@ def test_plan_takes_a_regions_record(capsys, dump):
     assert "of 1 GB" in out
 
 
+@pytest.fixture
+def offloaded(tmp_path):
+    """The problem of a region whose parameters are in host memory."""
+    budgets = Budgets(device_bytes=1 << 30, host_bytes=20 << 30, host_taken_bytes=4 << 30)
+    path = tmp_path / "offloaded.json"
+    path.write_text(to_json(dataclasses.replace(trained_offloaded(8, 64 << 20), budgets=budgets)))
+    return path
+
+
+def test_plan_compares_numbers_of_ranks(capsys, offloaded):
+    code, out, _ = run(capsys, "plan", offloaded, "--ranks", "1", "2", "512", "--per-node", "4")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].split()[:3] == ["ranks", "nodes", "step"]
+    assert [line.split()[:2] for line in lines[2:]] == [["1", "1"], ["2", "1"], ["512", "128"]]
+    assert lines[2].split()[4] == "1.00"
+    _, out, _ = run(capsys, "plan", offloaded, "--ranks", "1", "2", "--json")
+    one, two = from_json(Scaling, out).points
+    assert (one.ranks, two.ranks, one.collective_ns) == (1, 2, 0)
+    _, out, _ = run(capsys, "plan", offloaded, "--ranks", "2", "--link-rate", "1GB", "--json")
+    assert from_json(Scaling, out).points[0].collective_ns > 10 * two.collective_ns
+    _, out, _ = run(capsys, "plan", offloaded, "--ranks", "2", "--device-budget", "100MB")
+    assert "the budget is 100 MB" in out
+    _, out, _ = run(capsys, "plan", offloaded, "--ranks", "16", "--json")
+    fast = from_json(Scaling, out).points[0]
+    _, out, _ = run(capsys, "plan", offloaded, "--ranks", "16", "--network-rate", "1GB", "--json")
+    assert from_json(Scaling, out).points[0].collective_ns > 5 * fast.collective_ns
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -208,6 +239,10 @@ def test_plan_takes_a_regions_record(capsys, dump):
         (["plan", "{dump}/region-000/record.json", "--device-budget", "1GB", "none"], "none cannot be compared"),
         (["plan", "{dump}/region-000/record.json", "--sweep", "2", "--plot", "{dump}/plot.png"], ".svg or .html"),
         (["plan", "{dump}/region-000/record.json", "--sweep", "2", "--plot", "{dump}/no/plot.svg"], "No such file"),
+        (["plan", "{dump}/region-000/record.json", "--ranks", "2"], "none of its parameters are in host memory"),
+        (["plan", "{dump}/region-000/record.json", "--ranks", "12"], "12 ranks do not fill nodes of 8"),
+        (["plan", "{dump}/region-000/record.json", "--ranks", "2", "--sweep"], "no --sweep"),
+        (["plan", "{dump}/region-000/record.json", "--ranks", "2", "--link-rate", "none"], "a number of bytes"),
     ],
 )
 def test_errors_are_one_clear_line_and_code_2(capsys, dump, arguments, message):

@@ -282,10 +282,13 @@ def test_what_a_trace_shows_by_itself(bench):
     events = [event("gemm", 0, 4), event("ncclDevKernel_AllGather", 3, 6), event("Memcpy HtoD", 5, 8)]
     events += [event("gemm", 9, 10), event("aten::mm", 0, 10, DeviceType.CPU)]
     events += [event("Optimizer.step#AdamW.step", 0, 10, is_range=True), event("nccl:all_gather", 0, 10, is_range=True)]
-    shares = {"kernels": 0.5, "exposed_collectives": 0.2, "exposed_copies": 0.2, "idle": 0.1}
-    assert exposure.shares_of(events) == pytest.approx(shares)
+    kinds = exposure.spans_of(events)
+    shares = {"kernels": 0.5, "exposed_collectives": 0.2, "waits_for_ranks": 0, "exposed_copies": 0.2, "idle": 0.1}
+    assert exposure.shares_of(kinds) == pytest.approx(shares)
+    shares |= {"exposed_collectives": 0.05, "waits_for_ranks": 0.15}  # another rank came to it at 5.5
+    assert exposure.shares_of(kinds, [0.5]) == pytest.approx(shares)
     with pytest.raises(RuntimeError, match="leave out --trace"):
-        exposure.shares_of(events[4:])
+        exposure.shares_of(exposure.spans_of(events[4:]))
 
 
 def test_bench_goes_on_after_a_way_that_failed(bench):

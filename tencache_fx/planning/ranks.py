@@ -1,0 +1,329 @@
+"""The same region for other numbers of ranks: what a step would take on a cluster that is not there. No torch here.
+
+All ranks run the same program on batches of their own (weak scaling), and each keeps one part of every parameter, of
+its gradient and of its optimizer's state. A region that was captured on several ranks has the collectives for that.
+One captured on a single rank gets them: a gather begins when the one before is waited for, and a gradient is scattered
+as soon as it is there, as in the code of several ranks (`passes/collective_overlap.py`).
+
+A node's host memory and disks, and their rates, are shared by its ranks. Between nodes, all ranks of a node send at
+once, each over a network link of its own.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tencache_fx.errors import BudgetError, OptionError
+from tencache_fx.planning.parameter_schedule import step_ns
+from tencache_fx.planning.problem import Budgets, Collective, CollectiveKind, Kind, Links, Op, Problem, Step, Storage
+from tencache_fx.planning.search import plan_region
+
+_LEAST_PART_BYTES = 64 << 10  # a parameter whose part would be less stays whole on every rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """So many ranks, and how fast they exchange bytes.
+
+    `per_node` are the ranks of a node. A rank sends `bytes_per_s` within its node and `network_bytes_per_s` between
+    nodes, and a collective takes `latency_ns` beside that, and as much again for each doubling of the nodes.
+
+    Raises `OptionError` for ranks that do not fill their nodes.
+    """
+
+    ranks: int
+    per_node: int
+    latency_ns: int
+    bytes_per_s: int
+    network_bytes_per_s: int
+
+    def __post_init__(self) -> None:
+        if min(self.ranks, self.per_node) < 1 or self.ranks % min(self.ranks, self.per_node):
+            raise OptionError(
+                f"{self.ranks} ranks do not fill nodes of {self.per_node}; give a number of ranks below that, or a "
+                "multiple of it."
+            )
+        if min(self.bytes_per_s, self.network_bytes_per_s) < 1:
+            raise OptionError(f"a rank sends {min(self.bytes_per_s, self.network_bytes_per_s)} bytes per second.")
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return -(-self.ranks // self.per_node)
+
+    @property
+    def here(self) -> int:
+        """How many ranks share a node."""
+        return min(self.ranks, self.per_node)
+
+    def applied(self, each: Collective) -> Collective:
+        """Return a collective as it is among these ranks.
+
+        Every rank sends all but its own part within the node; the ranks of a node together receive what other nodes
+        have. The two go on at once, and the slower one counts.
+        """
+        rate = self.bytes_per_s
+        if self.nodes > 1:
+            between = self.here * self.network_bytes_per_s
+            share = self.nodes * (self.ranks - 1) / (self.ranks * (self.nodes - 1))
+            rate = min(rate, max(1, int(between * share)))
+        latency_ns = self.latency_ns * (1 + math.ceil(math.log2(self.nodes)))
+        return replace(each, ranks=self.ranks, latency_ns=latency_ns, bytes_per_s=rate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPoint:
+    """A training step of one of `ranks` on so many `nodes`; `refusal` says why there is no plan, and all else is 0.
+
+    Collectives are under way for `collective_ns`, and compute waits for them for `stall_collective_ns` of that. The
+    ranks of a node keep `host_bytes` in its host memory. Of `parameters`, `updated_here` are on the device with their
+    state.
+    """
+
+    ranks: int
+    nodes: int
+    step_ns: int = 0
+    makespan_ns: int = 0
+    collective_ns: int = 0
+    stall_collective_ns: int = 0
+    peak_bytes: int = 0
+    host_bytes: int = 0
+    parameters: int = 0
+    updated_here: int = 0
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """A region's step on several clusters, in the order asked for."""
+
+    points: tuple[RankPoint, ...]
+
+
+def find_scaling(captured: Problem, clusters: Iterable[Cluster], policy: str = "joint") -> Scaling:
+    """Return the step of a region on each of these clusters: a plan for each.
+
+    Raises `OptionError` for a region that cannot be spread, and for an unknown policy.
+    """
+    return Scaling(points=tuple(_point(captured, cluster, policy) for cluster in clusters))
+
+
+def _point(captured: Problem, cluster: Cluster, policy: str) -> RankPoint:
+    wanted = spread(captured, cluster)
+    try:
+        problem, plan = plan_region(wanted, policy)
+    except BudgetError as refusal:
+        return RankPoint(ranks=cluster.ranks, nodes=cluster.nodes, refusal=str(refusal))
+    forecast = plan.forecast
+    stored = {s.parameter: s for s in wanted.storages if s.kind is Kind.STORED}
+    here_bytes = sum(stored[each].nbytes + stored[each].state_bytes for each in plan.updated_here)
+    return RankPoint(
+        ranks=cluster.ranks,
+        nodes=cluster.nodes,
+        step_ns=step_ns(problem, forecast),
+        makespan_ns=forecast.makespan_ns,
+        collective_ns=forecast.collective_ns,
+        stall_collective_ns=forecast.stall_collective_ns,
+        peak_bytes=forecast.peak_bytes,
+        host_bytes=cluster.here * max(0, forecast.host_bytes + wanted.budgets.host_taken_bytes - here_bytes),
+        parameters=len(stored),
+        updated_here=len(plan.updated_here),
+    )
+
+
+def ranks_of(problem: Problem) -> int:
+    """Return over how many ranks the parameters of a captured region are spread.
+
+    Raises `OptionError` if they are spread over groups of several sizes.
+    """
+    found = {each.ranks for each in problem.collectives if _moves_parts(problem, each)}
+    if len(found) > 1:
+        sizes = ", ".join(map(str, sorted(found)))
+        raise OptionError(f"its parameters are spread over groups of {sizes} ranks; only one size can be scaled.")
+    return found.pop() if found else 1
+
+
+def spread(problem: Problem, cluster: Cluster) -> Problem:
+    """Return a captured region as it would be among other ranks; they were on one node when it was captured.
+
+    Raises `OptionError` if its parameters are not offloaded, or spread over groups of several sizes.
+    """
+    before = ranks_of(problem)
+    parameters = _spread_parameters(problem, before, cluster.ranks)
+    if not parameters:
+        raise OptionError(
+            "none of its parameters are in host memory; record a run whose model is offloaded: "
+            "tencache_fx.offload(model, device)."
+        )
+    parts = replace(
+        problem,
+        links=_shared_links(problem.links, before, cluster.here),
+        budgets=_shared_budgets(problem.budgets, before, cluster),
+    )
+    if before == cluster.ranks == 1:
+        return parts
+    if before == 1:
+        return _with_collectives(parts, parameters, cluster)
+    moving = {s.name for s in problem.storages if s.parameter in parameters and s.kind in (Kind.FETCHED, Kind.STORED)}
+    storages = tuple(_part_of(s, before, cluster.ranks) if s.name in moving else s for s in problem.storages)
+    collectives = tuple(cluster.applied(each) if each.ranks == before else each for each in problem.collectives)
+    return replace(parts, storages=storages, collectives=collectives)
+
+
+def _spread_parameters(problem: Problem, before: int, ranks: int) -> frozenset[str]:
+    """Return the parameters that are, or would be, spread."""
+    if before == 1:
+        least_bytes = _LEAST_PART_BYTES * ranks
+        return frozenset(s.parameter for s in problem.storages if s.kind is Kind.FETCHED and s.nbytes >= least_bytes)
+    used = {name for each in problem.collectives if each.ranks == before for name in (*each.reads, *each.writes)}
+    return frozenset(s.parameter for s in problem.storages if s.name in used and s.parameter)
+
+
+def _moves_parts(problem: Problem, each: Collective) -> bool:
+    used = {*each.reads, *each.writes}
+    return any(s.name in used for s in problem.storages if s.kind in (Kind.FETCHED, Kind.STORED))
+
+
+def _part(nbytes: int, ranks: int) -> int:
+    return -(-nbytes // ranks)
+
+
+def _part_of(storage: Storage, before: int, ranks: int) -> Storage:
+    """Return a part of a parameter or gradient, of which there were so many, as one of `ranks`."""
+    nbytes, state_bytes = (_part(n * before, ranks) for n in (storage.nbytes, storage.state_bytes))
+    return replace(storage, nbytes=nbytes, state_bytes=state_bytes)
+
+
+def _shared_links(links: Links, before: int, here: int) -> Links:
+    """Return the links of one of `here` ranks on a node, of which one of `before` had these."""
+    shared = ("host_bytes_per_s", "disk_write_bytes_per_s", "disk_read_bytes_per_s")
+    return replace(links, **{name: getattr(links, name) * before // here for name in shared})
+
+
+def _shared_budgets(budgets: Budgets, before: int, cluster: Cluster) -> Budgets:
+    """Return a rank's part of a node's memory: that, and a part of what all ranks have to keep there."""
+    node_bytes = (budgets.host_bytes + budgets.host_taken_bytes) * before
+    taken_bytes = _part(budgets.host_taken_bytes * before, cluster.ranks)
+    return replace(
+        budgets,
+        host_bytes=max(0, node_bytes // cluster.here - taken_bytes),
+        host_taken_bytes=taken_bytes,
+        disk_bytes=budgets.disk_bytes * before // cluster.here,
+    )
+
+
+# ---------------------------------------------------------------- collectives for a region that has none
+
+
+def _with_collectives(problem: Problem, parameters: frozenset[str], cluster: Cluster) -> Problem:
+    """Return the region of one rank with each of these parameters gathered to be read, and each gradient scattered."""
+    problem = _with_end(problem)
+    moving = [s for s in problem.storages if s.parameter in parameters and s.kind in (Kind.FETCHED, Kind.STORED)]
+    gathered = sorted((s for s in moving if s.kind is Kind.FETCHED), key=lambda s: (s.birth, s.name))
+    scattered = sorted((s for s in moving if s.kind is Kind.STORED), key=lambda s: (s.uses[-1], s.name))
+    made = [*_gathers(problem, gathered, cluster), *_scatters(problem, scattered, cluster)]
+    names = {storage.name for storage in moving}
+    whole = [storage for storage in problem.storages if storage.name not in names]
+    read_at = {use for storage in gathered for use in storage.uses}
+    return replace(
+        problem,
+        storages=(*whole, *(storage for _, storages in made for storage in storages)),
+        collectives=tuple(sorted((each for each, _ in made), key=lambda each: each.begin)),
+        recipes=tuple(each for each in problem.recipes if read_at.isdisjoint(each.steps)),  # no gather runs once more
+    )
+
+
+def _with_end(problem: Problem) -> Problem:
+    """Return the region with one step more, which takes no time: it waits for the last scatter."""
+    end = Step(len(problem.ops))
+    storages = tuple(
+        replace(s, death=Step(end + 1)) if s.death == end and s.kind is not Kind.STORED else s for s in problem.storages
+    )
+    return replace(problem, ops=(*problem.ops, Op(name="end", duration_ns=0)), storages=storages)
+
+
+_Made = tuple[Collective, tuple[Storage, Storage]]
+
+
+def _gathers(problem: Problem, gathered: Sequence[Storage], cluster: Cluster) -> Iterator[_Made]:
+    """Yield the gather of each copy of a parameter, with the part that it reads and the whole that it writes."""
+    before = Step(0)
+    for storage in gathered:
+        first = Step(0) if storage.birth < problem.boundary else problem.boundary
+        reader = storage.uses[1] if len(storage.uses) > 1 else Step(storage.birth + 1)
+        begin = Step(max(first, min(before, reader - 1)))
+        before = reader
+        until = Step(min(reader + 1, len(problem.ops)))
+        whole = f"{storage.name} gathered"
+        each = Collective(
+            name=f"gather of {storage.name}",
+            kind=CollectiveKind.ALL_GATHER,
+            nbytes=storage.nbytes,
+            ranks=cluster.ranks,
+            begin=begin,
+            needed_at=reader,
+            latency_ns=0,
+            bytes_per_s=1,
+            reads=(storage.name,),
+            writes=(whole,),
+        )
+        part = storage.living(begin, until, _steps(begin, until), storage.ready)
+        uses = tuple(sorted({*_steps(begin, until), *(use for use in storage.uses if use > reader)}))
+        yield (
+            cluster.applied(each),
+            (
+                _part_of(part, 1, cluster.ranks),
+                Storage(
+                    name=whole,
+                    nbytes=storage.nbytes,
+                    kind=Kind.ACTIVATION,
+                    birth=begin,
+                    death=max(until, storage.death),
+                    uses=uses,
+                    spillable=False,
+                ),
+            ),
+        )
+
+
+def _scatters(problem: Problem, scattered: Sequence[Storage], cluster: Cluster) -> Iterator[_Made]:
+    """Yield the scatter of each gradient, with the part that it writes and the whole that it reads."""
+    last = Step(len(problem.ops) - 1)
+    begins = [*(storage.uses[-1] for storage in scattered), last]
+    for place, storage in enumerate(scattered):
+        begin = begins[place]
+        needed_at = Step(max(begin + 1, begins[place + 1]))
+        until = Step(needed_at + 1)
+        whole = f"{storage.name} whole"
+        each = Collective(
+            name=f"scatter of {storage.name}",
+            kind=CollectiveKind.REDUCE_SCATTER,
+            nbytes=storage.nbytes,
+            ranks=cluster.ranks,
+            begin=begin,
+            needed_at=needed_at,
+            latency_ns=0,
+            bytes_per_s=1,
+            reads=(whole,),
+            writes=(storage.name,),
+        )
+        part = storage.living(begin, until, _steps(begin, until), begin)
+        yield (
+            cluster.applied(each),
+            (
+                _part_of(part, 1, cluster.ranks),
+                Storage(
+                    name=whole,
+                    nbytes=storage.nbytes,
+                    kind=Kind.ACTIVATION,
+                    birth=storage.birth,
+                    death=until,
+                    uses=tuple(sorted({*storage.uses, *_steps(begin, until)})),
+                    spillable=False,
+                ),
+            ),
+        )
+
+
+def _steps(begin: Step, end: Step) -> tuple[Step, ...]:
+    return tuple(Step(at) for at in range(begin, end))

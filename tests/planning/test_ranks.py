@@ -1,0 +1,172 @@
+"""A captured region as it would be among other numbers of ranks."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from problems import trained_offloaded
+
+from tencache_fx.errors import BudgetError, OptionError
+from tencache_fx.planning.evaluation import Candidate, Evaluator
+from tencache_fx.planning.planner import floor_bytes
+from tencache_fx.planning.problem import Budgets, CollectiveKind, Kind, Problem, Recipe, Step
+from tencache_fx.planning.ranks import Cluster, find_scaling, ranks_of, spread
+from tencache_fx.planning.search import plan_region
+from tencache_fx.planning.verify import verify_plan
+
+MIB = 1 << 20
+
+
+def cluster(ranks: int, **changes: Any) -> Cluster:
+    given = {"per_node": 8, "latency_ns": 10, "bytes_per_s": 10**12, "network_bytes_per_s": 2 * 10**10}
+    return Cluster(ranks=ranks, **{**given, **changes})
+
+
+def region(count: int = 6, nbytes: int = MIB) -> Problem:
+    """Equal parameters, each read in the forward and in the backward, and their gradients."""
+    problem = trained_offloaded(count, nbytes)
+    budgets = Budgets(device_bytes=None, host_bytes=100 * MIB, host_taken_bytes=count * 8 * nbytes)
+    return replace(problem, budgets=budgets)
+
+
+def moving(problem: Problem, kind: Kind) -> list[int]:
+    return [storage.nbytes for storage in problem.storages if storage.kind is kind]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_each_rank_has_one_part_and_gathers_the_rest(ranks: int) -> None:
+    before = region()
+    problem = spread(before, cluster(ranks))
+    problem.check()
+    for each in (*problem.storages, *problem.collectives):
+        each.check()
+    assert ranks_of(before) == 1
+    assert ranks_of(problem) == ranks
+    assert moving(problem, Kind.FETCHED) == [MIB // ranks] * 12
+    assert moving(problem, Kind.STORED) == [MIB // ranks] * 6
+    assert {s.state_bytes for s in problem.storages if s.kind is Kind.STORED} == {6 * MIB // ranks}
+    whole = [s for s in problem.storages if s.kind is Kind.ACTIVATION]
+    assert [s.nbytes for s in whole] == [MIB] * 18
+    kinds = [each.kind for each in problem.collectives]
+    assert kinds.count(CollectiveKind.ALL_GATHER) == 12
+    assert kinds.count(CollectiveKind.REDUCE_SCATTER) == 6
+    assert {each.ranks for each in problem.collectives} == {ranks}
+    problem_of_plan, plan = plan_region(problem, "joint")
+    verify_plan(problem_of_plan, plan)
+    assert plan.forecast.collective_ns == sum(each.duration_ns for each in problem.collectives)
+
+
+def test_what_was_recorded_on_several_ranks_is_scaled_as_it_is() -> None:
+    two = spread(region(), cluster(2))
+    four = spread(two, cluster(4, latency_ns=70))
+    assert ranks_of(four) == 4
+    direct = spread(region(), cluster(4, latency_ns=70))
+    assert sorted(moving(four, Kind.FETCHED)) == sorted(moving(direct, Kind.FETCHED))
+    assert [each.duration_ns for each in four.collectives] == [each.duration_ns for each in direct.collectives]
+    assert [each.begin for each in four.collectives] == [each.begin for each in two.collectives]
+    assert four.budgets == direct.budgets
+    one = spread(two, cluster(1))
+    assert moving(one, Kind.FETCHED) == [MIB] * 12
+    assert {each.duration_ns for each in one.collectives} == {0}
+
+
+def test_ranks_share_what_a_node_has() -> None:
+    before = region(nbytes=8 * MIB)
+    rate = before.links.host_bytes_per_s
+    for ranks, here in ((1, 1), (4, 4), (8, 8), (16, 8), (64, 8)):
+        problem = spread(before, cluster(ranks))
+        assert problem.links.host_bytes_per_s == rate // here
+        taken_bytes = problem.budgets.host_taken_bytes
+        assert taken_bytes == 384 * MIB // ranks
+        assert problem.budgets.host_bytes == 484 * MIB // here - taken_bytes
+
+
+def test_a_collective_takes_as_long_as_the_slower_of_link_and_network() -> None:
+    one_node, two_nodes = (spread(region(), cluster(ranks)).collectives[0] for ranks in (8, 16))
+    assert one_node.duration_ns == 10 + MIB * 7 // 8 // 1000
+    # half of it comes from the other node, over eight network links of 20 bytes a ns
+    assert two_nodes.duration_ns == pytest.approx(20 + MIB / 2 / 160, abs=2)
+    slow = spread(region(), cluster(16, bytes_per_s=10**10)).collectives[0]
+    assert slow.duration_ns == 20 + MIB * 15 // 16 // 10
+
+
+def test_a_parameter_too_small_for_so_many_parts_stays_whole() -> None:
+    problem = spread(region(nbytes=256 << 10), cluster(4))
+    assert moving(problem, Kind.FETCHED) == [64 << 10] * 12
+    with pytest.raises(OptionError, match="none of its parameters are in host memory"):
+        spread(region(nbytes=255 << 10), cluster(4))
+
+
+def test_what_reads_a_gathered_parameter_is_not_recomputed() -> None:
+    problem = region()
+    value = replace(problem.storages[0], name="v", kind=Kind.ACTIVATION, parameter="", uses=(Step(1), Step(8)))
+    value = replace(value, birth=Step(1), death=Step(9), spillable=True)
+    other = replace(value, name="u", uses=(Step(2), Step(8)), birth=Step(2))
+    free = replace(
+        problem.storages[3], uses=(Step(3),), birth=Step(3), death=Step(4), kind=Kind.ACTIVATION, parameter=""
+    )
+    storages = [s for s in problem.storages if s.parameter != "w2"]  # step 2 reads no parameter
+    recipes = (Recipe(name="v", steps=(Step(1),)), Recipe(name="u", steps=(Step(2),)))
+    problem = replace(problem, storages=(*storages, value, other, replace(free, name="f")), recipes=recipes)
+    problem.check()
+    assert [each.name for each in spread(problem, cluster(2)).recipes] == ["u"]
+    assert [each.name for each in spread(problem, cluster(1)).recipes] == ["v", "u"]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    count=st.integers(1, 7),
+    ranks=st.sampled_from((1, 2, 3, 8, 16, 512)),
+    more_bytes=st.integers(0, 8 * MIB),
+    rate=st.sampled_from((10**9, 10**12)),
+)
+def test_plans_for_any_number_of_ranks_hold(count: int, ranks: int, more_bytes: int, rate: int) -> None:
+    problem = spread(region(count, 64 * MIB), cluster(ranks, bytes_per_s=rate))
+    problem.check()
+    problem = problem.within(device_bytes=floor_bytes(problem) + more_bytes)
+    evaluator = Evaluator(problem)
+    outcome = evaluator.evaluate(Candidate(policy="teraio"))
+    assert outcome.plan is not None
+    verify_plan(problem, outcome.plan)
+
+
+def test_a_comparison_says_what_each_number_of_ranks_gains() -> None:
+    problem = region(8, 64 * MIB)
+    problem = problem.within(device_bytes=floor_bytes(problem) + 400 * MIB, host_bytes=10**10)
+    found = find_scaling(problem, [cluster(ranks) for ranks in (1, 2, 8, 16)])
+    assert [(point.ranks, point.nodes) for point in found.points] == [(1, 1), (2, 1), (8, 1), (16, 2)]
+    assert [point.refusal for point in found.points] == [""] * 4
+    one, *more = found.points
+    assert one.collective_ns == 0
+    assert all(point.collective_ns > 0 for point in more)
+    assert found.points[2].updated_here > one.updated_here  # a part takes less room
+    assert found.points[2].step_ns < one.step_ns
+    assert found.points[2].host_bytes < one.host_bytes
+    tight = problem.within(device_bytes=floor_bytes(problem))
+    with pytest.raises(BudgetError):
+        plan_region(spread(tight, cluster(4)), "joint")
+    (point,) = find_scaling(tight, [cluster(4)]).points
+    assert "device" in point.refusal
+    assert point.step_ns == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": 12}, "12 ranks do not fill nodes of 8"),
+        ({"ranks": 0}, "0 ranks do not fill"),
+        ({"ranks": 8, "bytes_per_s": 0}, "sends 0 bytes per second"),
+    ],
+)
+def test_clusters_that_cannot_be_are_refused(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        cluster(**changes)
+
+
+def test_groups_of_several_sizes_are_refused() -> None:
+    two = spread(region(), cluster(2))
+    first, *others = two.collectives
+    with pytest.raises(OptionError, match="groups of 2, 4 ranks"):
+        ranks_of(replace(two, collectives=(replace(first, ranks=4), *others)))
