@@ -29,7 +29,7 @@ from tencache_fx.options import Options
 from tencache_fx.planning.step import FRUGAL, SwapKey, Visit
 from tencache_fx.planning.swap_region import SwapRegion
 from tencache_fx.records import StepRecord
-from tencache_fx.region.registry import compilations
+from tencache_fx.region.registry import REGIONS, compilations
 from tencache_fx.region.step_calls import TURNS, Call
 from tencache_fx.region.step_planner import Program, StepPlanner, place_of, record_of
 from tencache_fx.region.step_residency import Order
@@ -156,19 +156,22 @@ class StepRecorder:
         return tuple(decided.names(call, checkpointed=False) for call in (0, decided.first_calls))
 
     def is_over(self, index: int, region: SwapRegion, options: Options) -> bool:
-        """Return whether a call that has no plan would be over the budget, with all away that can be."""
+        """Return whether a call that has no plan would be over the budget with all away that can be, and not alone."""
         if index in self.misfits:
             return True
-        if options.device_budget is None or self.points.schedule is not FRUGAL:
+        limit = options.device_budget
+        if limit is None or self.points.schedule is not FRUGAL:
             return False
         held_bytes = self.points.gauge.held_bytes() - self.points.extra_bytes
         visits = (
             Visit(index=index, call=0, backward=backward, region=region, held_bytes=held_bytes)
             for backward in (False, True)
         )
-        return any(
-            visit.peak_bytes > options.device_budget and not self.planner.may_fit(visit, options) for visit in visits
-        )
+        over = [each for each in visits if each.peak_bytes > limit and not self.planner.may_fit(each, options)]
+        thread, scopes = threading.get_ident(), REGIONS.scopes(self.points.engine.device)
+        others = bool(self._visits) or any(scope.waits(thread) for scope in scopes)  # those by themselves, too
+        alone = (self.planner.may_fit_alone(each, limit, beside_others=others) for each in over)
+        return bool(over) and all(alone)
 
     def is_alone(self, index: int) -> bool:
         """Return whether the last steps with this region were one call of it, and storages left or were recomputed."""
@@ -294,7 +297,9 @@ class StepRecorder:
         if visit.peak_bytes <= limit:
             return
         assert self._options is not None
-        alone = visit.backward and self._options.scope == "auto"  # its storages may then be away within a graph
+        others = any((each.index, each.call) != (visit.index, visit.call) for each in self._visits)
+        alone = visit.backward and self._options.scope == "auto"
+        alone = alone and self.planner.may_fit_alone(visit, limit, beside_others=others)
         if alone or self.planner.may_fit(visit, self._options):
             if alone:
                 self.misfits.add(visit.index)
