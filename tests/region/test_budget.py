@@ -247,7 +247,7 @@ def wide(share: float) -> tuple[int, list[int]]:
     return budget, peaks[2:]
 
 
-@pytest.mark.parametrize(("share", "fits"), [(0.15, False), (0.3, False), (0.45, True), (0.6, True)])
+@pytest.mark.parametrize(("share", "fits"), [(0.15, False), (0.3, False), (0.55, True), (0.7, True)])
 def test_blocks_that_do_not_fit_together_are_refused_and_not_planned_one_by_one(share: float, *, fits: bool) -> None:
     """Planned by themselves, they would hold several times the budget: nobody counts what the others hold on a CPU."""
     if not fits:
