@@ -189,12 +189,6 @@ def least_peak_bytes(region: SwapRegion, *, backward: bool) -> int:
     return min(region.peak_bytes(backward=backward), everything.peak_bytes(backward=backward))
 
 
-def least_alone_bytes(region: SwapRegion, *, backward: bool) -> int:
-    """Return the same as `least_peak_bytes` if the region is planned by itself: storages may be away within a graph."""
-    everything = _model(region, frozenset(recipe.name for recipe in region.original.recipes))
-    return min(int(each.alone_bytes[backward].max(initial=0)) for each in (region, everything))
-
-
 def unforeseen_bytes(visits: Sequence[Visit], choice: Choice, index: int, compiled: SwapRegion, limit: int) -> int:
     """Return how much more than their model the runs of a region hold that do not fit, as it was `compiled`.
 

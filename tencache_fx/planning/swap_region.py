@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from tencache_fx.planning.liveness import clip_to_barriers, inactive_intervals, is_candidate, live_bytes, swap_to_host
-from tencache_fx.planning.parameter_schedule import least_bytes_with_parameters, schedule_parameters
+from tencache_fx.planning.parameter_schedule import schedule_parameters
 from tencache_fx.planning.plan import Plan, Transfer, TransferKind
 from tencache_fx.planning.planner import build_plan, check_tiers
 from tencache_fx.planning.pool_sizing import staging_classes, total_bytes
@@ -104,21 +104,16 @@ class SwapRegion:
     @cached_property
     def own_bytes(self) -> tuple[Bytes, Bytes]:
         """The bytes of each step of forward and backward, every storage away, beyond those there when it began."""
-        return self._needed(self._live(self.transfers))
+        return self._needed(self.transfers)
 
     @cached_property
     def kept_bytes(self) -> tuple[Bytes, Bytes]:
         """The same where every storage stays, and is there when the backward begins."""
-        staying = tuple(each for each in self.transfers if each.kind is not TransferKind.SWAP)
-        return self._needed(self._live(staying))
+        return self._needed(tuple(each for each in self.transfers if each.kind is not TransferKind.SWAP))
 
-    @cached_property
-    def alone_bytes(self) -> tuple[Bytes, Bytes]:
-        """The same as `own_bytes` where storages may be away within a graph, too, as if it was planned by itself."""
-        return self._needed(least_bytes_with_parameters(replace(self.problem, external_bytes=0, boundary_bytes=0)))
-
-    def _needed(self, live: Bytes) -> tuple[Bytes, Bytes]:
+    def _needed(self, transfers: tuple[Transfer, ...]) -> tuple[Bytes, Bytes]:
         problem, boundary = self.problem, self.problem.boundary
+        live = self._live(transfers)
         away = {swap.name for swap in self.swaps}
         inputs = (Kind.PARAMETER, Kind.INPUT)
         given = sum(s.nbytes for s in problem.storages if s.birth == 0 and s.kind in inputs)

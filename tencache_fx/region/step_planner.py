@@ -15,7 +15,7 @@ from tencache_fx.planning.parameter_schedule import keep_resident
 from tencache_fx.planning.plan import Plan, PoolClass
 from tencache_fx.planning.problem import Budgets
 from tencache_fx.planning.step import FRUGAL, StepProblem, StepSchedule, Visit, align, join, to_schedule
-from tencache_fx.planning.step_recompute import least_alone_bytes, least_peak_bytes
+from tencache_fx.planning.step_recompute import least_peak_bytes
 from tencache_fx.planning.tuning import TUNING
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.records import StepRecord
@@ -244,15 +244,6 @@ class StepPlanner:
             return False
         least_bytes = least_peak_bytes(visit.region, backward=visit.backward)
         return visit.held_bytes + least_bytes <= options.device_budget
-
-    def may_fit_alone(self, visit: Visit, limit: int, *, beside_others: bool) -> bool:
-        """Return whether a run may fit if its region is planned by itself, where storages may be away within a graph.
-
-        Not on a CPU beside others: nobody counts what regions hold there that are planned by themselves.
-        """
-        if beside_others and not held_bytes(self._points.engine.device):
-            return False
-        return visit.held_bytes + least_alone_bytes(visit.region, backward=visit.backward) <= limit
 
     def _reserve(self, program: Program, plan: Plan) -> None:
         """Hold the plan's buffers, and one for any storage to go through to disk: orders change."""
