@@ -3,7 +3,6 @@
 import atexit
 import itertools
 import os
-import threading
 import warnings
 import weakref
 from collections import deque
@@ -35,10 +34,6 @@ class Scope(Protocol):
 
     def waits(self, thread: int) -> bool:
         """Return whether a forward of this thread waits for its backward."""
-
-    @property
-    def will_join(self) -> bool:
-        """Return whether the region is planned by itself, and with its step from its next call on."""
 
     def meet(self, thread: int) -> None:
         """Note that a forward begins in this thread, be it of this region or of another one."""
@@ -113,14 +108,6 @@ class Regions:
     def scopes(self, device: torch.device) -> tuple[Scope, ...]:
         """Return the scopes of the regions on `device`."""
         return tuple(region.scope for region in self._live if region.device == device)
-
-    def any_waits(self, device: torch.device) -> bool:
-        """Return whether a forward on `device` waits for its backward in this thread, however it is planned."""
-        return any(scope.waits(threading.get_ident()) for scope in self.scopes(device))
-
-    def any_joins(self, device: torch.device) -> bool:
-        """Return whether a region on `device` has kept what it may by itself, and joins its step the next time."""
-        return any(scope.will_join for scope in self.scopes(device))
 
     def dump_measured(self) -> None:
         """Let every region with a dump directory write what was measured of it; does nothing in a forked child."""

@@ -66,11 +66,6 @@ class Scope:
         """Return whether a forward of this thread waits for its backward."""
         return any(each.thread == thread and each.waits for each in self._forwards)
 
-    @property
-    def will_join(self) -> bool:
-        """Whether the region has kept what it may by itself, and is planned with its step from its next call on."""
-        return self._watches and self._joined and not self.by_step and any(each.waits for each in self._forwards)
-
     def meet(self, thread: int) -> None:
         """Note that a forward begins in this thread, be it of this region or of another one."""
         self._joined = self._joined or self.waits(thread)

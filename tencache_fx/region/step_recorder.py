@@ -24,13 +24,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tencache_fx import compat
 from tencache_fx.errors import BudgetError
-from tencache_fx.hardware.device_memory import held_bytes
 from tencache_fx.model_state.parameter_store import evict_residents
 from tencache_fx.options import Options
 from tencache_fx.planning.step import FRUGAL, SwapKey, Visit
 from tencache_fx.planning.swap_region import SwapRegion
 from tencache_fx.records import StepRecord
-from tencache_fx.region.registry import REGIONS, compilations
+from tencache_fx.region.registry import compilations
 from tencache_fx.region.step_calls import TURNS, Call
 from tencache_fx.region.step_planner import Program, StepPlanner, place_of, record_of
 from tencache_fx.region.step_residency import Order
@@ -157,19 +156,19 @@ class StepRecorder:
         return tuple(decided.names(call, checkpointed=False) for call in (0, decided.first_calls))
 
     def is_over(self, index: int, region: SwapRegion, options: Options) -> bool:
-        """Return whether a call that has no plan would be over the budget, with all away that can be, and may leave."""
+        """Return whether a call that has no plan would be over the budget, with all away that can be."""
         if index in self.misfits:
             return True
-        limit, device = options.device_budget, self.points.engine.device
-        if limit is None or self.points.schedule is not FRUGAL or REGIONS.any_joins(device):
+        if options.device_budget is None or self.points.schedule is not FRUGAL:
             return False
-        if not self._may_leave(others=bool(self._visits) or REGIONS.any_waits(device)):
-            return False
-        held = self.points.gauge.held_bytes() - self.points.extra_bytes
+        held_bytes = self.points.gauge.held_bytes() - self.points.extra_bytes
         visits = (
-            Visit(index=index, call=0, backward=backward, region=region, held_bytes=held) for backward in (False, True)
+            Visit(index=index, call=0, backward=backward, region=region, held_bytes=held_bytes)
+            for backward in (False, True)
         )
-        return any(visit.peak_bytes > limit and not self.planner.may_fit(visit, options) for visit in visits)
+        return any(
+            visit.peak_bytes > options.device_budget and not self.planner.may_fit(visit, options) for visit in visits
+        )
 
     def is_alone(self, index: int) -> bool:
         """Return whether the last steps with this region were one call of it, and storages left or were recomputed."""
@@ -294,17 +293,18 @@ class StepRecorder:
             visit = self._visits[-1] = replace(visit, held_bytes=self._measure()[0])
         if visit.peak_bytes <= limit:
             return
-        if REGIONS.any_joins(self.points.engine.device):
-            log.info("region %d is over the budget this once: others kept more than they will", visit.index)
-            return
         assert self._options is not None
-        others = any((each.index, each.call) != (visit.index, visit.call) for each in self._visits)
-        alone = visit.backward and self._options.scope == "auto" and self._may_leave(others=others)
+        alone = visit.backward and self._options.scope == "auto"  # its storages may then be away within a graph
         if alone or self.planner.may_fit(visit, self._options):
             if alone:
                 self.misfits.add(visit.index)
-            way = "by itself" if alone else "with more recomputed"
-            log.info("region %d is over the budget this once; it is planned again, %s", visit.index, way)
+            log.info(
+                "region %d needs %d bytes on the device this once, over the budget of %d; it is planned again, %s",
+                visit.index,
+                visit.peak_bytes,
+                limit,
+                "by itself" if alone else "with more recomputed",
+            )
             return
         raise BudgetError(
             f"the {'backward' if visit.backward else 'forward'} of region {visit.index}, call {visit.call} of the step,"
@@ -313,10 +313,6 @@ class StepRecorder:
             f"  Held there when it begins: {format_bytes(visit.held_bytes)}.\n"
             f"  Set device_budget to {at_least(visit.peak_bytes)} or more, or shrink the batch."
         )
-
-    def _may_leave(self, *, others: bool) -> bool:
-        """Return whether a region may be planned by itself: nobody counts on a CPU what it then holds beside others."""
-        return not others or held_bytes(self.points.engine.device) > 0
 
     def _expect(self, program: Program | None) -> None:
         self._expected = program

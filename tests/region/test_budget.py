@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import MIB
-from harness import EAGER, INDUCTOR, Block, Options, compiled, entering_bytes, problems_of, share_of
+from harness import EAGER, INDUCTOR, Options, compiled, entering_bytes, problems_of, share_of
 from torch import Tensor, nn
 from zoo import Batch, Case, Gpt2, Lstm, case, text
 
 import tencache_fx
-from tencache_fx.errors import BudgetError
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.problem import Problem, Tier
@@ -223,37 +222,3 @@ def test_a_region_that_fits_is_left_as_it_was() -> None:
     ours = generated(compiled(model, {**INDUCTOR, "device_budget": 64 * MIB}))
     assert len(plain) == 2
     assert ours == plain
-
-
-def wide(share: float) -> tuple[int, list[int]]:
-    """Return a budget of a share of plain's peak, and what each of six steps of ten compiled blocks holds at most."""
-    torch.manual_seed(0)
-    blocks = nn.ModuleList(Block(128, 4) for _ in range(10))
-    x, device = torch.randn(512, 128), torch.device("cpu")
-    held_bytes = x.nbytes + sum(p.nbytes for p in blocks.parameters())
-
-    def step(runs: list[Callable[[Tensor], Tensor]]) -> None:
-        hidden = x
-        for run in runs:
-            hidden = run(hidden)
-        hidden.square().mean().backward()
-        blocks.zero_grad()
-
-    plain = functools.partial(step, [torch.compile(block, backend="aot_eager") for block in blocks])
-    budget = int(share * (held_bytes + tencache_fx.peak_bytes(plain, device, warm_up=plain)))
-    torch.compiler.reset()
-    runs = [compiled(block, {**EAGER, "device_budget": budget}) for block in blocks]
-    peaks = [held_bytes + tencache_fx.peak_bytes(functools.partial(step, runs), device) for _ in range(6)]
-    return budget, peaks[2:]
-
-
-@pytest.mark.parametrize(("share", "fits"), [(0.15, False), (0.3, False), (0.55, True), (0.7, True)])
-def test_blocks_that_do_not_fit_together_are_refused_and_not_planned_one_by_one(share: float, *, fits: bool) -> None:
-    """Planned by themselves, they would hold several times the budget: nobody counts what the others hold on a CPU."""
-    if not fits:
-        with pytest.raises(BudgetError, match=r"of the step, needs .* on the device, with everything offloaded"):
-            wide(share)
-        return
-    budget, peaks = wide(share)
-    assert max(peaks) <= budget + ODD_BYTES
-    assert tencache_fx.steps()[-1].plan.transfers

@@ -183,7 +183,7 @@ def engine(no_leaks: None, spill_dir: Path) -> Iterator[Engine]:
 def test_whatever_ends_a_step_leaves_nothing_acquired(
     engine: Engine, spill_dir: Path, place: Tier, compiler: str, *, offloaded: bool
 ) -> None:
-    options: dict[str, object] = {"compiler": compiler, "device_budget": 3_100_000 if offloaded else 4_500_000}
+    options: dict[str, object] = {"compiler": compiler, "device_budget": 3_100_000 if offloaded else 4_300_000}
     if place is Tier.NVME:
         options |= {
             "spill_dir": spill_dir,
@@ -204,7 +204,7 @@ def test_whatever_ends_a_step_leaves_nothing_acquired(
 
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_a_graph_that_is_dropped_leaves_nothing_acquired(engine: Engine, *, offloaded: bool) -> None:
-    options = {"device_budget": 3_100_000 if offloaded else 4_500_000}
+    options = {"device_budget": 3_100_000 if offloaded else 4_300_000}
     step = Step(engine, options, offloaded=offloaded)
     kept = [step.run(step.x) for _ in range(3)]
     assert "transfers" in step.left()

@@ -123,7 +123,7 @@ def clipping(model: nn.Module) -> Clip:
 
 def reduced_by_hand(how: str = "in place") -> Found:
     """Gradients that the loop itself reduces; in host memory, some of them, and known as such to no collective."""
-    model = compiled(tencache_fx.offload(blocks(), "cpu"), device_budget="16MB")
+    model = compiled(tencache_fx.offload(blocks(), "cpu"), device_budget="15MB")
     parameters, kinds = list(model.parameters()), set()
 
     def reduce() -> None:
@@ -155,7 +155,7 @@ def replicated(
     **settings: object,
 ) -> Found:
     """DistributedDataParallel around the blocks, compiled in some order: as a whole, or one by one."""
-    options = {"device_budget": "16MB"} | (options or {})
+    options = {"device_budget": "15MB"} | (options or {})
     with torch._dynamo.config.patch(optimize_ddp=optimize_ddp):
         model = blocks()
         if order == "compile wrap":
