@@ -83,6 +83,11 @@ def _plan(arguments: argparse.Namespace) -> str:
     given: list[str] = arguments.device_budget or []
     policies: list[str] = arguments.policy or []
     if arguments.ranks is not None:
+        if isinstance(record, StepRecord):
+            raise OptionError(
+                "--ranks is for the record of one region, and this is the record of a step; give the record.json of a "
+                "region that is a whole model."
+            )
         return _scale(captured, policies, given, arguments)
     if arguments.sweep is not None or arguments.plot is not None or len(given) > 1 or len(policies) > 1:
         return _compare(captured, policies, given, arguments)

@@ -73,30 +73,36 @@ def with_parameters_scheduled(problem: Problem, parameter_transfers: Collection[
 def step_ns(problem: Problem, forecast: Forecast) -> int:
     """Return how long a whole training step takes: as long as the device does, or as the host's memory.
 
-    That is all its forwards and backwards, of which the forecast is for one, and the update. Updates that begin behind
-    the last backward have only the next forward to hide behind, whose last parameter waits for its own.
+    That is all its forwards and backwards, of which the forecast is for one, and the update.
     """
     device_ns = problem.accumulation * forecast.makespan_ns + exposed_update_ns(problem, forecast)
     return max(device_ns, host_memory_ns(problem, forecast.d2h_bytes + forecast.h2d_bytes))
 
 
 def exposed_update_ns(problem: Problem, forecast: Forecast) -> int:
-    """Return how much longer updates behind the last backward take than the next forward, which hides them."""
-    stored_bytes = sum(storage.nbytes for storage in problem.storages if storage.kind is Kind.STORED)
-    return max(0, late_update_ns(problem, max(0, forecast.d2h_bytes - stored_bytes)) - forecast.forward_ns)
+    """Return for how long a step waits for updates that begin after the last backward.
 
-
-def late_update_ns(problem: Problem, spilled_bytes: int) -> int:
-    """Return how long the host's memory is busy with updates behind the last backward, and with the next forward.
-
-    That copies parameters in, and `spilled_bytes` out. 0 for updates that come with the backward, or of which there are
-    none, or if the memory's rate is not known.
+    They overlap with the next forward only: the last parameter that it reads waits for its own update.
     """
-    rate, own_bytes = problem.links.host_bytes_per_s, updating_bytes(problem)
-    if not rate or not own_bytes or problem.updates_in_backward:
+    own_bytes = late_update_bytes(problem)
+    if not own_bytes:
+        return 0
+    stored_bytes = sum(storage.nbytes for storage in problem.storages if storage.kind is Kind.STORED)
+    busy_bytes = own_bytes + max(0, forecast.d2h_bytes - stored_bytes)
+    return max(0, busy_bytes * 1_000_000_000 // problem.links.host_bytes_per_s - forecast.forward_ns)
+
+
+def late_update_bytes(problem: Problem) -> int:
+    """Return what updates after the last backward read and write in host memory, and what the next forward fetches.
+
+    What that forward copies out comes on top. 0 for updates that come with the backward, or of which there are none, or
+    if the memory's rate is not known.
+    """
+    own_bytes = updating_bytes(problem)
+    if not problem.links.host_bytes_per_s or not own_bytes or problem.updates_in_backward:
         return 0
     fetched_bytes = sum(s.nbytes for s in problem.storages if s.kind is Kind.FETCHED and s.birth < problem.boundary)
-    return (own_bytes + fetched_bytes + spilled_bytes) * 1_000_000_000 // rate
+    return own_bytes + fetched_bytes
 
 
 def host_memory_ns(problem: Problem, copied_bytes: int) -> int:

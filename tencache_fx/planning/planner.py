@@ -21,7 +21,7 @@ from tencache_fx.planning.parameter_schedule import (
     given_bytes,
     has_offloaded,
     host_memory_ns,
-    late_update_ns,
+    late_update_bytes,
     least_bytes_with_parameters,
     schedule_parameters,
     with_parameters_scheduled,
@@ -250,9 +250,10 @@ def least_step_ns(problem: Problem) -> int:
     over = live * 0 if limit is None else np.maximum(0, live - limit)
     host_ns = host_memory_ns(problem, given_bytes(problem) + 2 * int(over.max(initial=0)))
     spilled_bytes = int(over[: problem.boundary + 1].max(initial=0))  # what the backward begins without has left
-    least_ns, late_ns = lower_bound_ns(problem), late_update_ns(problem, spilled_bytes)
-    if late_ns:
+    least_ns, late_bytes, late_ns = lower_bound_ns(problem), late_update_bytes(problem), 0
+    if late_bytes:
         backward_ns = sum(op.duration_ns for op in problem.ops[problem.boundary :])
+        late_ns = (late_bytes + spilled_bytes) * 1_000_000_000 // problem.links.host_bytes_per_s
         late_ns += backward_ns + (problem.accumulation - 1) * least_ns
     return max(problem.accumulation * least_ns, host_ns, late_ns)
 

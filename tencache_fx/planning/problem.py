@@ -238,7 +238,7 @@ class Problem:
     between two barriers. Without any, every step is one. `copies_parameters` says that graphs read copies of all
     offloaded parameters: of one that stays on the device, too. A whole step runs the ops `accumulation` times before an
     update: gradients in host memory are added up there. `collectives` are in the order in which they begin. With
-    `updates_in_backward` a parameter is updated as soon as its gradient is there, and else behind the last backward.
+    `updates_in_backward` a parameter is updated as soon as its gradient is there, and else after the last backward.
     """
 
     ops: tuple[Op, ...]

@@ -12,6 +12,7 @@ once, each over a network link of its own.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from tencache_fx.errors import BudgetError, OptionError
 from tencache_fx.planning.parameter_schedule import step_ns
@@ -253,77 +254,55 @@ def _gathers(problem: Problem, gathered: Sequence[Storage], cluster: Cluster) ->
         reader = storage.uses[1] if len(storage.uses) > 1 else Step(storage.birth + 1)
         begin = Step(max(first, min(before, reader - 1)))
         before = reader
-        until = Step(min(reader + 1, len(problem.ops)))
-        whole = f"{storage.name} gathered"
-        each = Collective(
-            name=f"gather of {storage.name}",
-            kind=CollectiveKind.ALL_GATHER,
-            nbytes=storage.nbytes,
-            ranks=cluster.ranks,
-            begin=begin,
-            needed_at=reader,
-            latency_ns=0,
-            bytes_per_s=1,
-            reads=(storage.name,),
-            writes=(whole,),
-        )
-        part = storage.living(begin, until, _steps(begin, until), storage.ready)
-        uses = tuple(sorted({*_steps(begin, until), *(use for use in storage.uses if use > reader)}))
-        yield (
-            cluster.applied(each),
-            (
-                _part_of(part, 1, cluster.ranks),
-                Storage(
-                    name=whole,
-                    nbytes=storage.nbytes,
-                    kind=Kind.ACTIVATION,
-                    birth=begin,
-                    death=max(until, storage.death),
-                    uses=uses,
-                    spillable=False,
-                ),
-            ),
-        )
+        steps = _steps(begin, reader)
+        part = storage.living(begin, Step(reader + 1), steps, storage.ready)
+        later = (use for use in storage.uses if use > reader)
+        whole = _whole(storage, begin, max(Step(reader + 1), storage.death), (*steps, *later))
+        each = _collective(CollectiveKind.ALL_GATHER, storage.nbytes, steps, part, whole)
+        yield cluster.applied(each), (_part_of(part, 1, cluster.ranks), whole)
 
 
 def _scatters(problem: Problem, scattered: Sequence[Storage], cluster: Cluster) -> Iterator[_Made]:
     """Yield the scatter of each gradient, with the part that it writes and the whole that it reads."""
     last = Step(len(problem.ops) - 1)
     begins = [*(storage.uses[-1] for storage in scattered), last]
-    for place, storage in enumerate(scattered):
-        begin = begins[place]
-        needed_at = Step(max(begin + 1, begins[place + 1]))
-        until = Step(needed_at + 1)
-        whole = f"{storage.name} whole"
-        each = Collective(
-            name=f"scatter of {storage.name}",
-            kind=CollectiveKind.REDUCE_SCATTER,
-            nbytes=storage.nbytes,
-            ranks=cluster.ranks,
-            begin=begin,
-            needed_at=needed_at,
-            latency_ns=0,
-            bytes_per_s=1,
-            reads=(whole,),
-            writes=(storage.name,),
-        )
-        part = storage.living(begin, until, _steps(begin, until), begin)
-        yield (
-            cluster.applied(each),
-            (
-                _part_of(part, 1, cluster.ranks),
-                Storage(
-                    name=whole,
-                    nbytes=storage.nbytes,
-                    kind=Kind.ACTIVATION,
-                    birth=storage.birth,
-                    death=until,
-                    uses=tuple(sorted({*storage.uses, *_steps(begin, until)})),
-                    spillable=False,
-                ),
-            ),
-        )
+    for storage, (begin, following) in zip(scattered, pairwise(begins), strict=True):
+        steps = _steps(begin, max(Step(begin + 1), following))
+        end = Step(steps[-1] + 1)
+        part = storage.living(begin, end, steps, begin)
+        whole = _whole(storage, storage.birth, end, (*storage.uses, *steps))
+        each = _collective(CollectiveKind.REDUCE_SCATTER, storage.nbytes, steps, whole, part)
+        yield cluster.applied(each), (_part_of(part, 1, cluster.ranks), whole)
 
 
-def _steps(begin: Step, end: Step) -> tuple[Step, ...]:
-    return tuple(Step(at) for at in range(begin, end))
+def _whole(storage: Storage, birth: Step, death: Step, uses: Iterable[Step]) -> Storage:
+    """Return the whole parameter or gradient, which a rank has for a while beside its part."""
+    used = tuple(sorted(set(uses)))
+    name, kind = f"{storage.name} whole", Kind.ACTIVATION
+    return Storage(name=name, nbytes=storage.nbytes, kind=kind, birth=birth, death=death, uses=used, spillable=False)
+
+
+def _collective(
+    kind: CollectiveKind, nbytes: int, steps: Sequence[Step], source: Storage, target: Storage
+) -> Collective:
+    """Return a collective that begins with the first of these steps, and is waited for at the last.
+
+    Its ranks and their rates are a cluster's (`Cluster.applied`).
+    """
+    return Collective(
+        name=f"{kind} of {source.name if kind is CollectiveKind.ALL_GATHER else target.name}",
+        kind=kind,
+        nbytes=nbytes,
+        ranks=1,
+        begin=steps[0],
+        needed_at=steps[-1],
+        latency_ns=0,
+        bytes_per_s=1,
+        reads=(source.name,),
+        writes=(target.name,),
+    )
+
+
+def _steps(begin: Step, last: Step) -> tuple[Step, ...]:
+    """Return the steps from `begin` to `last`, both included."""
+    return tuple(Step(at) for at in range(begin, last + 1))

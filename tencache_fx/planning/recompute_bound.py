@@ -14,7 +14,7 @@ import numpy as np
 
 from tencache_fx.planning.collectives import ideal_ns, steps_under_way
 from tencache_fx.planning.liveness import inactive_intervals, is_candidate, live_bytes
-from tencache_fx.planning.parameter_schedule import adding_bytes, given_bytes, late_update_ns, updating_bytes
+from tencache_fx.planning.parameter_schedule import adding_bytes, given_bytes, late_update_bytes, updating_bytes
 from tencache_fx.planning.problem import Kind, Problem, Storage
 
 _NS_PER_S = 1_000_000_000
@@ -36,7 +36,7 @@ class RecomputeBound:
         self._is_early = np.arange(self._durations.size) < problem.boundary
         self._accumulation, self._adding_bytes = problem.accumulation, adding_bytes(problem)
         self._host_bytes, self._given_bytes = updating_bytes(problem), given_bytes(problem)
-        self._problem, self._has_late = problem, late_update_ns(problem, 0) > 0
+        self._boundary, self._late_bytes = problem.boundary, late_update_bytes(problem)
         self._backward_ns = float(self._durations[problem.boundary :].sum())
         storages = {storage.name: storage for storage in problem.storages}
         gaps = [(*_gap(problem, storages[r.name]), storages[r.name].nbytes) for r in problem.recipes]
@@ -73,9 +73,10 @@ class RecomputeBound:
             host_bytes = self._host_bytes + self._accumulation * copied_bytes + self._adding_bytes
             host_ns = host_bytes * _NS_PER_S // links.host_bytes_per_s
         late_ns = 0.0
-        if self._has_late:  # what is recomputed is so in the backward
-            late_ns = float(late_update_ns(self._problem, int(over[: self._problem.boundary + 1].max())))
-            late_ns += (self._accumulation - 1) * least + self._backward_ns + added_ns
+        if self._late_bytes:  # what is recomputed is so in the backward
+            late_bytes = self._late_bytes + int(over[: self._boundary + 1].max())
+            late_ns = late_bytes * _NS_PER_S // links.host_bytes_per_s + self._backward_ns + added_ns
+            late_ns += (self._accumulation - 1) * least
         return max(self._accumulation * int(least), host_ns, int(late_ns))
 
 

@@ -157,7 +157,8 @@ class RegionPlanner:
     `sizes` are those at hand and those to plan for, if these differ. `unforeseen_bytes` are kept free: code generated
     earlier held so much more than the graphs show. The bytes that an earlier compilation of the same region had to keep
     free in the end are kept free from the start. `offloaded` are the offloaded parameters, by their names in the plan.
-    An update follows `accumulation` backwards, None means as many as in earlier runs; or it comes with them.
+    An update follows `accumulation` backwards (None: as many as in earlier runs), or, with `updates_in_backward`, each
+    parameter is updated as soon as its gradient is there.
     What is to be `recomputed` is given where regions are planned together.
     """
 

@@ -63,7 +63,10 @@ def amount_rows(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
         yield "parameters here", f"{count_and_bytes(staying)}; with their state {count_and_bytes(with_state)}"
     yield "time", f"{format_ns(forecast.makespan_ns)}, {over:.3f} of the {format_ns(forecast.ideal_ns)} without limits"
     if exposed_ns := exposed_update_ns(problem, forecast):
-        yield "updates", f"behind the last backward; {format_ns(exposed_ns)} more than the next forward hides"
+        yield (
+            "updates",
+            f"after the last backward; {format_ns(exposed_ns)} of them do not overlap with the next forward",
+        )
     yield "lower bound", format_ns(forecast.lower_bound_ns)
     yield "stalls", f"{format_ns(forecast.stall_out_ns)} going out, {format_ns(forecast.stall_in_ns)} coming in"
     if problem.collectives:

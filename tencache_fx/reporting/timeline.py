@@ -298,8 +298,8 @@ def _copy_bars(times: TransferTimes, note: str) -> Iterator[Bar]:
 def _update_bars(problem: Problem, replay: Replay) -> Iterator[Bar]:
     """Yield an update for each offloaded gradient, as soon as it is in host memory, at the rate of that memory.
 
-    Or, where updates begin behind the last backward, those of the step before, as they go on during this one, in the
-    order in which their parameters are read.
+    Where updates begin after the last backward, they are those of the step before, in the order in which this one reads
+    their parameters.
 
     The bytes are those that planning counts for a step (`planning/parameter_schedule.py: step_ns`).
     """

@@ -255,3 +255,9 @@ def test_damaged_records_of_steps_are_refused(
         code, out, err = run(capsys, *command)
         assert (code, out) == (2, "")
         assert said in err
+
+
+def test_a_step_is_not_planned_for_other_ranks(capsys: pytest.CaptureFixture[str], dump: Path) -> None:
+    code, out, err = run(capsys, "plan", dump / "step-000" / "record.json", "--ranks", 2)
+    assert (code, out) == (2, "")
+    assert err.startswith("tencache: --ranks is for the record of one region, and this is the record of a step")

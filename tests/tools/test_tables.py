@@ -200,7 +200,7 @@ def test_the_bound_is_of_all_calls_of_a_step_and_its_update():
     assert late_ns > PLAN.forecast.forward_ns
     rows = dict(amount_rows(problem, PLAN))
     more = format_ns(late_ns - PLAN.forecast.forward_ns)
-    assert rows["updates"] == f"behind the last backward; {more} more than the next forward hides"
+    assert rows["updates"] == f"after the last backward; {more} of them do not overlap with the next forward"
     assert "updates" not in dict(amount_rows(dataclasses.replace(problem, updates_in_backward=True), PLAN))
 
 
