@@ -1,26 +1,46 @@
 """Recipes: what the backward would have to run again to do without a saved value.
 
-From the saved value its producers are followed back to what is there anyway: parameters, inputs, and other saved
-values. An op with several results is not there because one of them is. Randomness, writes, communication and ops of
-unknown origin are never repeated, nor what somebody has decided about: the user's own activation checkpointing, or
-torch itself, which has saved what is computed from an input that the forward writes to (torch:
-`torch/utils/checkpoint.py: CheckpointPolicy`).
+From the saved value its producers are followed back to what is there anyway: parameters, inputs, other saved values,
+and weights that the backward gathers anew. An op with several results is not there because one of them is. Randomness,
+writes, communication and ops of unknown origin are never repeated, nor what somebody has decided about: the user's own
+activation checkpointing, or torch itself, which has saved what is computed from an input that the forward writes to
+(torch: `torch/utils/checkpoint.py: CheckpointPolicy`).
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import fx
 
+from tencache_fx.passes.collectives import begins_gathering
 from tencache_fx.passes.graphs import RegionGraphs, output_args
 from tencache_fx.passes.lifetimes import StorageNodes
-from tencache_fx.planning.problem import Kind, Recipe, Step
+from tencache_fx.planning.collectives import in_between
+from tencache_fx.planning.problem import Kind, Problem, Recipe, Step
 
 
-def find_recipes(capture: RegionGraphs, storages: Sequence[StorageNodes]) -> tuple[Recipe, ...]:
+def with_recipes(
+    problem: Problem, capture: RegionGraphs, storages: Sequence[StorageNodes], *, gathers_earlier: bool
+) -> Problem:
+    """Return the problem of these graphs with recipes for what the backward could make again.
+
+    If the backward `gathers_earlier` what ops that run again read, there are recipes that read gathered weights.
+    """
+    gathered = _gathered_again(capture, storages) if gathers_earlier else {}
+    held = in_between(problem)
+    recipes = (each for each in find_recipes(capture, storages, gathered) if each.name not in held)
+    marked = (replace(s, gathered_at=gathered[s.name]) if s.name in gathered else s for s in problem.storages)
+    return replace(problem, recipes=tuple(recipes), storages=tuple(marked))
+
+
+def find_recipes(
+    capture: RegionGraphs, storages: Sequence[StorageNodes], gathered: Mapping[str, Step] = MappingProxyType({})
+) -> tuple[Recipe, ...]:
     """Return a recipe for every saved activation that the backward reads and could make again.
 
-    O(saved values x nodes of their recipe).
+    The backward gathers the storages `gathered` anew. O(saved values x nodes of their recipe).
     """
     if capture.backward is None:
         return ()
@@ -28,7 +48,8 @@ def find_recipes(capture: RegionGraphs, storages: Sequence[StorageNodes]) -> tup
     step_of = {node: Step(step) for step, node in enumerate(capture.nodes[: capture.boundary])}
     stops: dict[fx.Node, int] = {}  # what need not be made again, with the storage it belongs to
     for index, item in enumerate(storages):
-        if item.saved or item.storage.kind in (Kind.PARAMETER, Kind.INPUT, Kind.FETCHED):
+        given = item.storage.kind in (Kind.PARAMETER, Kind.INPUT, Kind.FETCHED)
+        if item.saved or given or item.storage.name in gathered:
             stops |= {member: index for member in item.members if isinstance(member.meta["val"], torch.Tensor)}
     recipes = []
     for index, item in enumerate(storages):
@@ -45,6 +66,18 @@ def recomputed_nodes(capture: RegionGraphs, recipes: Sequence[Recipe], names: Se
     """Return the names of the forward's nodes that have to run again for the storages `names`."""
     chosen = set(names)
     return frozenset(capture.nodes[step].name for recipe in recipes if recipe.name in chosen for step in recipe.steps)
+
+
+def _gathered_again(capture: RegionGraphs, storages: Sequence[StorageNodes]) -> Mapping[str, Step]:
+    """Return what the forward gathers and the backward gathers anew, by storage, with the step that does."""
+    step_of = {node: Step(step) for step, node in enumerate(capture.nodes)}
+    late = {node.name: step for node, step in step_of.items() if step >= capture.boundary and begins_gathering(node)}
+    return {
+        item.storage.name: late[node.name]
+        for item in storages
+        for node in item.members
+        if begins_gathering(node) and step_of[node] < capture.boundary and node.name in late and not item.saved
+    }
 
 
 def _is_asked_for(item: StorageNodes, capture: RegionGraphs) -> bool:

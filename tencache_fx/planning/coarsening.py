@@ -36,6 +36,7 @@ class _Life(NamedTuple):
     ready: int = 0
     caller_frees_at: int = 0
     spillable: bool = False
+    gathered_at: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +245,7 @@ class _Merger:
                     spillable=life.spillable,
                     ready=Step(life.ready),
                     caller_frees_at=Step(life.caller_frees_at),
+                    gathered_at=Step(life.gathered_at),
                     formula="",
                     parameter=parameter,
                     state_bytes=sum(storage.state_bytes for storage in each),
@@ -262,4 +264,4 @@ class _Merger:
         uses = tuple(sorted({max(birth, op_of[use]) for use in storage.uses if use not in held}))
         death = max([birth, *(use + 1 for use in uses), op_of[storage.death - 1] + 1 if storage.death else 0])
         ready, freed = max(birth, op_of[storage.ready]), op_of[storage.caller_frees_at]
-        return _Life(birth, death, uses, ready, freed, spillable)
+        return _Life(birth, death, uses, ready, freed, spillable, op_of[storage.gathered_at])

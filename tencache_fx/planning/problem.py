@@ -67,7 +67,8 @@ class Storage:
     transfers add to it. A FETCHED one is `ready` from the op on that fetches it, where graphs read copies of parameters
     that stay: nothing fetches it later. `state_bytes` of a STORED one are those of the optimizer's state, which an
     update reads and writes; its caller frees it at `caller_frees_at`, or behind the last step, if it stays on the
-    device. `tier` is where the bytes of a FETCHED one come from: host memory or disk.
+    device. `tier` is where the bytes of a FETCHED one come from: host memory or disk. `gathered_at` is the backward
+    step that begins to gather anew what the forward has gathered, 0 where none does: ops that run again read that copy.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Storage:
     parameter: str = ""
     state_bytes: int = 0
     tier: Tier = Tier.HOST
+    gathered_at: Step = Step(0)
 
     def living(
         self, birth: Step, death: Step, uses: tuple[Step, ...], ready: Step, *, spillable: bool | None = None
@@ -102,6 +104,7 @@ class Storage:
             parameter=self.parameter,
             state_bytes=self.state_bytes,
             tier=self.tier,
+            gathered_at=self.gathered_at,
         )
 
     def check(self) -> None:
@@ -218,7 +221,7 @@ class Collective:
 class Recipe:
     """How the backward can make a saved storage again: by running these forward steps, in order, once more.
 
-    What the steps read and do not make themselves is a parameter, an input, or saved.
+    What the steps read and do not make themselves is a parameter, an input, saved, or gathered by the backward anew.
     """
 
     name: str
@@ -260,7 +263,10 @@ class Problem:
     def check(self) -> None:
         """Raise `ValueError` for a step that there is not, for two things of one name, and for sums out of range."""
         count = len(self.ops)
-        lives = ((s.name, (s.death, s.ready, s.caller_frees_at, *(use + 1 for use in s.uses))) for s in self.storages)
+        lives = (
+            (s.name, (s.death, s.ready, s.caller_frees_at, s.gathered_at, *(use + 1 for use in s.uses)))
+            for s in self.storages
+        )
         again = ((f"the recipe of {r.name}", (*(step + 1 for step in r.steps),)) for r in self.recipes)
         barriers = "a scheduling barrier", tuple(barrier + 1 for barrier in self.barriers)
         waits = ((c.name, (c.needed_at,)) for c in self.collectives)

@@ -151,6 +151,8 @@ class _Line:
         one is then read by nobody.
         """
         boundary, at = self.problem.boundary, self.at
+        if storage.gathered_at:
+            return self._gathered(storage)
         ends = max(storage.death, storage.ready)
         if ends < boundary and storage.birth not in self.again and self.again.keys().isdisjoint(storage.uses):
             return (storage,)
@@ -178,6 +180,20 @@ class _Line:
         ready = self.again.get(storage.ready, remade)
         # What is made again is needed soon after: it is not swapped.
         return first, replace(second, name=storage.name + _AGAIN, ready=ready, spillable=False)
+
+    def _gathered(self, storage: Storage) -> tuple[Storage, ...]:
+        """Return what the forward has gathered, and the bytes that hold it earlier in the backward for steps run again.
+
+        The backward gathers it once, so these bytes become those that it would have gathered later. The collective, and
+        the load of what it reads, stay where they are: the plan for the graphs that torch's partitioner makes has them
+        earlier.
+        """
+        repeated = self._repeated(storage)
+        if not repeated:
+            return (storage,)
+        first, until = min(repeated), max(self.at[storage.gathered_at], Step(max(repeated) + 1))
+        second = storage.living(first, until, tuple(sorted(set(repeated))), first, spillable=False)
+        return storage, replace(second, name=storage.name + _AGAIN, gathered_at=Step(0))
 
     def fetched(self) -> Iterator[Storage]:
         """Yield the lives of offloaded parameters: each graph prefetches them for itself.

@@ -19,9 +19,8 @@ from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.lifetimes import StorageNodes
 from tencache_fx.passes.parameter_markers import write_markers
 from tencache_fx.passes.pause import is_barrier, write_pause
-from tencache_fx.passes.recipes import find_recipes, recomputed_nodes
+from tencache_fx.passes.recipes import recomputed_nodes, with_recipes
 from tencache_fx.passes.symbols import unbacked_sizes
-from tencache_fx.planning.collectives import in_between
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import keep_resident, step_ns
 from tencache_fx.planning.plan import Plan
@@ -182,6 +181,7 @@ class RegionPlanner:
         self._offloaded, self._environment = offloaded, environment
         self.accumulation = self.earlier.accumulation if accumulation is None else accumulation
         self.updates_in_backward, self.by_step, self._recomputed = updates_in_backward, by_step, recomputed
+        self.gathers_earlier = False  # in the backward, for matrix products that run again: all ranks have to agree
 
     def plan(self, capture: RegionGraphs, first: Candidate | None = None, recomputed: Names = ()) -> Candidate | None:
         """Return the plan for these graphs, and what it is made from; `first` is the one without what is `recomputed`.
@@ -217,9 +217,10 @@ class RegionPlanner:
         known = dataclasses.replace(known, ops=correction.planning.scale(known.ops, capture.boundary))
         stated = self._state_problem(known, held_now_bytes, () if first is None else first.analysis.storages)
         if first is None:
-            recipes = find_recipes(capture, known.storages) if options.recompute == "auto" else ()
-            held = in_between(stated.problem)
-            bare = dataclasses.replace(stated.problem, recipes=tuple(each for each in recipes if each.name not in held))
+            bare = stated.problem
+            if options.recompute == "auto":
+                early = self.gathers_earlier and not self.by_step
+                bare = with_recipes(bare, capture, known.storages, gathers_earlier=early)
         else:
             extra_ns = max(0, known.duration_ns - first.analysis.duration_ns)
             bare = dataclasses.replace(stated.problem, recompute_ns=extra_ns)

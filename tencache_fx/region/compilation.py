@@ -12,7 +12,9 @@ region/compilation.py          `compile_region()`: up to three attempts, each a 
   compat.py                       AOTAutograd traces the joint graph, and calls `Compilation.partition`
     passes/pattern_layouts.py        copies that Inductor drops behind the ops that its patterns put in
     passes/convolution_layouts.py    copies of inputs that convolutions read in another memory format
+  region/rank_agreement.py        ranks agree on what runs again behind gathers, and on the order of collectives
   region/joint_split.py           the joint graph -> forward and backward graphs
+    passes/gather_order.py           gathers begin early enough for that order
     passes/collective_overlap.py     collectives begin early, and are waited for late
     region/overlap_choice.py         or are they not to, as memory is short?
   region/candidate.py             `Candidate`: these graphs and their plan; the best one of several splits is taken
@@ -58,6 +60,7 @@ from tencache_fx.model_state.parameter_store import open_update_room
 from tencache_fx.model_state.step_hooks import is_updated_in_backward
 from tencache_fx.passes.collective_overlap import overlap_collectives
 from tencache_fx.passes.convolution_layouts import copy_for_convolutions
+from tencache_fx.passes.gather_order import gather_in_order
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.pattern_layouts import settle_pattern_layouts
 from tencache_fx.planning.tuning import SPLITS
@@ -68,10 +71,11 @@ from tencache_fx.region.collective_order import find_order
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Monitor, Placement, Request
 from tencache_fx.region.environment import Environment
 from tencache_fx.region.graph_copy import copy_joint, copy_module
-from tencache_fx.region.joint_split import gather_again, split_joint
+from tencache_fx.region.joint_split import gathering_nodes, split_joint
 from tencache_fx.region.kept_region import cache_key
 from tencache_fx.region.lowering import Lowering, PlannedLowering
 from tencache_fx.region.overlap_choice import better, may_gain_in_turn
+from tencache_fx.region.rank_agreement import Agreed, RankAgreement, Settled
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
 from tencache_fx.reporting.dump import write_region
@@ -158,6 +162,8 @@ class Compilation:
         self._donated, self._lowering = donated, lowering
         self._lowers = False  # whether torch has asked for code
         self._overlaps = False  # in the graphs captured from here on, collectives are under way while kernels run
+        self._agreed: Agreed | None = None  # by all ranks
+        self._again: frozenset[str] = frozenset()  # nodes that run again whatever the plan
 
     def run(
         self, inputs: Sequence[Any], key: str | None = None, take_up: Callable[[list[KeptCode]], bool] | None = None
@@ -191,21 +197,54 @@ class Compilation:
         if self._source.options.compiler == "inductor":
             settle_pattern_layouts(joint.graph)
             copy_for_convolutions(joint.graph)
-        gather_again(joint.graph, self._names)
+        gathers = gathering_nodes(joint.graph, self._names)
+        agreement = RankAgreement.find(self._source, joint.graph, gathers, self._names.values())
+        self._keep_to(None if agreement is None else agreement.read(), joint.graph, gathers)
+        copied = bool(self._may_overlap(joint.graph) or self._source.options.may_recompute or agreement)
+        untouched = copy_joint(joint) if copied else None
+        graphs, candidate = self._best_way(joint, untouched, joint_inputs, kwargs)
+        settled = None
+        if agreement is not None:
+            forward, backward = (each.graph for each in graphs)
+            mine = self._agreed or Agreed.of(forward, backward, gathers)
+            settled = Settled(agreement=agreement, agreed=mine if self._agreed else agreement.settle(mine))
+            if settled.agreed != mine:
+                assert untouched is not None
+                self._keep_to(settled.agreed, untouched.graph, gathers)
+                graphs, candidate = self._best_way(copy_joint(untouched), untouched, joint_inputs, kwargs)
+        if candidate is not None:
+            self._lowering.write(candidate, settled)
+        for graph in graphs:
+            graph.recompile()
+        return graphs
+
+    def _keep_to(self, agreed: Agreed | None, joint: fx.Graph, gathers: frozenset[str]) -> None:
+        """Split as the ranks have agreed from here on; until they have, be free in what runs again behind `gathers`.
+
+        Where the graph has other nodes, for sizes that torch takes as numbers, nothing runs again behind them.
+        """
+        again = frozenset(() if agreed is None else agreed.again)
+        known = again <= {node.name for node in joint.nodes}
+        self._agreed, self._again = agreed, gathers | again if known else gathers
+        self._planner.gathers_earlier = agreed is None
+
+    def _best_way(
+        self,
+        joint: fx.GraphModule,
+        untouched: fx.GraphModule | None,
+        joint_inputs: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[ForwardBackward, Candidate | None]:
+        """Return the best split, with collectives that overlap if they may, and it pays."""
         self._overlaps = self._may_overlap(joint.graph)
-        untouched = copy_joint(joint) if self._overlaps or self._source.options.may_recompute else None
         graphs, candidate = self._best_split(joint, untouched, joint_inputs, kwargs)
         if self._overlaps and candidate is not None and may_gain_in_turn(self._planner, candidate):
             assert untouched is not None
             self._overlaps = False
             others, in_turn = self._best_split(copy_joint(untouched), untouched, joint_inputs, kwargs)
             if in_turn is not None and better(self._planner, candidate, in_turn) is in_turn:
-                graphs, candidate = others, in_turn
-        if candidate is not None:
-            self._lowering.write(candidate)
-        for graph in graphs:
-            graph.recompile()
-        return graphs
+                return others, in_turn
+        return graphs, candidate
 
     def _best_split(
         self,
@@ -272,8 +311,11 @@ class Compilation:
         **more: Any,
     ) -> tuple[ForwardBackward, Candidate | None]:
         """Return forward and backward, `recomputed_nodes` computed in both, and the plan for them."""
-        recompute = self._source.options.recompute
-        forward, backward = split_joint(joint, joint_inputs, recompute=recompute, again=recomputed_nodes, **kwargs)
+        recompute, again = self._source.options.recompute, recomputed_nodes | self._again
+        forward, backward = split_joint(joint, joint_inputs, recompute=recompute, again=again, **kwargs)
+        if self._agreed is not None:
+            gather_in_order(forward.graph, self._agreed.forward)
+            gather_in_order(backward.graph, self._agreed.backward)
         capture = self._capture(
             forward.graph,
             backward.graph,

@@ -43,10 +43,10 @@ def split_joint(
     The nodes named in `again` are computed in the backward once more, as inside activation checkpointing, whatever the
     partitioner would think of it.
     """
-    _save_what_is_overwritten(joint.graph, num_fwd_outputs)
     for node in joint.graph.nodes:
         if node.name in again:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    _save_what_is_overwritten(joint.graph, num_fwd_outputs)
     if recompute != "auto":
         _draw_once(joint.graph)
     split = min_cut_rematerialization_partition if recompute == "auto" else default_partition
@@ -59,11 +59,11 @@ def split_joint(
         )
 
 
-def gather_again(joint: fx.Graph, offloaded: Collection[int]) -> None:
-    """Have the backward gather what the forward gathers of these inputs: no rank then keeps parameters whole.
+def gathering_nodes(joint: fx.Graph, offloaded: Collection[int]) -> frozenset[str]:
+    """Return the names of the nodes that gather these inputs; if they run again, no rank keeps parameters whole.
 
     As in FSDP's `reshard_after_forward=True`; a rank's part is loaded from host memory for that once more. The views of
-    what is gathered are computed again as well: one that is saved would keep all of it.
+    what is gathered are among them: one that is saved would keep all of it.
     """
     inputs = placeholders(joint)
     reached = [inputs[index] for index in offloaded if index < len(inputs)]
@@ -71,10 +71,10 @@ def gather_again(joint: fx.Graph, offloaded: Collection[int]) -> None:
     for node in reached:
         if begins_gathering(node) or not gathered.isdisjoint(node.all_input_nodes):
             gathered.add(node)
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         reached.extend(
             user for user in node.users if is_view(user) or begins_gathering(user) or is_collective_wait(user)
         )
+    return frozenset(node.name for node in gathered)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from tencache_fx.records import RegionRecord
 from tencache_fx.region.candidate import RegionPlanner
 from tencache_fx.region.compiled_region import Placement, Request
 from tencache_fx.region.dynamic_shapes import Footprint, hints_of
+from tencache_fx.region.rank_agreement import Settled
 from tencache_fx.region.source import RegionSource
 from tencache_fx.runtime.engine_registry import expected_indices
 
@@ -34,7 +35,7 @@ class KeptRegion:
 
     `donated` are the positions of donated inputs that its plan offloads. Its graphs call the engine, or the swap
     points, of the index `server`; None if they call neither. Its `placement` has no names yet. It `is_timeable` if its
-    times say something about the plan.
+    times say something about the plan. It is for ranks that agree on what they had `settled`.
     """
 
     record: RegionRecord
@@ -44,6 +45,7 @@ class KeptRegion:
     donated: frozenset[int]
     server: int | None
     is_timeable: bool
+    settled: Settled | None
 
 
 def cache_key(source: RegionSource, request: Request, names: Mapping[int, str], planner: RegionPlanner) -> str | None:

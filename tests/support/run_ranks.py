@@ -11,6 +11,7 @@ import sys
 from multiprocessing import connection
 from pathlib import Path
 
+import agreeing_ranks
 import rank_training
 import ranks
 import shard_training
@@ -23,6 +24,7 @@ GROUPS = {
     "quick": {**ranks.GROUPS, "training": rank_training.QUICK},
     "slow": {"training": rank_training.SLOW},
     "spread": {"training": shard_training.QUICK, "others": shard_training.OTHERS},
+    "agreement": {"training": agreeing_ranks.CASES},
     "spread, slow": {"training": shard_training.SLOW},
 }
 
