@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tencache_fx.errors import OptionError
 from tencache_fx.option_values import shown
-from tencache_fx.runtime.process_groups import resolve
+from tencache_fx.runtime.process_groups import count_up, resolve
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,11 +27,15 @@ UNKNOWN = "?"
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks of a process group that share a model: its name, how many they are, and which of them this one is."""
+    """The ranks of a process group that share a model: its name, how many they are, and which of them this one is.
+
+    They share so many models, of which this is the one of the number `model`.
+    """
 
     name: str
     size: int
     rank: int
+    model: int
 
     @property
     def process_group(self) -> "dist.ProcessGroup":
@@ -139,7 +143,9 @@ def find_group(shard: object, device: torch.device) -> RankGroup | None:
             f"the process group has no backend for {device.type}: it has "
             f"{', '.join(each.type for each in group._device_types)}; call init_process_group('cpu:gloo,cuda:nccl')."
         )
-    return RankGroup(group.group_name, group.size(), group.rank()) if group.size() > 1 else None
+    if group.size() == 1:
+        return None
+    return RankGroup(group.group_name, group.size(), group.rank(), count_up(f"models of {group.group_name}"))
 
 
 class Gathered(torch.autograd.Function):

@@ -219,8 +219,7 @@ class RegionPlanner:
         if first is None:
             bare = stated.problem
             if options.recompute == "auto":
-                early = self.gathers_earlier and not self.by_step
-                bare = with_recipes(bare, capture, known.storages, gathers_earlier=early)
+                bare = with_recipes(bare, capture, known.storages, gathers_earlier=self.gathers_earlier)
         else:
             extra_ns = max(0, known.duration_ns - first.analysis.duration_ns)
             bare = dataclasses.replace(stated.problem, recompute_ns=extra_ns)
@@ -252,6 +251,11 @@ class RegionPlanner:
                 bytes_here += each.nbytes if each.on_device else 0
                 bytes_here += each.device_state_bytes
         return max(0, self._environment.held_bytes - bytes_here)
+
+    @property
+    def models(self) -> tuple[int, ...]:
+        """The models spread over ranks that the parameters are of, by their numbers (`RankGroup.model`)."""
+        return tuple(sorted({each.shard.group.model for each in self._offloaded.values() if each.shard is not None}))
 
     @property
     def device_budget(self) -> int | None:

@@ -198,7 +198,8 @@ class Compilation:
             settle_pattern_layouts(joint.graph)
             copy_for_convolutions(joint.graph)
         gathers = gathering_nodes(joint.graph, self._names)
-        agreement = RankAgreement.find(self._source, joint.graph, gathers, self._names.values())
+        names, models = self._names.values(), self._planner.models
+        agreement = RankAgreement.find(self._source, joint.graph, gathers, names, models)
         self._keep_to(None if agreement is None else agreement.read(), joint.graph, gathers)
         copied = bool(self._may_overlap(joint.graph) or self._source.options.may_recompute or agreement)
         untouched = copy_joint(joint) if copied else None
@@ -226,7 +227,7 @@ class Compilation:
         again = frozenset(() if agreed is None else agreed.again)
         known = again <= {node.name for node in joint.nodes}
         self._agreed, self._again = agreed, gathers | again if known else gathers
-        self._planner.gathers_earlier = agreed is None
+        self._planner.gathers_earlier = agreed is None and not self._planner.by_step
 
     def _best_way(
         self,

@@ -149,7 +149,7 @@ class PlannedLowering:
         if not is_as_free(record.problem, budgets):
             log.info("region %d was kept for other free memory, and is planned again", self._source.index)
             return False
-        if kept.settled is not None and not kept.settled.holds():
+        if kept.settled is not None and not kept.settled.holds(self._planner.models):
             log.info("region %d was kept for another order of collectives, and is planned again", self._source.index)
             return False
         by_step, plan = kept.swap_region is not None, record.plan

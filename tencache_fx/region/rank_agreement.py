@@ -12,7 +12,7 @@ nothing again behind gathers, but they keep to the order as well.
 
 import hashlib
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import fx
@@ -39,13 +39,19 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAgreement:
-    """Where the ranks look up what was agreed on for one region."""
+    """Where the ranks look up what was agreed on for one region, named in `region`, of these of their models."""
 
-    key: str
+    region: str
+    models: tuple[int, ...]
 
     @classmethod
     def find(
-        cls, source: RegionSource, joint: fx.Graph, gathers: Collection[str], names: Iterable[str]
+        cls,
+        source: RegionSource,
+        joint: fx.Graph,
+        gathers: Collection[str],
+        names: Iterable[str],
+        models: tuple[int, ...],
     ) -> "RankAgreement | None":
         """Return the agreement on a region of these offloaded parameters; None if there is nothing to agree on.
 
@@ -55,17 +61,21 @@ class RankAgreement:
             return None
         asked = source.options.recompute, source.options.compiler, source.options.policy
         facts = sorted(names), sorted(begun_in(joint)), asked
-        return cls(key=f"tencache/agreed/{hashlib.sha256(repr(facts).encode()).hexdigest()}")
+        return cls(region=hashlib.sha256(repr(facts).encode()).hexdigest(), models=models)
 
     def read(self) -> Agreed | None:
         """Return what was agreed on; None if no rank has planned the region yet."""
         store = dist.distributed_c10d._get_default_store()
-        return from_json(Agreed, store.get(self.key).decode()) if store.check([self.key]) else None
+        return from_json(Agreed, store.get(self._key).decode()) if store.check([self._key]) else None
 
     def settle(self, mine: Agreed) -> Agreed:
         """Return what was agreed on: `mine`, if nothing was."""
         store = dist.distributed_c10d._get_default_store()
-        return from_json(Agreed, store.compare_set(self.key, "", to_json(mine)).decode())
+        return from_json(Agreed, store.compare_set(self._key, "", to_json(mine)).decode())
+
+    @property
+    def _key(self) -> str:
+        return f"tencache/agreed/{self.models}/{self.region}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +85,9 @@ class Settled:
     agreement: RankAgreement
     agreed: Agreed
 
-    def holds(self) -> bool:
-        """Return whether the ranks agree on this, or on nothing yet: then they do from now on."""
-        return not several_ranks() or self.agreement.settle(self.agreed) == self.agreed
+    def holds(self, models: tuple[int, ...]) -> bool:
+        """Return whether the ranks agree on this for these models, or on nothing yet: then they do from now on."""
+        return not several_ranks() or replace(self.agreement, models=models).settle(self.agreed) == self.agreed
 
 
 def _behind(gathers: Collection[str], forward: fx.Graph, backward: fx.Graph) -> tuple[str, ...]:

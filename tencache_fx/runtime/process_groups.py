@@ -16,6 +16,13 @@ def several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
 
 
+def count_up(what: str) -> int:
+    """Return how often this rank has counted `what` in this run, this time included; 0 for ranks that are simulated."""
+    if not several_ranks():
+        return 0
+    return int(dist.distributed_c10d._get_default_store().add(f"tencache/count/{dist.get_rank()}/{what}", 1))
+
+
 def store_connection() -> Any:
     """Return a connection of its own to the store (`torch.distributed.Store`) of the default process group.
 
