@@ -21,17 +21,19 @@ from tencache_fx.region.source import RegionSource
 from tencache_fx.tensors import byte_hint
 
 
-def check_order(source: RegionSource, graphs: Sequence[fx.Graph], offloaded: Collection[str]) -> None:
+def check_order(
+    source: RegionSource, graphs: Sequence[fx.Graph], offloaded: Collection[str], models: Sequence[int]
+) -> None:
     """Raise `InvariantError` if another rank of its groups has compiled this region with collectives in another order.
 
-    It is the same region if its graph, its collectives in any order, what is `offloaded` of it, and its options but for
-    the budgets are the same.
+    It is the same region if its graph, its collectives in any order, what is `offloaded` of which `models`, and its
+    options but for the budgets are the same.
     """
     if not dist.is_available() or not dist.is_initialized():
         return
     groups, order = find_order(graphs)
     options = source.options
-    asked = options.recompute, options.compiler, options.policy, options.scope, sorted(offloaded)
+    asked = options.recompute, options.compiler, options.policy, options.scope, sorted(offloaded), models
     begins = (node for node in source.graph.graph.nodes if "_c10d_functional." in str(node.target))
     stated = sorted(repr(map_aggregate((each.args, each.kwargs), partial(_plain, groups))) for each in begins)
     key = hashlib.sha256(repr((source.fingerprint, stated, asked)).encode()).hexdigest()

@@ -98,7 +98,7 @@ class PlannedLowering:
         if by_step:
             problem = problem.within(device_bytes=None)
         verify_plan(problem, plan)
-        check_order(self._source, capture.graphs, capture.offloaded.values())
+        check_order(self._source, capture.graphs, capture.offloaded.values(), self._planner.models)
         recorder = None
         if is_planned(plan):
             avoid_fragmentation(self._source.device)
