@@ -16,13 +16,11 @@ op that may communicate by itself, nor across one that writes to what exists: a 
 from collections.abc import Sequence
 from itertools import pairwise
 
-import torch
 from torch import fx
 
-from tencache_fx.passes.collectives import begins_collective, begins_gathering, is_collective_wait, waits_behind
-from tencache_fx.passes.op_kinds import is_mutating, is_pointwise, is_view, nbytes_of
+from tencache_fx.passes.collectives import begins_collective, begins_gathering, keeps_its_place, waits_behind
+from tencache_fx.passes.op_kinds import is_pointwise, is_view, nbytes_of
 
-_KNOWN = ("aten", "prims", "inductor", "rngprims", "_c10d_functional")  # namespaces of ops that tell what they do
 _LIKE_SIZE = 10  # a sum is not waited for before one that is so many times smaller
 
 
@@ -48,7 +46,7 @@ def _begin_early(order: list[fx.Node], starts: Sequence[fx.Node]) -> None:
         is_gather = begins_gathering(start)
         behind = [*start.all_input_nodes, *before, *(gathered if is_gather else ())]
         own = order.index(start)
-        fixed = (place + 1 for place in range(own - 1, -1, -1) if _is_fixed(order[place]))
+        fixed = (place + 1 for place in range(own - 1, -1, -1) if keeps_its_place(order[place]))
         place = max([order.index(node) + 1 for node in behind] + [next(fixed, 0)])
         if place < own:
             order.remove(start)
@@ -84,7 +82,7 @@ def _movable(order: Sequence[fx.Node], wait: fx.Node, until: int) -> tuple[list[
     moved = {wait: None}
     for place in range(begin + 1, until):
         node = order[place]
-        if _is_fixed(node):
+        if keeps_its_place(node):
             return list(moved), place
         if moved.keys().isdisjoint(node.all_input_nodes):
             continue
@@ -92,17 +90,6 @@ def _movable(order: Sequence[fx.Node], wait: fx.Node, until: int) -> tuple[list[
             return list(moved), place
         moved[node] = None
     return list(moved), until
-
-
-def _is_fixed(node: fx.Node) -> bool:
-    """Return whether a node stays where it is with regard to collectives: an input, or an op that may do anything."""
-    if node.op != "call_function":
-        return True
-    if begins_collective(node) or is_collective_wait(node):
-        return False
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.namespace not in _KNOWN or is_mutating(node)
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _nbytes(start: fx.Node) -> int:

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from tencache_fx.passes.op_kinds import is_view
+from tencache_fx.passes.op_kinds import is_mutating, is_view
 
 _NAMESPACE = "_c10d_functional"
 _WAIT = "_c10d_functional::wait_tensor"
 _WRAP = "_c10d_functional::_wrap_tensor_autograd"
+_KNOWN = ("aten", "prims", "inductor", "rngprims", _NAMESPACE)  # namespaces of ops that tell what they do
 
 
 def begins_collective(node: fx.Node) -> bool:
@@ -37,6 +38,17 @@ def begins_gathering(node: fx.Node) -> bool:
 def is_collective_wait(node: fx.Node) -> bool:
     """Return whether a node waits for a collective: it returns the tensor that it is given, by its fake another one."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == _WAIT
+
+
+def keeps_its_place(node: fx.Node) -> bool:
+    """Return whether a node stays where it is with regard to collectives: an input, or an op that may do anything."""
+    if node.op != "call_function":
+        return True
+    if begins_collective(node) or is_collective_wait(node):
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace not in _KNOWN or is_mutating(node)
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def waits_behind(node: fx.Node) -> Iterator[fx.Node]:

@@ -1,21 +1,24 @@
-"""Collectives of a graph in an order that all ranks have agreed on: gathers begin earlier where that takes it.
+"""Collectives of a graph in the order that all ranks have agreed on.
 
-A gather reads a parameter, which is there from the start, so it can begin as early as anybody wants; what it makes is
-then on the device for longer. Nothing else is moved.
+Ranks that recompute other things have their gathers, sums of gradients and other ops in another order. Here the ops are
+sorted anew so that collectives begin as agreed, and all else stays as near to its place as that allows. A gather that
+has to begin earlier does: it reads a parameter, which is there from the start.
 
     agreed   gather(a), gather(b), scatter
     before   scatter; b = gather(B); a = gather(A)
     after    a = gather(A); b = gather(B); scatter
+
+Nothing moves across an op that writes to what exists, or may do anything.
 """
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from torch import fx
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.passes.collectives import begins_collective, begins_gathering, is_collective_wait
-from tencache_fx.passes.op_kinds import is_mutating
+from tencache_fx.passes.collectives import begins_collective, begins_gathering, keeps_its_place
 
 
 def begun_in(graph: fx.Graph | None) -> tuple[str, ...]:
@@ -24,9 +27,9 @@ def begun_in(graph: fx.Graph | None) -> tuple[str, ...]:
 
 
 def gather_in_order(graph: fx.Graph, order: Sequence[str]) -> None:
-    """Begin gathers early enough for the collectives to begin in this order. O(collectives x nodes).
+    """Sort a graph so that its collectives begin in this order. O(arguments + nodes log nodes), nothing if they do.
 
-    Raises `InvariantError` for other collectives than these, and for an order that gathers alone cannot bring about.
+    Raises `InvariantError` for other collectives than these, and for an order in which one would need what comes later.
     """
     begun = begun_in(graph)
     if begun == tuple(order):
@@ -36,32 +39,66 @@ def gather_in_order(graph: fx.Graph, order: Sequence[str]) -> None:
             f"order: a graph begins {len(begun)} collectives, and another rank has {len(order)}, or others; "
             "compile the same model on all ranks."
         )
-    by_name = {node.name: node for node in graph.nodes if begins_collective(node)}
-    for first, second in reversed(list(pairwise(by_name[name] for name in order))):
-        place = {node: at for at, node in enumerate(graph.nodes)}
-        if place[first] < place[second]:
-            continue
-        for node in sorted(_needed(first, place[second], place), key=place.__getitem__):
-            if node is not first and (begins_collective(node) or is_collective_wait(node) or is_mutating(node)):
-                raise _impossible(first, second)
-            second.prepend(node)
-        if not begins_gathering(first):
-            raise _impossible(first, second)
+    nodes = list(graph.nodes)
+    by_name = {node.name: node for node in nodes if begins_collective(node)}
+    after = _behind(nodes, [by_name[name] for name in order])
+    found = list(_sorted(nodes, after, _wanted(nodes, [by_name[name] for name in order])))
+    if len(found) < len(nodes):
+        raise InvariantError(
+            f"order: another rank begins these {len(order)} collectives in an order in which one would need here what comes "
+            "later; compile the same model with the same options on all ranks."
+        )
+    for before, node in pairwise(found):
+        before.append(node)
     graph.lint()
 
 
-def _needed(last: fx.Node, after: int, place: dict[fx.Node, int]) -> set[fx.Node]:
-    """Return a node, and those it is computed from, as far as they are behind the place `after`."""
-    found, pending = {last}, [last]
-    while pending:
-        fresh = {each for each in pending.pop().all_input_nodes if place[each] > after and each not in found}
-        found |= fresh
-        pending += fresh
-    return found
+def _behind(nodes: Sequence[fx.Node], begins: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Return by node those that may come only behind it."""
+    after: dict[fx.Node, list[fx.Node]] = {node: list(node.users) for node in nodes}
+    for first, second in pairwise(begins):
+        after[first].append(second)
+    fixed, since = None, []
+    for node in nodes:
+        if fixed is not None:
+            after[fixed].append(node)
+        if keeps_its_place(node):
+            for each in since:
+                after[each].append(node)
+            fixed, since = node, []
+        else:
+            since.append(node)
+    return after
 
 
-def _impossible(first: fx.Node, second: fx.Node) -> InvariantError:
-    return InvariantError(
-        f"order: on another rank, {first.name} begins before {second.name}, and here it cannot; compile the same model "
-        "with the same options on all ranks."
-    )
+def _wanted(nodes: Sequence[fx.Node], begins: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """Return the place that each node is to have as nearly as may be: a gather's is before what comes behind it."""
+    place = {node: at for at, node in enumerate(nodes)}
+    for first, second in reversed(list(pairwise(begins))):
+        if begins_gathering(first) and place[second] < place[first]:
+            pending = [first]
+            while pending:
+                node = pending.pop()
+                place[node] = place[second]
+                pending += (each for each in node.all_input_nodes if place[each] > place[second])
+    return place
+
+
+def _sorted(
+    nodes: Sequence[fx.Node], after: dict[fx.Node, list[fx.Node]], place: dict[fx.Node, int]
+) -> Iterator[fx.Node]:
+    """Yield the nodes, each behind those that it may come only behind; not all, if some wait for one another."""
+    number = {node: at for at, node in enumerate(nodes)}
+    waits = dict.fromkeys(nodes, 0)
+    for behind in after.values():
+        for node in behind:
+            waits[node] += 1
+    ready = [(place[node], number[node]) for node in nodes if not waits[node]]
+    heapq.heapify(ready)
+    while ready:
+        node = nodes[heapq.heappop(ready)[1]]
+        yield node
+        for each in after[node]:
+            waits[each] -= 1
+            if not waits[each]:
+                heapq.heappush(ready, (place[each], number[each]))
