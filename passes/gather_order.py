@@ -45,8 +45,8 @@ def gather_in_order(graph: fx.Graph, order: Sequence[str]) -> None:
     found = list(_sorted(nodes, after, _wanted(nodes, [by_name[name] for name in order])))
     if len(found) < len(nodes):
         raise InvariantError(
-            f"order: another rank begins these {len(order)} collectives in an order in which one would need here what comes "
-            "later; compile the same model with the same options on all ranks."
+            f"order: another rank begins these {len(order)} collectives in an order in which one would need here what "
+            "comes later; compile the same model with the same options on all ranks."
         )
     for before, node in pairwise(found):
         before.append(node)
@@ -58,7 +58,8 @@ def _behind(nodes: Sequence[fx.Node], begins: Sequence[fx.Node]) -> dict[fx.Node
     after: dict[fx.Node, list[fx.Node]] = {node: list(node.users) for node in nodes}
     for first, second in pairwise(begins):
         after[first].append(second)
-    fixed, since = None, []
+    fixed: fx.Node | None = None
+    since: list[fx.Node] = []
     for node in nodes:
         if fixed is not None:
             after[fixed].append(node)
