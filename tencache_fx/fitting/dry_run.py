@@ -23,7 +23,6 @@ from tencache_fx.region.compilation import Compilation
 from tencache_fx.region.compiled_region import Compiled
 from tencache_fx.region.environment import Environment
 from tencache_fx.region.lowering import record_of
-from tencache_fx.region.rank_agreement import Settled
 from tencache_fx.region.source import RegionSource
 from tencache_fx.tensors import byte_hint
 
@@ -93,7 +92,7 @@ class StandIns:
     def __init__(self) -> None:
         self.candidate: Candidate | None = None
 
-    def write(self, candidate: Candidate, settled: Settled | None = None) -> None:
+    def write(self, candidate: Candidate) -> None:
         """Leave the graphs as they are, and go on without a plan, too."""
         self.candidate = candidate
 

@@ -222,15 +222,16 @@ def _with_collectives(problem: Problem, parameters: frozenset[str], cluster: Clu
     moving = [s for s in problem.storages if s.parameter in parameters and s.kind in (Kind.FETCHED, Kind.STORED)]
     gathered = sorted((s for s in moving if s.kind is Kind.FETCHED), key=lambda s: (s.birth, s.name))
     scattered = sorted((s for s in moving if s.kind is Kind.STORED), key=lambda s: (s.uses[-1], s.name))
-    made = [*_gathers(problem, gathered, cluster), *_scatters(problem, scattered, cluster)]
+    made = [*_gathered_again(problem, _gathers(problem, gathered, cluster)), *_scatters(problem, scattered, cluster)]
     names = {storage.name for storage in moving}
     whole = [storage for storage in problem.storages if storage.name not in names]
-    read_at = {use for storage in gathered for use in storage.uses}
+    late = {storage.parameter for storage in gathered if storage.birth >= problem.boundary}
+    read_at = {use for storage in gathered if storage.parameter not in late for use in storage.uses}
     return replace(
         problem,
         storages=(*whole, *(storage for _, storages in made for storage in storages)),
         collectives=tuple(sorted((each for each, _ in made), key=lambda each: each.begin)),
-        recipes=tuple(each for each in problem.recipes if read_at.isdisjoint(each.steps)),  # no gather runs once more
+        recipes=tuple(each for each in problem.recipes if read_at.isdisjoint(each.steps)),  # no more gathers
     )
 
 
@@ -260,6 +261,18 @@ def _gathers(problem: Problem, gathered: Sequence[Storage], cluster: Cluster) ->
         whole = _whole(storage, begin, max(Step(reader + 1), storage.death), (*steps, *later))
         each = _collective(CollectiveKind.ALL_GATHER, storage.nbytes, steps, part, whole)
         yield cluster.applied(each), (_part_of(part, 1, cluster.ranks), whole)
+
+
+def _gathered_again(problem: Problem, made: Iterable[_Made]) -> list[_Made]:
+    """Return these gathers, where those of the forward tell when the backward gathers the same parameter."""
+    found = list(made)
+    late = {part.parameter: each.begin for each, (part, _) in found if each.begin >= problem.boundary}
+    return [
+        (each, (part, replace(whole, gathered_at=late.get(part.parameter, Step(0)))))
+        if each.begin < problem.boundary
+        else (each, (part, whole))
+        for each, (part, whole) in found
+    ]
 
 
 def _scatters(problem: Problem, scattered: Sequence[Storage], cluster: Cluster) -> Iterator[_Made]:

@@ -75,7 +75,7 @@ from tencache_fx.region.joint_split import gathering_nodes, split_joint
 from tencache_fx.region.kept_region import cache_key
 from tencache_fx.region.lowering import Lowering, PlannedLowering
 from tencache_fx.region.overlap_choice import better, may_gain_in_turn
-from tencache_fx.region.rank_agreement import Agreed, RankAgreement, Settled
+from tencache_fx.region.rank_agreement import Agreed, RankAgreement
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
 from tencache_fx.reporting.dump import write_region
@@ -201,20 +201,18 @@ class Compilation:
         names, models = self._names.values(), self._planner.models
         agreement = RankAgreement.find(self._source, joint.graph, gathers, names, models)
         self._keep_to(None if agreement is None else agreement.read(), joint.graph, gathers)
-        copied = bool(self._may_overlap(joint.graph) or self._source.options.may_recompute or agreement)
+        copied = self._may_overlap(joint.graph) or self._source.options.may_recompute or agreement is not None
         untouched = copy_joint(joint) if copied else None
         graphs, candidate = self._best_way(joint, untouched, joint_inputs, kwargs)
-        settled = None
-        if agreement is not None:
+        if agreement is not None and self._agreed is None:
             forward, backward = (each.graph for each in graphs)
-            mine = self._agreed or Agreed.of(forward, backward, gathers)
-            settled = Settled(agreement=agreement, agreed=mine if self._agreed else agreement.settle(mine))
-            if settled.agreed != mine:
+            mine = Agreed.of(forward, backward, gathers)
+            if (settled := agreement.settle(mine)) != mine:  # another rank was faster
                 assert untouched is not None
-                self._keep_to(settled.agreed, untouched.graph, gathers)
+                self._keep_to(settled, untouched.graph, gathers)
                 graphs, candidate = self._best_way(copy_joint(untouched), untouched, joint_inputs, kwargs)
         if candidate is not None:
-            self._lowering.write(candidate, settled)
+            self._lowering.write(candidate)
         for graph in graphs:
             graph.recompile()
         return graphs

@@ -21,7 +21,6 @@ from tencache_fx.records import RegionRecord
 from tencache_fx.region.candidate import RegionPlanner
 from tencache_fx.region.compiled_region import Placement, Request
 from tencache_fx.region.dynamic_shapes import Footprint, hints_of
-from tencache_fx.region.rank_agreement import Settled
 from tencache_fx.region.source import RegionSource
 from tencache_fx.runtime.engine_registry import expected_indices
 
@@ -35,7 +34,7 @@ class KeptRegion:
 
     `donated` are the positions of donated inputs that its plan offloads. Its graphs call the engine, or the swap
     points, of the index `server`; None if they call neither. Its `placement` has no names yet. It `is_timeable` if its
-    times say something about the plan. It is for ranks that agree on what they had `settled`.
+    times say something about the plan.
     """
 
     record: RegionRecord
@@ -45,18 +44,17 @@ class KeptRegion:
     donated: frozenset[int]
     server: int | None
     is_timeable: bool
-    settled: Settled | None
 
 
 def cache_key(source: RegionSource, request: Request, names: Mapping[int, str], planner: RegionPlanner) -> str | None:
     """Return a digest of all that decides what becomes of a joint graph; None for a region that is not to be kept.
 
     Torch's own key has the Dynamo graph, the inputs and Inductor's settings. A region without a device budget is not
-    kept, for its backward is compiled when it first runs, when torch does not ask for this key any more; and one
-    without Inductor has no code.
+    kept, for its backward is compiled when it first runs, when torch does not ask for this key any more; one without
+    Inductor has no code; and ranks agree in each run anew on the order of collectives for parameters that are spread.
     """
     options = source.options
-    if options.device_budget is None or options.compiler != "inductor":
+    if options.device_budget is None or options.compiler != "inductor" or planner.models:
         return None
     (folder,) = map(Path, tencache_fx.__path__)
     try:

@@ -42,7 +42,6 @@ from tencache_fx.region.compiled_region import (
 from tencache_fx.region.dynamic_shapes import Footprint, at_hints
 from tencache_fx.region.kept_plans import is_as_free
 from tencache_fx.region.kept_region import KeptRegion
-from tencache_fx.region.rank_agreement import Settled
 from tencache_fx.region.source import RegionSource
 from tencache_fx.region.step_recorder import StepRecorder, recorder_of
 from tencache_fx.region.timers import PhaseClock
@@ -56,8 +55,8 @@ log = logging.getLogger("tencache_fx")
 class Lowering(Protocol):
     """Makes functions of a region's planned graphs."""
 
-    def write(self, candidate: Candidate, settled: Settled | None = None) -> None:
-        """Write the candidate's plan into its graphs, if that is wanted; `settled` is what ranks have agreed on."""
+    def write(self, candidate: Candidate) -> None:
+        """Write the candidate's plan into its graphs, if that is wanted."""
 
     def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
         """Return the function that runs for one graph; torch may ask for the backward's after the compilation."""
@@ -87,9 +86,8 @@ class PlannedLowering:
         self._listings: tuple[Listing, ...] = ()
         self._code: list[tuple[Interface, str]] = []
         self._kept: KeptRegion | None = None
-        self._settled: Settled | None = None
 
-    def write(self, candidate: Candidate, settled: Settled | None = None) -> None:
+    def write(self, candidate: Candidate) -> None:
         """Write the plan into the graphs; a region that fits is left as it was. Raises `BudgetError` without a plan."""
         if isinstance(candidate.plan, BudgetError):
             raise candidate.plan
@@ -113,7 +111,6 @@ class PlannedLowering:
         donated = _offloaded_inputs(problem, plan, capture)
         self._written = self._watched_plan(donated, recorder, is_timeable=self._is_timeable(plan))
         self._candidates.append(candidate)
-        self._settled = settled
 
     def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
         """Lower one graph with `compile_graph`; graphs of ours are pinned in order first, and checked afterwards."""
@@ -148,9 +145,6 @@ class PlannedLowering:
         budgets = replace(record.problem.budgets, host_bytes=budgets.host_bytes, disk_bytes=budgets.disk_bytes)
         if not is_as_free(record.problem, budgets):
             log.info("region %d was kept for other free memory, and is planned again", self._source.index)
-            return False
-        if kept.settled is not None and not kept.settled.holds(self._planner.models):
-            log.info("region %d was kept for another order of collectives, and is planned again", self._source.index)
             return False
         by_step, plan = kept.swap_region is not None, record.plan
         try:
@@ -223,7 +217,6 @@ class PlannedLowering:
             donated=self._written.donated,
             server=self._server,
             is_timeable=self._is_timeable(plan),
-            settled=self._settled,
         )
         return self._kept
 

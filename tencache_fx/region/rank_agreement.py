@@ -12,7 +12,7 @@ nothing again behind gathers, but they keep to the order as well.
 
 import hashlib
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import fx
@@ -76,18 +76,6 @@ class RankAgreement:
     @property
     def _key(self) -> str:
         return f"tencache/agreed/{self.models}/{self.region}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
-    """An agreement, and what it says: code that was kept is for that only."""
-
-    agreement: RankAgreement
-    agreed: Agreed
-
-    def holds(self, models: tuple[int, ...]) -> bool:
-        """Return whether the ranks agree on this for these models, or on nothing yet: then they do from now on."""
-        return not several_ranks() or replace(self.agreement, models=models).settle(self.agreed) == self.agreed
 
 
 def _behind(gathers: Collection[str], forward: fx.Graph, backward: fx.Graph) -> tuple[str, ...]:

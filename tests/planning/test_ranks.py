@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 from problems import trained_offloaded
 
 from tencache_fx.errors import BudgetError, OptionError
+from tencache_fx.planning.coarsening import coarsen
 from tencache_fx.planning.evaluation import Candidate, Evaluator
-from tencache_fx.planning.planner import floor_bytes
-from tencache_fx.planning.problem import Budgets, CollectiveKind, Kind, Problem, Recipe, Step
+from tencache_fx.planning.planner import floor_bytes, least_step_ns
+from tencache_fx.planning.problem import Budgets, CollectiveKind, Kind, Problem, Recipe, Step, Storage
 from tencache_fx.planning.ranks import Cluster, find_scaling, ranks_of, spread
+from tencache_fx.planning.recompute import recompute
+from tencache_fx.planning.recompute_bound import RecomputeBound
 from tencache_fx.planning.search import plan_region
 from tencache_fx.planning.verify import verify_plan
 
@@ -99,7 +102,7 @@ def test_a_parameter_too_small_for_so_many_parts_stays_whole() -> None:
         spread(region(nbytes=255 << 10), cluster(4))
 
 
-def test_what_reads_a_gathered_parameter_is_not_recomputed() -> None:
+def test_what_reads_a_parameter_that_only_the_forward_gathers_is_not_recomputed() -> None:
     problem = region()
     value = replace(problem.storages[0], name="v", kind=Kind.ACTIVATION, parameter="", uses=(Step(1), Step(8)))
     value = replace(value, birth=Step(1), death=Step(9), spillable=True)
@@ -111,8 +114,72 @@ def test_what_reads_a_gathered_parameter_is_not_recomputed() -> None:
     recipes = (Recipe(name="v", steps=(Step(1),)), Recipe(name="u", steps=(Step(2),)))
     problem = replace(problem, storages=(*storages, value, other, replace(free, name="f")), recipes=recipes)
     problem.check()
-    assert [each.name for each in spread(problem, cluster(2)).recipes] == ["u"]
+    assert [each.name for each in spread(problem, cluster(2)).recipes] == ["v", "u"]
     assert [each.name for each in spread(problem, cluster(1)).recipes] == ["v", "u"]
+    early = (s for s in problem.storages if (s.parameter, s.birth) != ("w1", 10))
+    problem = replace(problem, storages=tuple(early))
+    assert [each.name for each in spread(problem, cluster(2)).recipes] == ["u"]
+
+
+def products(count: int) -> Problem:
+    """Parameters, each read by a product whose result is saved, and read in the middle of the backward."""
+    problem = region(count)
+    late = Step(problem.boundary + count // 2)
+    saved = [
+        Storage(
+            name=f"y{k}",
+            nbytes=3 * MIB,
+            kind=Kind.ACTIVATION,
+            birth=Step(k),
+            death=Step(late + 1),
+            uses=(Step(k), late),
+            spillable=True,
+        )
+        for k in range(count)
+    ]
+    recipes = tuple(Recipe(name=each.name, steps=(each.birth,)) for each in saved)
+    problem = replace(problem, storages=(*problem.storages, *saved), recipes=recipes)
+    problem.check()
+    return problem
+
+
+def test_a_product_that_runs_again_reads_what_the_backward_gathers() -> None:
+    """The parameter of step 1 is gathered at the end of the backward, and its product runs again in the middle."""
+    problem = spread(products(6), cluster(2))
+    whole = {s.name: s for s in problem.storages if s.name.endswith("whole") and s.birth < problem.boundary}
+    late = {s.name: s for s in problem.storages if s.name.endswith("whole") and s.birth >= problem.boundary}
+    before = next(s for s in whole.values() if Step(1) in s.uses and s.birth == Step(0) and s.death == Step(2))
+    assert before.gathered_at in {s.birth for s in late.values()}
+    after = recompute(problem, ["y1"])
+    found = {s.name: s for s in after.storages}
+    assert found[before.name] == before
+    again = found[before.name + "#again"]
+    shift = len(after.ops) - len(problem.ops)
+    assert [after.ops[use].name for use in again.uses] == [problem.ops[1].name + "#again"]
+    assert again.death == before.gathered_at + shift
+    assert not again.spillable
+    assert [each.duration_ns for each in after.collectives] == [each.duration_ns for each in problem.collectives]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(count=st.integers(2, 7), ranks=st.sampled_from((2, 8, 16)), more=st.integers(0, 6), data=st.data())
+def test_bounds_hold_where_products_run_again(count: int, ranks: int, more: int, data: st.DataObject) -> None:
+    problem = spread(products(count), cluster(ranks))
+    problem = problem.within(device_bytes=floor_bytes(problem) + more * MIB)
+    names = [each.name for each in problem.recipes if data.draw(st.booleans())]
+    evaluator, base = Evaluator(problem), Candidate(policy="teraio")
+    candidate = base.recomputing(names)
+    after = evaluator.problem_for(candidate)
+    after.check()
+    for each in (*after.storages, *after.collectives):
+        each.check()
+    quick_ns = RecomputeBound(problem).least_ns(names)
+    assert quick_ns <= least_step_ns(after) + 1
+    costs = evaluator.evaluate(candidate).costs
+    assert costs is None or quick_ns <= costs.step_ns
+    coarse = coarsen(problem, 4)
+    for each in recompute(coarse.problem, [recipe.name for recipe in coarse.problem.recipes]).storages:
+        each.check()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
