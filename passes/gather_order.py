@@ -8,7 +8,8 @@ has to begin earlier does: it reads a parameter, which is there from the start.
     before   scatter; b = gather(B); a = gather(A)
     after    a = gather(A); b = gather(B); scatter
 
-Nothing moves across an op that writes to what exists, or may do anything.
+Nothing moves across an op that writes to what exists, or may do anything, and random numbers are drawn in the order that
+they were.
 """
 
 import heapq
@@ -19,6 +20,7 @@ from torch import fx
 
 from tencache_fx.errors import InvariantError
 from tencache_fx.passes.collectives import begins_collective, begins_gathering, keeps_its_place
+from tencache_fx.passes.op_kinds import draws_numbers
 
 
 def begun_in(graph: fx.Graph | None) -> tuple[str, ...]:
@@ -56,7 +58,7 @@ def gather_in_order(graph: fx.Graph, order: Sequence[str]) -> None:
 def _behind(nodes: Sequence[fx.Node], begins: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """Return by node those that may come only behind it."""
     after: dict[fx.Node, list[fx.Node]] = {node: list(node.users) for node in nodes}
-    for first, second in pairwise(begins):
+    for first, second in (*pairwise(begins), *pairwise(filter(draws_numbers, nodes))):
         after[first].append(second)
     fixed: fx.Node | None = None
     since: list[fx.Node] = []

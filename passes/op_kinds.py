@@ -46,6 +46,11 @@ def is_mutating(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
+def draws_numbers(node: fx.Node) -> bool:
+    """Return whether a node draws random numbers, by torch's own tag."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
 def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the arguments that a node writes to, by its schema."""
     if not is_mutating(node):

@@ -79,6 +79,21 @@ def test_nothing_moves_across_a_write():
         gather_in_order(made.graph, begun_in(made.graph)[::-1])
 
 
+def test_random_numbers_are_drawn_in_the_same_order():
+    with FakeTensorMode() as mode:
+        made = Graph(mode)
+        first, second = made.given("first", SIZE // 2), made.given("second", SIZE // 2)
+        drawn = []
+        for part in (first, second):
+            whole = made.gathered(part)
+            drawn.append(made.value(made.graph.call_function(aten.bernoulli.p, (whole, 0.5)), SIZE))
+        made.graph.output(tuple(drawn))
+    begun = begun_in(made.graph)
+    gather_in_order(made.graph, begun[::-1])
+    assert begun_in(made.graph) == begun[::-1]
+    assert [name for name in names(made.graph) if "bernoulli" in name] == [node.name for node in drawn]
+
+
 @given(st.lists(st.tuples(st.sampled_from("gsam"), st.integers(0, 99), st.integers(0, 99)), max_size=30), st.data())
 def test_any_order_that_can_be_is_brought_about(deeds: list[tuple[str, int, int]], data: st.DataObject):
     """The orders of a graph's topological sorts, and no others."""
