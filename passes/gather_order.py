@@ -8,8 +8,7 @@ has to begin earlier does: it reads a parameter, which is there from the start.
     before   scatter; b = gather(B); a = gather(A)
     after    a = gather(A); b = gather(B); scatter
 
-Nothing moves across an op that writes to what exists, or may do anything, and random numbers are drawn in the order that
-they were.
+Nothing moves across an op that writes to what exists, or may do anything. Random numbers are drawn in the same order.
 """
 
 import heapq

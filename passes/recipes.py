@@ -17,6 +17,7 @@ from torch import fx
 from tencache_fx.passes.collectives import begins_gathering
 from tencache_fx.passes.graphs import RegionGraphs, output_args
 from tencache_fx.passes.lifetimes import StorageNodes
+from tencache_fx.passes.op_kinds import draws_numbers
 from tencache_fx.planning.collectives import in_between
 from tencache_fx.planning.problem import Kind, Problem, Recipe, Step
 
@@ -113,4 +114,4 @@ def _is_repeatable(node: fx.Node) -> bool:
         return callable(node.target) and getattr(node.target, "__module__", "") == "_operator"
     if node.target.namespace not in ("aten", "prims") or node.target._schema.is_mutable:
         return False
-    return torch.Tag.nondeterministic_seeded not in node.target.tags
+    return not draws_numbers(node)

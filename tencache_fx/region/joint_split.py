@@ -22,7 +22,7 @@ from tencache_fx.compat import may_take_out
 from tencache_fx.passes.collectives import begins_gathering, is_collective_wait
 from tencache_fx.passes.fake_aliasing import makes_views
 from tencache_fx.passes.graphs import placeholders
-from tencache_fx.passes.op_kinds import is_view, written_arguments
+from tencache_fx.passes.op_kinds import draws_numbers, is_view, written_arguments
 from tencache_fx.tensors import storage_of, tensors_of
 
 _aten = torch.ops.aten
@@ -103,8 +103,7 @@ def _draw_once(joint: fx.Graph) -> None:
     for node in joint.nodes:
         if not isinstance(node.target, torch._ops.OpOverload) or "recompute" in node.meta:
             continue
-        drawn = torch.Tag.nondeterministic_seeded in node.target.tags
-        if drawn and node.meta.get("partitioner_tag") != "is_backward":
+        if draws_numbers(node) and node.meta.get("partitioner_tag") != "is_backward":
             node.meta["partitioner_tag"] = "must_be_in_forward"
             if not node.users and isinstance(value := node.meta["val"], (tuple, list)):
                 with joint.inserting_after(node):
