@@ -6,7 +6,8 @@
 A way is `ours` (`offload(model, shard=True)`, our AdamW with fp32 masters, one compiled region) or `fsdp2` (fully_shard
 of each block with CPUOffloadPolicy, mixed precision, torch's fused AdamW on fp32 weights, blocks compiled one by one).
 Each run is a torchrun of its own. Prints a JSON line a run: the median time of a step on rank 0, tokens a second and
-device, that rank's peak on the device, the first and last loss, and for `ours` the pinned host memory of all ranks.
+device, that rank's peak on the device, the first and last loss, the seconds until the model was made and of the first
+step, and for `ours` the pinned host memory of all ranks.
 """
 
 import argparse
@@ -32,15 +33,17 @@ import tencache_fx
 from tencache_fx.optim import AdamW
 
 VOCABULARY = 32000
+STATES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": "8bit"}
 
 
 def ours(arguments: argparse.Namespace, device: torch.device) -> tuple[Any, torch.optim.Optimizer]:
     """Return the model, spread over the ranks' host memory, and its optimizer."""
     torch.manual_seed(0)
-    model = Decoder(layers=arguments.layers, hidden=arguments.hidden, vocabulary=VOCABULARY).bfloat16()
+    with torch.device("meta" if arguments.meta else "cpu"):
+        model = Decoder(layers=arguments.layers, hidden=arguments.hidden, vocabulary=VOCABULARY).bfloat16()
     tencache_fx.offload(model, device, shard=dist.get_world_size() > 1)
     run = torch.compile(model, backend="tencache", options={"device_budget": arguments.budget})
-    return run, AdamW(model.parameters(), lr=1e-4)
+    return run, AdamW(model.parameters(), lr=1e-4, state_dtype=STATES[arguments.state])
 
 
 def fsdp2(arguments: argparse.Namespace, device: torch.device) -> tuple[Any, torch.optim.Optimizer]:
@@ -74,7 +77,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if is_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu else "gloo")
+    begun_s = time.perf_counter()
     run, optimizer = {"ours": ours, "fsdp2": fsdp2}[arguments.within[0]](arguments, device)
+    made_s = time.perf_counter() - begun_s
     torch.manual_seed(1 + dist.get_rank())
     batch = [each.to(device) for each in tokens(arguments.batch, arguments.seq, VOCABULARY)]
     train, losses, step_ns = partial(train_step, run, optimizer, batch), [], []
@@ -87,10 +92,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         losses.append(train())
         if is_gpu:
             torch.cuda.synchronize()
-        if step >= arguments.warm_up:
-            step_ns.append(time.perf_counter_ns() - begun_ns)
+        step_ns.append(time.perf_counter_ns() - begun_ns)
+    first_ns, step_ns = step_ns[0], step_ns[arguments.warm_up :]
     median_ns = int(statistics.median(step_ns))
     line: dict[str, Any] = {"step_ns": median_ns, "losses": [losses[0], losses[-1]]}
+    line |= {"made_s": round(made_s, 1), "first_step_s": round(first_ns / 1e9, 1)}
     line["tokens_per_s"] = arguments.batch * arguments.seq * 1_000_000_000 // median_ns
     if is_gpu:
         line["peak_bytes"] = torch.cuda.max_memory_allocated()
@@ -116,6 +122,8 @@ def main() -> None:
     sizes = {"layers": 6, "hidden": 4096, "batch": 4, "seq": 2048, "warm-up": 4, "steps": 6}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--meta", action="store_true", help="`ours`: no rank makes the model whole; other values")
+    parser.add_argument("--state", choices=STATES, default="fp32", help="of `ours`' optimizer")
     parser.add_argument("--trace", action="store_true", help="how long only collectives or copies run, on GPUs")
     parser.add_argument("--within", nargs=2, help=argparse.SUPPRESS)  # a way, and the file for what is found
     arguments = parser.parse_args()
