@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from rates import pretend_slow_links
-from shard_training import HIDDEN, ROWS, Found, blocks, compiled, digest, off_by, spread
+from shard_training import HIDDEN, OPTIONS, ROWS, Found, blocks, digest, off_by, spread
 from torch import Tensor, nn
 
 import tencache_fx
@@ -70,10 +70,10 @@ def train(
     """
     before, rank = tencache_fx.regions(), dist.get_rank()
     pretend_slow_links()
-    model = run = spread()
-    if change is not None and rank == 1:
-        run = change(model)
-    compiled(run, device_budget=budgets[rank], compiler=compiler, **JOINT)
+    model = spread()
+    whole = model if change is None or rank == 0 else change(model)
+    options = {**OPTIONS, "device_budget": budgets[rank], "compiler": compiler, **JOINT}
+    run = torch.compile(lambda x: whole(x), backend="tencache", options=options)  # torch 2.11 divides a Sequential
     optimizer = AdamW(model.parameters(), lr=1e-3)
     if rank != first:
         time.sleep(HEAD_START_S)
