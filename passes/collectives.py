@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from tencache_fx.passes.op_kinds import is_mutating, is_view
+from tencache_fx.passes.op_kinds import draws_numbers, is_mutating, is_view
 
 _NAMESPACE = "_c10d_functional"
 _WAIT = "_c10d_functional::wait_tensor"
@@ -48,7 +48,7 @@ def keeps_its_place(node: fx.Node) -> bool:
         return False
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target.namespace not in _KNOWN or is_mutating(node)
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and not draws_numbers(node)
 
 
 def waits_behind(node: fx.Node) -> Iterator[fx.Node]:

@@ -11,6 +11,8 @@ from torch.utils.flop_counter import flop_registry
 from tencache_fx.ops import arguments_of
 from tencache_fx.tensors import byte_hint, storage_of, tensors_of
 
+_WITH_STATE = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
+
 
 def packet_of(node: fx.Node) -> object:
     """Return the op that a node calls, without its overload; None if it calls none of torch's."""
@@ -47,7 +49,12 @@ def is_mutating(node: fx.Node) -> bool:
 
 
 def draws_numbers(node: fx.Node) -> bool:
-    """Return whether a node draws random numbers, by torch's own tag."""
+    """Return whether a node draws random numbers: by torch's own tag, or with a state kept for it.
+
+    Torch: `_prims/rng_prims.py`, which partitioners put around ops that are to draw the same numbers again.
+    """
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return node.target.name() in _WITH_STATE
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 

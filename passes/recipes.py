@@ -7,7 +7,7 @@ activation checkpointing, or torch itself, which has saved what is computed from
 (torch: `torch/utils/checkpoint.py: CheckpointPolicy`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -23,13 +23,13 @@ from tencache_fx.planning.problem import Kind, Problem, Recipe, Step
 
 
 def with_recipes(
-    problem: Problem, capture: RegionGraphs, storages: Sequence[StorageNodes], *, gathers_earlier: bool
+    problem: Problem, capture: RegionGraphs, storages: Sequence[StorageNodes], *, gathers_earlier: Collection[str]
 ) -> Problem:
     """Return the problem of these graphs with recipes for what the backward could make again.
 
-    If the backward `gathers_earlier` what ops that run again read, there are recipes that read gathered weights.
+    `gathers_earlier` are nodes that the backward may run before it has to: recipes may read what they gather.
     """
-    gathered = _gathered_again(capture, storages) if gathers_earlier else {}
+    gathered = _gathered_again(capture, storages, gathers_earlier)
     held = in_between(problem)
     recipes = (each for each in find_recipes(capture, storages, gathered) if each.name not in held)
     marked = (replace(s, gathered_at=gathered[s.name]) if s.name in gathered else s for s in problem.storages)
@@ -69,15 +69,18 @@ def recomputed_nodes(capture: RegionGraphs, recipes: Sequence[Recipe], names: Se
     return frozenset(capture.nodes[step].name for recipe in recipes if recipe.name in chosen for step in recipe.steps)
 
 
-def _gathered_again(capture: RegionGraphs, storages: Sequence[StorageNodes]) -> Mapping[str, Step]:
-    """Return what the forward gathers and the backward gathers anew, by storage, with the step that does."""
+def _gathered_again(
+    capture: RegionGraphs, storages: Sequence[StorageNodes], earlier: Collection[str]
+) -> Mapping[str, Step]:
+    """Return what nodes `earlier` gather in the forward and in the backward anew, by storage, with the late step."""
     step_of = {node: Step(step) for step, node in enumerate(capture.nodes)}
-    late = {node.name: step for node, step in step_of.items() if step >= capture.boundary and begins_gathering(node)}
+    begins = {node: step for node, step in step_of.items() if node.name in earlier and begins_gathering(node)}
+    late = {node.name: step for node, step in begins.items() if step >= capture.boundary}
     return {
         item.storage.name: late[node.name]
         for item in storages
         for node in item.members
-        if begins_gathering(node) and step_of[node] < capture.boundary and node.name in late and not item.saved
+        if node in begins and begins[node] < capture.boundary and node.name in late and not item.saved
     }
 
 

@@ -29,13 +29,13 @@ UNKNOWN = "?"
 class RankGroup:
     """The ranks of a process group that share a model: its name, how many they are, and which of them this one is.
 
-    They share so many models, of which this is the one of the number `model`.
+    `model` tells it from all others, of these ranks and of any.
     """
 
     name: str
     size: int
     rank: int
-    model: int
+    model: str
 
     @property
     def process_group(self) -> "dist.ProcessGroup":
@@ -145,7 +145,9 @@ def find_group(shard: object, device: torch.device) -> RankGroup | None:
         )
     if group.size() == 1:
         return None
-    return RankGroup(group.group_name, group.size(), group.rank(), count_up(f"models of {group.group_name}"))
+    ranks = dist.get_process_group_ranks(group)
+    model = f"{ranks} {count_up(f'models of {ranks}')}"
+    return RankGroup(group.group_name, group.size(), group.rank(), model)
 
 
 class Gathered(torch.autograd.Function):

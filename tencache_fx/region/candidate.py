@@ -181,7 +181,7 @@ class RegionPlanner:
         self._offloaded, self._environment = offloaded, environment
         self.accumulation = self.earlier.accumulation if accumulation is None else accumulation
         self.updates_in_backward, self.by_step, self._recomputed = updates_in_backward, by_step, recomputed
-        self.gathers_earlier = False  # in the backward, for matrix products that run again: all ranks have to agree
+        self.gathers_earlier: frozenset[str] = frozenset()  # nodes whose gathers may begin earlier in the backward
 
     def plan(self, capture: RegionGraphs, first: Candidate | None = None, recomputed: Names = ()) -> Candidate | None:
         """Return the plan for these graphs, and what it is made from; `first` is the one without what is `recomputed`.
@@ -253,8 +253,8 @@ class RegionPlanner:
         return max(0, self._environment.held_bytes - bytes_here)
 
     @property
-    def models(self) -> tuple[int, ...]:
-        """The models spread over ranks that the parameters are of, by their numbers (`RankGroup.model`)."""
+    def models(self) -> tuple[str, ...]:
+        """The models spread over ranks that the parameters are of (`RankGroup.model`)."""
         return tuple(sorted({each.shard.group.model for each in self._offloaded.values() if each.shard is not None}))
 
     @property

@@ -22,7 +22,7 @@ from tencache_fx.tensors import byte_hint
 
 
 def check_order(
-    source: RegionSource, graphs: Sequence[fx.Graph], offloaded: Collection[str], models: Sequence[int]
+    source: RegionSource, graphs: Sequence[fx.Graph], offloaded: Collection[str], models: Sequence[str]
 ) -> None:
     """Raise `InvariantError` if another rank of its groups has compiled this region with collectives in another order.
 

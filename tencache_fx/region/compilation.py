@@ -49,11 +49,12 @@ region/budget_check.py         does the plan fit at the sizes of this call, besi
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from tencache_fx import compat
+from tencache_fx.errors import BudgetError
 from tencache_fx.kept_code import KeptCode, Phase
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import open_update_room
@@ -75,7 +76,7 @@ from tencache_fx.region.joint_split import gathering_nodes, split_joint
 from tencache_fx.region.kept_region import cache_key
 from tencache_fx.region.lowering import Lowering, PlannedLowering
 from tencache_fx.region.overlap_choice import better, may_gain_in_turn
-from tencache_fx.region.rank_agreement import Agreed, RankAgreement
+from tencache_fx.region.rank_agreement import Agreed, RankAgreement, nodes_by_label
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
 from tencache_fx.reporting.dump import write_region
@@ -164,6 +165,7 @@ class Compilation:
         self._overlaps = False  # in the graphs captured from here on, collectives are under way while kernels run
         self._agreed: Agreed | None = None  # by all ranks
         self._again: frozenset[str] = frozenset()  # nodes that run again whatever the plan
+        self._parts = 0  # joint graphs so far: a graph that is called within a graph has its own
 
     def run(
         self, inputs: Sequence[Any], key: str | None = None, take_up: Callable[[list[KeptCode]], bool] | None = None
@@ -172,7 +174,7 @@ class Compilation:
 
         With a `key`, AOTAutograd's cache is asked first; what it has is compiled again if `take_up` does not want it.
         """
-        source, gm = self._source, copy_module(self._source.graph)
+        source, gm, self._parts = self._source, copy_module(self._source.graph), 0
         if source.options.compiler == "eager":
             return compat.compile_eager(gm, inputs, partition=self.partition, lower=self.lower)
         run, codes = compat.compile_inductor(
@@ -198,72 +200,63 @@ class Compilation:
             settle_pattern_layouts(joint.graph)
             copy_for_convolutions(joint.graph)
         gathers = gathering_nodes(joint.graph, self._names)
+        copied = self._may_overlap(joint.graph) or self._source.options.may_recompute or bool(gathers)
+        task = _Joint(joint, copy_joint(joint) if copied else None, joint_inputs, kwargs)
+        self._agreed, self._again, self._parts = None, gathers, self._parts + 1
+        halves = self._halves(task)
         names, models = self._names.values(), self._planner.models
-        agreement = RankAgreement.find(self._source, joint.graph, gathers, names, models)
-        self._keep_to(None if agreement is None else agreement.read(), joint.graph, gathers)
-        copied = self._may_overlap(joint.graph) or self._source.options.may_recompute or agreement is not None
-        untouched = copy_joint(joint) if copied else None
-        graphs, candidate = self._best_way(joint, untouched, joint_inputs, kwargs)
-        if agreement is not None and self._agreed is None:
-            forward, backward = (each.graph for each in graphs)
-            mine = Agreed.of(forward, backward, gathers)
+        agreement = RankAgreement.find(self._source, halves, gathers, names, models, self._parts)
+        agreed = None if agreement is None else agreement.read()
+        if agreed is not None:
+            halves = self._as_agreed(agreed, task, gathers)
+        self._planner.gathers_earlier = gathers if agreed is None and not self._planner.by_step else frozenset()
+        graphs, candidate = self._best_way(task, halves)
+        if agreement is not None and agreed is None and not _is_refused(candidate):
+            mine = Agreed.of(graphs, gathers, nodes_by_label(task.copy().graph.graph))
             if (settled := agreement.settle(mine)) != mine:  # another rank was faster
-                assert untouched is not None
-                self._keep_to(settled, untouched.graph, gathers)
-                graphs, candidate = self._best_way(copy_joint(untouched), untouched, joint_inputs, kwargs)
+                self._planner.gathers_earlier = frozenset()
+                graphs, candidate = self._best_way(task, self._as_agreed(settled, task, gathers))
         if candidate is not None:
             self._lowering.write(candidate)
         for graph in graphs:
             graph.recompile()
         return graphs
 
-    def _keep_to(self, agreed: Agreed | None, joint: fx.Graph, gathers: frozenset[str]) -> None:
-        """Split as the ranks have agreed from here on; until they have, be free in what runs again behind `gathers`.
+    def _as_agreed(self, agreed: Agreed, task: "_Joint", gathers: frozenset[str]) -> ForwardBackward:
+        """Return the halves as the ranks have agreed, as all others are from here on.
 
-        Where the graph has other nodes, for sizes that torch takes as numbers, nothing runs again behind them.
+        Where the graph has other ops, for sizes that torch takes as numbers, nothing runs again behind `gathers`.
         """
-        again = frozenset(() if agreed is None else agreed.again)
-        known = again <= {node.name for node in joint.nodes}
-        self._agreed, self._again = agreed, gathers | again if known else gathers
-        self._planner.gathers_earlier = agreed is None and not self._planner.by_step
+        joint = task.copy()
+        names = nodes_by_label(joint.graph.graph)
+        again = {names[label] for label in agreed.again} if names.keys() >= set(agreed.again) else set()
+        self._agreed, self._again = agreed, gathers | again
+        return self._halves(joint)
 
-    def _best_way(
-        self,
-        joint: fx.GraphModule,
-        untouched: fx.GraphModule | None,
-        joint_inputs: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> tuple[ForwardBackward, Candidate | None]:
+    def _best_way(self, task: "_Joint", halves: ForwardBackward) -> tuple[ForwardBackward, Candidate | None]:
         """Return the best split, with collectives that overlap if they may, and it pays."""
-        self._overlaps = self._may_overlap(joint.graph)
-        graphs, candidate = self._best_split(joint, untouched, joint_inputs, kwargs)
+        self._overlaps = any(self._may_overlap(half.graph) for half in halves)
+        graphs, candidate = self._best_split(task, halves)
         if self._overlaps and candidate is not None and may_gain_in_turn(self._planner, candidate):
-            assert untouched is not None
             self._overlaps = False
-            others, in_turn = self._best_split(copy_joint(untouched), untouched, joint_inputs, kwargs)
+            others, in_turn = self._best_split(task, self._halves(task.copy()))
             if in_turn is not None and better(self._planner, candidate, in_turn) is in_turn:
                 return others, in_turn
         return graphs, candidate
 
-    def _best_split(
-        self,
-        joint: fx.GraphModule,
-        untouched: fx.GraphModule | None,
-        joint_inputs: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> tuple[ForwardBackward, Candidate | None]:
-        """Split the joint graph, and copies of it as it was, `untouched`, if more is to be recomputed."""
-        graphs, candidate = self._split(joint, joint_inputs, frozenset(), kwargs)
-        if untouched is None or candidate is None or not self._source.options.may_recompute:
-            return graphs, candidate
-        original, first = untouched, candidate
+    def _best_split(self, task: "_Joint", halves: ForwardBackward) -> tuple[ForwardBackward, Candidate | None]:
+        """Return these halves of the joint graph, or others of which more is recomputed, and their plan."""
+        candidate = self._plan(task, halves)
+        if candidate is None or not self._source.options.may_recompute:
+            return halves, candidate
+        first = candidate
 
         def again(nodes: frozenset[str], names: tuple[str, ...]) -> tuple[ForwardBackward, Candidate | None]:
-            copied = copy_joint(original)
-            return self._split(copied, joint_inputs, nodes, kwargs, first=first, recomputed=names)
+            more = self._halves(task.copy(), nodes)
+            return more, self._plan(task, more, first=first, recomputed=names)
 
         better, candidate = self._planner.recompute_more(first, again)
-        return better or graphs, candidate
+        return better or halves, candidate
 
     def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
         """Lower one graph with `compile_graph`; a region that has no backward is planned here."""
@@ -301,28 +294,44 @@ class Compilation:
             forward=forward, backward=backward, device=self._source.device, offloaded=self._names, **known
         )
 
-    def _split(
-        self,
-        joint: fx.GraphModule,
-        joint_inputs: Sequence[Any],
-        recomputed_nodes: frozenset[str],
-        kwargs: Mapping[str, Any],
-        **more: Any,
-    ) -> tuple[ForwardBackward, Candidate | None]:
-        """Return forward and backward, `recomputed_nodes` computed in both, and the plan for them."""
+    def _halves(self, joint: "_Joint", recomputed_nodes: frozenset[str] = frozenset()) -> ForwardBackward:
+        """Split a joint graph, which is gone then, in forward and backward; `recomputed_nodes` are computed in both."""
         recompute, again = self._source.options.recompute, recomputed_nodes | self._again
-        forward, backward = split_joint(joint, joint_inputs, recompute=recompute, again=again, **kwargs)
+        forward, backward = split_joint(joint.graph, joint.inputs, recompute=recompute, again=again, **joint.more)
         if self._agreed is not None:
             gather_in_order(forward.graph, self._agreed.forward)
             gather_in_order(backward.graph, self._agreed.backward)
+        return forward, backward
+
+    def _plan(self, joint: "_Joint", halves: ForwardBackward, **more: Any) -> Candidate | None:
+        """Return the plan for forward and backward, and what it is made from."""
+        forward, backward = (half.graph for half in halves)
         capture = self._capture(
-            forward.graph,
-            backward.graph,
-            num_outputs=kwargs["num_fwd_outputs"],
-            static_inputs=frozenset(kwargs.get("static_lifetime_input_indices") or ()),
+            forward,
+            backward,
+            num_outputs=joint.more["num_fwd_outputs"],
+            static_inputs=frozenset(joint.more.get("static_lifetime_input_indices") or ()),
             donated=self._donated,
         )
-        return (forward, backward), self._planner.plan(capture, **more)
+        return self._planner.plan(capture, **more)
+
+
+class _Joint(NamedTuple):
+    """A joint graph, a copy of it as it was, if it may be split once more, and what torch says of it besides."""
+
+    graph: fx.GraphModule
+    untouched: fx.GraphModule | None
+    inputs: Sequence[Any]
+    more: Mapping[str, Any]
+
+    def copy(self) -> "_Joint":
+        """Return the joint graph as it was."""
+        assert self.untouched is not None
+        return self._replace(graph=copy_joint(self.untouched))
+
+
+def _is_refused(candidate: Candidate | None) -> bool:
+    return candidate is not None and isinstance(candidate.plan, BudgetError)
 
 
 def _over_bytes(source: RegionSource, record: RegionRecord | None) -> int:
