@@ -1,5 +1,6 @@
 """Two ranks that have to agree on what runs again behind gathers: what one of them does, and what came of it."""
 
+import copy
 import time
 from collections.abc import Callable
 from functools import partial
@@ -9,13 +10,16 @@ import torch.distributed as dist
 from rates import pretend_slow_links
 from shard_training import HIDDEN, OPTIONS, ROWS, Found, blocks, digest, off_by, spread
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tencache_fx
 from tencache_fx.optim import AdamW
 from tencache_fx.records import RegionRecord
 from tencache_fx.region.rank_agreement import RankAgreement
 
-STEPS, ROOMY, TIGHT = 2, "100MB", "4.4MB"
+ROOMY, TIGHT = "100MB", "4.4MB"
+Rows = tuple[tuple[int, ...], tuple[int, ...]]
+SAME = ((ROWS, ROWS), (ROWS, ROWS))
 HEAD_START_S = 2
 READ = RankAgreement.read
 JOINT = {"calibrate": True, "recompute": "auto", "policy": "joint"}
@@ -26,13 +30,13 @@ def data(rank: int, rows: int = ROWS) -> Tensor:
     return torch.randn(rows, HIDDEN)
 
 
-def wanted(rows: tuple[int, int]) -> dict[str, Tensor]:
+def wanted(rows: Rows) -> dict[str, Tensor]:
     """Return the parameters that one process has after the same steps on what both ranks see."""
     model = blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(STEPS):
+    for seen in zip(*rows, strict=True):
         optimizer.zero_grad()
-        torch.stack([model(data(rank, each)).square().mean() for rank, each in enumerate(rows)]).mean().backward()
+        torch.stack([model(data(rank, each)).square().mean() for rank, each in enumerate(seen)]).mean().backward()
         optimizer.step()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -59,10 +63,11 @@ def train(
     budgets: tuple[str, str],
     *,
     first: int = 0,
-    rows: tuple[int, int] = (ROWS, ROWS),
+    rows: Rows = SAME,
     change: Callable[[nn.Module], nn.Module] | None = None,
     compiler: str = "eager",
     at_once: bool = False,
+    fails_before: bool = False,
 ) -> Found:
     """Train with a device budget for each rank; rank `first` compiles before the other one does.
 
@@ -75,23 +80,32 @@ def train(
     options = {**OPTIONS, "device_budget": budgets[rank], "compiler": compiler, **JOINT}
     run = torch.compile(lambda x: whole(x), backend="tencache", options=options)  # torch 2.11 divides a Sequential
     optimizer = AdamW(model.parameters(), lr=1e-3)
+    refusal = ""
+    if fails_before:
+        try:
+            run(data(rank, 5 * ROWS))
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            refusal = str(error)
+        torch._dynamo.reset()  # else the next region is for any number of rows
     if rank != first:
         time.sleep(HEAD_START_S)
         if at_once:
             RankAgreement.read = lambda self: None
-    for _ in range(STEPS):
+    for count in rows[rank]:
         optimizer.zero_grad()
-        run(data(rank, rows[rank])).square().mean().backward()
+        run(data(rank, count)).square().mean().backward()
         optimizer.step()
     RankAgreement.read = READ
-    (record,) = (each for each in tencache_fx.regions() if each not in before)
+    records = [each for each in tencache_fx.regions() if each not in before]
     return {
         "off by": off_by(model, wanted(rows)),
         "digest": digest(model),
-        "order": [each.name for each in record.problem.collectives],
-        "runs again": sorted(record.plan.recomputed),
-        "products again": products_again(record),
-        "peak": record.plan.forecast.peak_bytes,
+        "order": [each.name for each in records[-1].problem.collectives],
+        "runs again": sorted(records[-1].plan.recomputed),
+        "products again": products_again(records[-1]),
+        "peak": records[-1].plan.forecast.peak_bytes,
+        "refusal": refusal,
+        "compilations": len(records),
     }
 
 
@@ -102,12 +116,84 @@ def products_again(record: RegionRecord) -> int:
     return sum(name in early and name.startswith(("mm", "addmm")) for name in late)
 
 
+class Gathered(torch.autograd.Function):
+    """Gather what the two ranks have, and scatter the sum of gradients: somebody's own sharding."""
+
+    @staticmethod
+    def forward(ctx: object, part: Tensor) -> Tensor:
+        work = torch.ops._c10d_functional.all_gather_into_tensor(part, 2, dist.group.WORLD.group_name)
+        return torch.ops._c10d_functional.wait_tensor(work)
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        group = dist.group.WORLD.group_name
+        work = torch.ops._c10d_functional.reduce_scatter_tensor(gradient.contiguous(), "sum", 2, group)
+        return torch.ops._c10d_functional.wait_tensor(work)
+
+
+class OwnGather(nn.Module):
+    """A linear layer of which each rank has half, gathered anew in the backward by a checkpoint's policy."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.part = nn.Parameter(torch.randn(outputs // 2, inputs) / inputs**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        again = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
+        return x @ checkpoint(Gathered.apply, self.part, use_reentrant=False, context_fn=again).t()
+
+
+def own_gathers() -> Found:
+    """Other sizes and budgets on two ranks whose model is not spread by `offload`: nobody agrees on anything there."""
+    before, rank = tencache_fx.regions(), dist.get_rank()
+    pretend_slow_links()
+    torch.manual_seed(rank)
+    layers = [(nn.LayerNorm(160), OwnGather(160, 640), nn.GELU(), OwnGather(640, 160)) for _ in range(4)]
+    model = nn.Sequential(*(layer for each in layers for layer in each))
+    plain = copy.deepcopy(model)
+    options = {**OPTIONS, "device_budget": ("100MB", "7MB")[rank], **JOINT}
+    run = torch.compile(lambda x: model(x), backend="tencache", options=options)
+    torch.manual_seed(10 + rank)
+    x = torch.randn((256, 250)[rank], 160)
+    run(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    (record,) = (each for each in tencache_fx.regions() if each not in before)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return {
+        "off by": max(((one.grad - other.grad).abs().max() / other.grad.abs().max()).item() for one, other in pairs),
+        "order": [each.name for each in record.problem.collectives],
+        "runs again": sorted(record.plan.recomputed),
+    }
+
+
+def gradient_of_input() -> Found:
+    """The second call asks for the gradient of its input, for which the backward gathers one parameter more."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(161, 641), nn.GELU(), nn.Linear(641, 161))
+    model = spread(copy.deepcopy(plain))
+    before = tencache_fx.regions()
+    run = torch.compile(lambda x: model(x), backend="tencache", options={**OPTIONS, "recompute": "auto"})
+    x = data(dist.get_rank())
+    run(x).square().mean().backward()
+    x.requires_grad_()
+    run(x).square().mean().backward()
+    other = x.detach().requires_grad_()
+    plain(other).square().mean().backward()
+    records = [each for each in tencache_fx.regions() if each not in before]
+    return {
+        "off by": ((x.grad - other.grad).abs().max() / other.grad.abs().max()).item(),
+        "gathers": [sum("gather" in each.name for each in record.problem.collectives) for record in records],
+    }
+
+
 QUICK: dict[str, Callable[[], Found]] = {
     "roomy first": partial(train, (ROOMY, TIGHT), at_once=True),
     "tight first": partial(train, (ROOMY, TIGHT), first=1),
-    "other sizes": partial(train, (TIGHT, TIGHT), rows=(ROWS, ROWS - 50)),
+    "other sizes": partial(train, (TIGHT, TIGHT), rows=((ROWS, ROWS - 26), (ROWS - 50, ROWS))),
     "other nodes": partial(train, (TIGHT, "5MB"), change=divide),
+    "after a failure": partial(train, (TIGHT, TIGHT), fails_before=True),
 }
+OTHERS: dict[str, Callable[[], Found]] = {"own gathers": own_gathers, "gradient of the input": gradient_of_input}
 SLOW: dict[str, Callable[[], Found]] = {
     "Inductor": partial(train, (TIGHT, TIGHT), compiler="inductor"),
     "Inductor, roomy first": partial(train, (ROOMY, TIGHT), compiler="inductor"),

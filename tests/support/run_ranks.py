@@ -24,7 +24,7 @@ GROUPS = {
     "quick": {**ranks.GROUPS, "training": rank_training.QUICK},
     "slow": {"training": rank_training.SLOW},
     "spread": {"training": shard_training.QUICK, "others": shard_training.OTHERS},
-    "agreement": {"training": agreeing_ranks.QUICK},
+    "agreement": {"training": agreeing_ranks.QUICK, "others": agreeing_ranks.OTHERS},
     "agreement, slow": {"training": agreeing_ranks.SLOW},
     "spread, slow": {"training": shard_training.SLOW},
 }

@@ -9,12 +9,13 @@ NEAR = 2e-5  # what two steps of AdamW, at a rate of 1e-3, make of sums in anoth
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    return trained(tmp_path_factory.mktemp("agreement"), "agreement")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
+    return run_ranks(tmp_path_factory.mktemp("agreement"), "agreement")
 
 
-def trained(folder: Path, kind: str) -> list[Found]:
-    return [found["training"] for found in run_ranks(folder, kind)]
+@pytest.fixture(scope="module")
+def ranks(found: list[dict[str, Found]]) -> list[Found]:
+    return [each["training"] for each in found]
 
 
 def assert_trained(ranks: list[Found], count: int) -> None:
@@ -30,12 +31,32 @@ def assert_trained(ranks: list[Found], count: int) -> None:
 
 
 def test_ranks_train_as_one_process_would_in_one_order(ranks: list[Found]):
-    assert_trained(ranks, 4)
+    assert_trained(ranks, 5)
 
 
-def test_both_run_the_same_products_again(ranks: list[Found]):
-    first, second = (found["other sizes"]["products again"] for found in ranks)
-    assert first == second > 0
+def test_both_run_the_same_products_again_for_sizes_that_change(ranks: list[Found]):
+    for found in (each["other sizes"] for each in ranks):
+        assert found["compilations"] == 2, "the second one with symbols"
+        assert found["products again"] == ranks[0]["other sizes"]["products again"] > 0
+
+
+def test_nothing_is_agreed_on_without_a_plan(ranks: list[Found]):
+    for found in (each["after a failure"] for each in ranks):
+        assert "BudgetError" in found["refusal"]
+        assert found["products again"] == ranks[0]["after a failure"]["products again"] > 0
+
+
+def test_what_runs_other_collectives_is_agreed_on_by_itself(found: list[dict[str, Found]]):
+    for each in (rank["others"]["gradient of the input"] for rank in found):
+        assert each["gathers"] == [3, 4]
+        assert each["off by"] < NEAR
+
+
+def test_products_behind_gathers_of_others_do_not_run_again(found: list[dict[str, Found]]):
+    first, second = (each["others"]["own gathers"] for each in found)
+    assert first["order"] == second["order"]
+    assert first["runs again"] == [] != second["runs again"]
+    assert max(first["off by"], second["off by"]) < NEAR
 
 
 def test_who_comes_later_runs_as_many_products_again_and_chooses_all_else(ranks: list[Found]):
@@ -57,7 +78,7 @@ def test_who_has_other_nodes_keeps_to_the_order(ranks: list[Found]):
 
 @pytest.mark.slow
 def test_ranks_agree_in_every_way(tmp_path: Path):
-    first, second = ranks = trained(tmp_path, "agreement, slow")
+    first, second = ranks = [each["training"] for each in run_ranks(tmp_path, "agreement, slow")]
     assert_trained(ranks, 4)
     products = {name: (first[name]["products again"], second[name]["products again"]) for name in first}
     assert products["Inductor"][0] == products["Inductor"][1] > 0
