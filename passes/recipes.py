@@ -14,7 +14,6 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from tencache_fx.passes.collectives import begins_gathering
 from tencache_fx.passes.graphs import RegionGraphs, output_args
 from tencache_fx.passes.lifetimes import StorageNodes
 from tencache_fx.passes.op_kinds import draws_numbers
@@ -72,16 +71,12 @@ def recomputed_nodes(capture: RegionGraphs, recipes: Sequence[Recipe], names: Se
 def _gathered_again(
     capture: RegionGraphs, storages: Sequence[StorageNodes], earlier: Collection[str]
 ) -> Mapping[str, Step]:
-    """Return what nodes `earlier` gather in the forward and in the backward anew, by storage, with the late step."""
-    step_of = {node: Step(step) for step, node in enumerate(capture.nodes)}
-    begins = {node: step for node, step in step_of.items() if node.name in earlier and begins_gathering(node)}
-    late = {node.name: step for node, step in begins.items() if step >= capture.boundary}
-    return {
-        item.storage.name: late[node.name]
-        for item in storages
-        for node in item.members
-        if node in begins and begins[node] < capture.boundary and node.name in late and not item.saved
-    }
+    """Return what nodes `earlier` make in the forward and in the backward anew, by storage, with the late step."""
+    nodes = capture.nodes
+    late = {nodes[k].name: Step(k) for k in range(capture.boundary, len(nodes)) if nodes[k].name in earlier}
+    made = (item for item in storages if item.storage.kind is Kind.ACTIVATION and item.storage.birth < capture.boundary)
+    found = ((item, late.get(nodes[item.storage.birth].name)) for item in made if not item.saved)
+    return {item.storage.name: step for item, step in found if step is not None}
 
 
 def _is_asked_for(item: StorageNodes, capture: RegionGraphs) -> bool:

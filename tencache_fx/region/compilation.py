@@ -72,7 +72,7 @@ from tencache_fx.region.collective_order import find_order
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Monitor, Placement, Request
 from tencache_fx.region.environment import Environment
 from tencache_fx.region.graph_copy import copy_joint, copy_module
-from tencache_fx.region.joint_split import gathering_nodes, split_joint
+from tencache_fx.region.joint_split import gathering_nodes, reading_nodes, split_joint
 from tencache_fx.region.kept_region import cache_key
 from tencache_fx.region.lowering import Lowering, PlannedLowering
 from tencache_fx.region.overlap_choice import better, may_gain_in_turn
@@ -164,7 +164,10 @@ class Compilation:
         self._lowers = False  # whether torch has asked for code
         self._overlaps = False  # in the graphs captured from here on, collectives are under way while kernels run
         self._agreed: Agreed | None = None  # by all ranks
-        self._again: frozenset[str] = frozenset()  # nodes that run again whatever the plan
+        self._gathers: frozenset[str] = frozenset()  # nodes that gather parameters
+        self._again: frozenset[str] = (
+            frozenset()
+        )  # nodes that run again whatever the plan: these, and what is agreed on
         self._parts = 0  # joint graphs so far: a graph that is called within a graph has its own
 
     def run(
@@ -202,7 +205,8 @@ class Compilation:
         gathers = gathering_nodes(joint.graph, self._names)
         copied = self._may_overlap(joint.graph) or self._source.options.may_recompute or bool(gathers)
         task = _Joint(joint, copy_joint(joint) if copied else None, joint_inputs, kwargs)
-        self._agreed, self._again, self._parts = None, gathers, self._parts + 1
+        self._agreed, self._gathers, self._again = None, gathers, gathers
+        self._parts += 1
         halves = self._halves(task)
         names, models = self._names.values(), self._planner.models
         agreement = RankAgreement.find(self._source, halves, gathers, names, models, self._parts)
@@ -297,7 +301,10 @@ class Compilation:
     def _halves(self, joint: "_Joint", recomputed_nodes: frozenset[str] = frozenset()) -> ForwardBackward:
         """Split a joint graph, which is gone then, in forward and backward; `recomputed_nodes` are computed in both."""
         recompute, again = self._source.options.recompute, recomputed_nodes | self._again
-        forward, backward = split_joint(joint.graph, joint.inputs, recompute=recompute, again=again, **joint.more)
+        kept = reading_nodes(joint.graph.graph, self._gathers, joint.more["num_fwd_outputs"]) if self._gathers else ()
+        forward, backward = split_joint(
+            joint.graph, joint.inputs, recompute=recompute, again=again, kept=kept, **joint.more
+        )
         if self._agreed is not None:
             gather_in_order(forward.graph, self._agreed.forward)
             gather_in_order(backward.graph, self._agreed.backward)

@@ -22,7 +22,7 @@ from tencache_fx.compat import may_take_out
 from tencache_fx.passes.collectives import begins_gathering, is_collective_wait
 from tencache_fx.passes.fake_aliasing import makes_views
 from tencache_fx.passes.graphs import placeholders
-from tencache_fx.passes.op_kinds import draws_numbers, is_view, written_arguments
+from tencache_fx.passes.op_kinds import draws_numbers, is_pointwise, is_view, written_arguments
 from tencache_fx.tensors import storage_of, tensors_of
 
 _aten = torch.ops.aten
@@ -34,6 +34,7 @@ def split_joint(
     *,
     recompute: str,
     again: Collection[str] = (),
+    kept: Collection[str] = (),
     num_fwd_outputs: int,
     static_lifetime_input_indices: list[int] | None = None,
     **_ignored: Any,
@@ -41,29 +42,36 @@ def split_joint(
     """Return forward and backward: by min-cut with `recompute="auto"`, saving all that autograd would with "none".
 
     The nodes named in `again` are computed in the backward once more, as inside activation checkpointing, whatever the
-    partitioner would think of it.
+    partitioner would think of it; those named in `kept`, and not in `again`, are not.
     """
+    marked = set()
     for node in joint.graph.nodes:
         if node.name in again:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        elif node.name in kept and "recompute" not in node.meta and recompute == "auto":
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            marked.add(node.name)
     _save_what_is_overwritten(joint.graph, num_fwd_outputs)
     if recompute != "auto":
         _draw_once(joint.graph)
     split = min_cut_rematerialization_partition if recompute == "auto" else default_partition
     with _fixed_sizes():
-        return split(
+        halves = split(
             joint,
             joint_inputs,
             num_fwd_outputs=num_fwd_outputs,
             static_lifetime_input_indices=static_lifetime_input_indices,
         )
+    for node in (node for half in halves for node in half.graph.nodes if node.name in marked):
+        node.meta.pop("recompute", None)  # a plan may compute it again all the same
+    return halves
 
 
 def gathering_nodes(joint: fx.Graph, offloaded: Collection[int]) -> frozenset[str]:
     """Return the names of the nodes that gather these inputs; if they run again, no rank keeps parameters whole.
 
-    As in FSDP's `reshard_after_forward=True`; a rank's part is loaded from host memory for that once more. The views of
-    what is gathered are among them: one that is saved would keep all of it.
+    As in FSDP's `reshard_after_forward=True`; a rank's part is loaded from host memory for that once more. Views of
+    what is gathered are among them, and the same in another dtype: one that is saved would keep all of it.
     """
     inputs = placeholders(joint)
     reached = [inputs[index] for index in offloaded if index < len(inputs)]
@@ -72,9 +80,31 @@ def gathering_nodes(joint: fx.Graph, offloaded: Collection[int]) -> frozenset[st
         if begins_gathering(node) or not gathered.isdisjoint(node.all_input_nodes):
             gathered.add(node)
         reached.extend(
-            user for user in node.users if is_view(user) or begins_gathering(user) or is_collective_wait(user)
+            user
+            for user in node.users
+            if is_view(user) or begins_gathering(user) or is_collective_wait(user) or _follows_from_one(user)
         )
     return frozenset(node.name for node in gathered)
+
+
+def reading_nodes(joint: fx.Graph, gathers: Collection[str], num_outputs: int) -> frozenset[str]:
+    """Return the names of the forward's ops that read what the nodes `gathers` make.
+
+    Whether a partitioner computes their results again may depend on sizes, and then so does what the backward gathers.
+    """
+    early = _computed_early(joint, num_outputs)
+    return frozenset(
+        node.name
+        for node in early
+        if node.op == "call_function"
+        and node.name not in gathers
+        and any(i.name in gathers for i in node.all_input_nodes)
+    )
+
+
+def _follows_from_one(node: fx.Node) -> bool:
+    """Return whether a node is elementwise, of one tensor and nothing else, such as a cast."""
+    return is_pointwise(node) and len(node.all_input_nodes) == 1 and not draws_numbers(node)
 
 
 @contextlib.contextmanager
