@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from test_collective_overlap import SIZE, Graph, aten, backward_of_layers
 from torch import fx
+from torch._higher_order_ops import invoke_subgraph
+from torch._prims.rng_prims import run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tencache_fx.errors import InvariantError
@@ -92,6 +94,28 @@ def test_random_numbers_are_drawn_in_the_same_order():
     gather_in_order(made.graph, begun[::-1])
     assert begun_in(made.graph) == begun[::-1]
     assert [name for name in names(made.graph) if "bernoulli" in name] == [node.name for node in drawn]
+
+
+def test_a_gather_passes_what_draws_numbers_from_a_state_of_its_own():
+    """As an op of a checkpointed layer does; other ops of higher order may do anything."""
+    with FakeTensorMode() as mode:
+        made = Graph(mode)
+        part, state, x = made.given("part", SIZE // 2), made.given("state"), made.given("x")
+        total = made.mean(made.mm(x, x))
+        again = made.graph.call_function(run_with_rng_state, (state, aten.bernoulli.p, x, 0.5))
+        whole = made.gathered(part)
+        made.graph.output((total, made.mm(made.value(again, SIZE), whole)))
+    begun = begun_in(made.graph)
+    gather_in_order(made.graph, begun[::-1])
+    assert begun_in(made.graph) == begun[::-1]
+    with FakeTensorMode() as mode:
+        made = Graph(mode)
+        part, x = made.given("part", SIZE // 2), made.given("x")
+        total = made.mean(made.mm(x, x))
+        unknown = made.value(made.graph.call_function(invoke_subgraph, (None, "layer", x)), SIZE)
+        made.graph.output((total, made.mm(unknown, made.gathered(part))))
+    with pytest.raises(InvariantError, match="would need here what"):
+        gather_in_order(made.graph, begun_in(made.graph)[::-1])
 
 
 @given(st.lists(st.tuples(st.sampled_from("gsam"), st.integers(0, 99), st.integers(0, 99)), max_size=30), st.data())
