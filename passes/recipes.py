@@ -22,13 +22,13 @@ from tencache_fx.planning.problem import Kind, Problem, Recipe, Step
 
 
 def with_recipes(
-    problem: Problem, capture: RegionGraphs, storages: Sequence[StorageNodes], *, gathers_earlier: Collection[str]
+    problem: Problem, capture: RegionGraphs, storages: Sequence[StorageNodes], gathers_earlier: Collection[str]
 ) -> Problem:
     """Return the problem of these graphs with recipes for what the backward could make again.
 
     `gathers_earlier` are nodes that the backward may run before it has to: recipes may read what they gather.
     """
-    gathered = _gathered_again(capture, storages, gathers_earlier)
+    gathered = _gathered_again(capture, storages, frozenset(gathers_earlier))
     held = in_between(problem)
     recipes = (each for each in find_recipes(capture, storages, gathered) if each.name not in held)
     marked = (replace(s, gathered_at=gathered[s.name]) if s.name in gathered else s for s in problem.storages)

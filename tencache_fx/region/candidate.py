@@ -181,13 +181,14 @@ class RegionPlanner:
         self._offloaded, self._environment = offloaded, environment
         self.accumulation = self.earlier.accumulation if accumulation is None else accumulation
         self.updates_in_backward, self.by_step, self._recomputed = updates_in_backward, by_step, recomputed
-        self.gathers_earlier: frozenset[str] = frozenset()  # nodes whose gathers may begin earlier in the backward
 
-    def plan(self, capture: RegionGraphs, first: Candidate | None = None, recomputed: Names = ()) -> Candidate | None:
+    def plan(
+        self, capture: RegionGraphs, first: Candidate | None = None, recomputed: Names = (), earlier: Names = ()
+    ) -> Candidate | None:
         """Return the plan for these graphs, and what it is made from; `first` is the one without what is `recomputed`.
 
         None, unmeasured, if some of its sizes are known only when it runs, and there is no device budget, or nothing
-        bounds them: it then runs without a plan, and with a budget a warning says so.
+        bounds them: it then runs without a plan, and with a budget a warning says so. Nodes `earlier` gather sooner.
         """
         options = self._options
         if not capture.offloaded and (sizes := unbacked_sizes(capture)):
@@ -217,9 +218,8 @@ class RegionPlanner:
         known = dataclasses.replace(known, ops=correction.planning.scale(known.ops, capture.boundary))
         stated = self._state_problem(known, held_now_bytes, () if first is None else first.analysis.storages)
         if first is None:
-            bare = stated.problem
-            if options.recompute == "auto":
-                bare = with_recipes(bare, capture, known.storages, gathers_earlier=self.gathers_earlier)
+            may_recompute = options.recompute == "auto"
+            bare = with_recipes(stated.problem, capture, known.storages, earlier) if may_recompute else stated.problem
         else:
             extra_ns = max(0, known.duration_ns - first.analysis.duration_ns)
             bare = dataclasses.replace(stated.problem, recompute_ns=extra_ns)

@@ -205,6 +205,7 @@ class Compilation:
         gathers = gathering_nodes(joint.graph, self._names)
         copied = self._may_overlap(joint.graph) or self._source.options.may_recompute or bool(gathers)
         task = _Joint(joint, copy_joint(joint) if copied else None, joint_inputs, kwargs)
+        labels = nodes_by_label(joint.graph) if gathers else {}
         self._agreed, self._gathers, self._again = None, gathers, gathers
         self._parts += 1
         halves = self._halves(task)
@@ -212,30 +213,26 @@ class Compilation:
         agreement = RankAgreement.find(self._source, halves, gathers, names, models, self._parts)
         agreed = None if agreement is None else agreement.read()
         if agreed is not None:
-            halves = self._as_agreed(agreed, task, gathers)
-        self._planner.gathers_earlier = gathers if agreed is None and not self._planner.by_step else frozenset()
+            halves = self._as_agreed(agreed, task, labels)
         graphs, candidate = self._best_way(task, halves)
         if agreement is not None and agreed is None and not _is_refused(candidate):
-            mine = Agreed.of(graphs, gathers, nodes_by_label(task.copy().graph.graph))
+            mine = Agreed.of(graphs, gathers, labels)
             if (settled := agreement.settle(mine)) != mine:  # another rank was faster
-                self._planner.gathers_earlier = frozenset()
-                graphs, candidate = self._best_way(task, self._as_agreed(settled, task, gathers))
+                graphs, candidate = self._best_way(task, self._as_agreed(settled, task, labels))
         if candidate is not None:
             self._lowering.write(candidate)
         for graph in graphs:
             graph.recompile()
         return graphs
 
-    def _as_agreed(self, agreed: Agreed, task: "_Joint", gathers: frozenset[str]) -> ForwardBackward:
-        """Return the halves as the ranks have agreed, as all others are from here on.
+    def _as_agreed(self, agreed: Agreed, task: "_Joint", labels: Mapping[str, str]) -> ForwardBackward:
+        """Return the halves as the ranks have agreed, as all others are from here on; `labels` name the joint's nodes.
 
-        Where the graph has other ops, for sizes that torch takes as numbers, nothing runs again behind `gathers`.
+        Where the graph has other ops, for sizes that torch takes as numbers, nothing runs again behind gathers.
         """
-        joint = task.copy()
-        names = nodes_by_label(joint.graph.graph)
-        again = {names[label] for label in agreed.again} if names.keys() >= set(agreed.again) else set()
-        self._agreed, self._again = agreed, gathers | again
-        return self._halves(joint)
+        again = {labels[label] for label in agreed.again} if labels.keys() >= set(agreed.again) else set()
+        self._agreed, self._again = agreed, self._gathers | again
+        return self._halves(task.copy())
 
     def _best_way(self, task: "_Joint", halves: ForwardBackward) -> tuple[ForwardBackward, Candidate | None]:
         """Return the best split, with collectives that overlap if they may, and it pays."""
@@ -320,7 +317,8 @@ class Compilation:
             static_inputs=frozenset(joint.more.get("static_lifetime_input_indices") or ()),
             donated=self._donated,
         )
-        return self._planner.plan(capture, **more)
+        free = self._agreed is None and not self._planner.by_step
+        return self._planner.plan(capture, earlier=tuple(self._gathers) if free else (), **more)
 
 
 class _Joint(NamedTuple):

@@ -104,7 +104,8 @@ def reading_nodes(joint: fx.Graph, gathers: Collection[str], num_outputs: int) -
 
 def _follows_from_one(node: fx.Node) -> bool:
     """Return whether a node is elementwise, of one tensor and nothing else, such as a cast."""
-    return is_pointwise(node) and len(node.all_input_nodes) == 1 and not draws_numbers(node)
+    copies = is_pointwise(node) or node.target is _aten._to_copy.default
+    return copies and len(node.all_input_nodes) == 1 and not draws_numbers(node)
 
 
 @contextlib.contextmanager

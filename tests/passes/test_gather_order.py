@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tencache_fx.errors import InvariantError
 from tencache_fx.passes.collectives import begins_collective, keeps_its_place
 from tencache_fx.passes.gather_order import begun_in, gather_in_order
+from tencache_fx.region.joint_split import gathering_nodes, reading_nodes
 
 
 def names(graph: fx.Graph) -> list[str]:
@@ -79,6 +80,20 @@ def test_nothing_moves_across_a_write():
     assert keeps_its_place(written)
     with pytest.raises(InvariantError):
         gather_in_order(made.graph, begun_in(made.graph)[::-1])
+
+
+def test_a_cast_of_a_gathered_weight_is_gathered_again_and_what_reads_it_is_not():
+    with FakeTensorMode() as mode:
+        made = Graph(mode)
+        part, x = made.given("part", SIZE // 2), made.given("x")
+        cast = made.value(made.graph.call_function(aten._to_copy.default, (made.gathered(part),)), SIZE)
+        scaled = made.value(made.graph.call_function(aten.mul.Tensor, (cast, x)), SIZE)
+        product = made.mm(x, cast)
+        made.graph.output((scaled, product, made.mm(product, x)))
+    gathers = gathering_nodes(made.graph, [0])
+    assert gathers == {*begun_in(made.graph), "wait_tensor_default", cast.name}
+    assert reading_nodes(made.graph, gathers, 3) == {scaled.name, product.name}
+    assert reading_nodes(made.graph, gathers, 1) == {scaled.name}, "of what the forward computes"
 
 
 def test_random_numbers_are_drawn_in_the_same_order():
