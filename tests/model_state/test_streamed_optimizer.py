@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import each_in_a_quick_case
 from failing_copies import step_with_failing_copy
 from faulty_streams import FaultyCpuStreams, FaultyCudaStreams
 from harness import Block, faulty_engine
@@ -110,13 +111,16 @@ def check_states(mine: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> 
             assert torch.equal(torch.as_tensor(one[name]), torch.as_tensor(value)), name
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("where", ["on the device", "offloaded", "compiled", "roomy"])
-@pytest.mark.parametrize(("cls", "options"), [*CLASSES, (Whitening, {})])
+@each_in_a_quick_case(
+    made=[pytest.param(each, id=each[0].__name__) for each in [*CLASSES, (Whitening, {})]],
+    where=["on the device", "offloaded", "compiled", "roomy"],
+    clip=[None, 0.5],
+)
 def test_weights_and_states_are_those_of_torch(
-    cls: type[torch.optim.Optimizer], options: dict[str, Any], where: str, clip: float | None
+    made: tuple[type[torch.optim.Optimizer], dict[str, Any]], where: str, clip: float | None
 ) -> None:
     """With late copies, poisoned memory and several backwards; norms in host memory are added up in another order."""
+    cls, options = made
     is_exact = clip is None or where != "compiled"
     budget = {"compiled": TIGHT, "roomy": "8MB"}.get(where)
     plain = network()

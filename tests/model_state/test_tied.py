@@ -82,7 +82,7 @@ def arrivals(record: RegionRecord) -> int:
         pytest.param("eager", "3MB", 2, False, marks=pytest.mark.slow),
         ("eager", "5MB", 0, True),
         pytest.param("inductor", "3MB", 2, True, marks=pytest.mark.slow),
-        ("inductor", "5MB", 0, False),
+        pytest.param("inductor", "5MB", 0, False, marks=pytest.mark.slow),
     ],
 )
 def test_it_trains_the_same(compiler: str, budget: str, times: int, now: bool) -> None:  # noqa: FBT001

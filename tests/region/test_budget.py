@@ -70,8 +70,8 @@ def measure(each: Case, options: Options) -> tuple[RegionRecord, int]:
 
 SLOW = pytest.mark.slow
 EAGER_CASES = (
-    *map(case, ("gpt2", "convnet", "views")),
-    *(pytest.param(case(name), marks=SLOW) for name in ("gpt2-dropout", "llama", "t5", "vit")),
+    *map(case, ("convnet", "views")),
+    *(pytest.param(case(name), marks=SLOW) for name in ("gpt2", "gpt2-dropout", "llama", "t5", "vit")),
     pytest.param(SHORT_LSTM, marks=SLOW),
 )
 

@@ -368,6 +368,7 @@ def run_script(script: str, *arguments: object) -> "subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.slow
 def test_forked_processes(spill_dir: Path, tmp_path: Path) -> None:
     """One that calls the model is told; one that compiles anew is served; one that does neither sees nothing of us."""
     done = run_script(FORKING, spill_dir, tmp_path / "dump")

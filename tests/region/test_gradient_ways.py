@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from combinations import each_in_a_quick_case
 from conftest import collect, eventually
 from harness import faulty_engine
 from test_step_plans import blocks, equal, gradients, inputs, one_by_one, recorder
@@ -154,8 +155,7 @@ def run(way: Way, model: nn.Sequential) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("scope", ["step", "auto"])
-@pytest.mark.parametrize("way", WAYS)
+@each_in_a_quick_case(way=WAYS, scope=["step", "auto"])
 def test_gradients_are_the_same_and_nothing_is_held(engine: Engine, way: Way, scope: str) -> None:
     wanted = run(way, one_by_one(blocks(), "aot_eager_decomp_partition"))
     torch.compiler.reset()

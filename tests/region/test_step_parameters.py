@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from combinations import each_in_a_quick_case
 from conftest import collect
 from harness import Block, faulty_engine
 from test_step_plans import inputs
@@ -114,9 +115,11 @@ def engine() -> Iterator[Engine]:
         yield found
 
 
-@pytest.mark.parametrize("in_backward", [False, True], ids=["step", "backward"])
-@pytest.mark.parametrize("budget", [LARGE, ROOMY, TIGHT], ids=["large", "roomy", "tight"])
-@pytest.mark.parametrize("loop", [once, accumulated, twice, changed])
+@each_in_a_quick_case(
+    loop=[once, accumulated, twice, changed],
+    budget=[pytest.param(LARGE, id="large"), pytest.param(ROOMY, id="roomy"), pytest.param(TIGHT, id="tight")],
+    in_backward=[pytest.param(False, id="step"), pytest.param(True, id="backward")],
+)
 def test_steps_are_right(loop: Loop, budget: int, in_backward: bool, engine: Engine) -> None:  # noqa: FBT001
     """Copies are late, and freed memory is poisoned. In a large budget all parameters stay on the device."""
     if in_backward and loop is accumulated:

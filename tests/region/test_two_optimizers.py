@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from combinations import each_in_a_quick_case
 from harness import Block, faulty_engine
 from meter import Meter
 from test_step_parameters import readable
@@ -85,15 +86,16 @@ def expected() -> list[Tensor]:
     return [*losses, *(parameter.detach().clone() for parameter in gan.parameters)]
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize(
-    ("of_generator", "of_discriminator"),
-    [(ours, ours), (ours, theirs), (theirs, ours)],
-    ids=["both", "first", "second"],
+@each_in_a_quick_case(
+    makers=[
+        pytest.param((ours, ours), id="both"),
+        pytest.param((ours, theirs), id="first"),
+        pytest.param((theirs, ours), id="second"),
+    ],
+    budget=tuple(BUDGETS),
 )
 def test_both_learn_as_without_us_within_the_budget(
-    of_generator: Make,
-    of_discriminator: Make,
+    makers: tuple[Make, Make],
     budget: str,
     engine: Engine,
     meter: Meter,
@@ -109,6 +111,7 @@ def test_both_learn_as_without_us_within_the_budget(
 
     monkeypatch.setattr(StepPlanner, "_plan", noted)
     gan, limit = Gan(), BUDGETS[budget]
+    of_generator, of_discriminator = makers
     optimizers = of_generator(gan.generator), of_discriminator(gan.discriminator)
     gan.compile(backend="tencache", options={**OPTIONS, "device_budget": limit})
     points = recorder(engine).points

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 import torch
+from combinations import each_in_a_quick_case
 from harness import Block, faulty_engine
 from torch import Tensor, nn
 
@@ -75,8 +76,14 @@ def engine() -> Iterator[Engine]:
         yield found
 
 
-@pytest.mark.parametrize("scope", BUDGETS)
-@pytest.mark.parametrize("chosen", [(1, 3, 5), (0, 1, 2), (2,)], ids=["in turns", "first", "one"])
+@each_in_a_quick_case(
+    chosen=[
+        pytest.param((1, 3, 5), id="in turns"),
+        pytest.param((0, 1, 2), id="first"),
+        pytest.param((2,), id="one"),
+    ],
+    scope=tuple(BUDGETS),
+)
 def test_blocks_of_which_some_are_offloaded_compile_once(scope: str, chosen: Sequence[int], engine: Engine) -> None:
     """Copies are late, and freed memory is poisoned."""
     expected, model = wanted(), blocks()

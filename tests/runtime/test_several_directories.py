@@ -105,8 +105,12 @@ def test_bytes_are_dealt_in_proportion_to_rates(new_store: StoreMaker, value_byt
     assert in_proportion(dealt, RATES, within=0.03)
 
 
+@pytest.mark.slow
 def test_throttled_directories_are_as_fast_as_all_together(new_store: StoreMaker) -> None:
-    """By the real clock. A busy machine is late with requests, and the directories wait for it: the best run counts."""
+    """By the real clock, which is for a machine that does nothing else: a busy one is late with requests.
+
+    The shares of directories, by a clock that counts requests only, are in the tests above and below.
+    """
     rates = {name: rate * 8_000_000 for name, rate in RATES.items()}
     io = ThrottledIO(rates, sleeps=True)
     store = new_store(rates, io)

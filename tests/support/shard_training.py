@@ -419,10 +419,7 @@ def in_the_plan() -> Found:
 QUICK: dict[str, Callable[[], Found]] = {
     "compiled": train,
     "other budgets, with room for state on one rank": partial(train, unlike, parts=2, clips=True),
-    "uncompiled": partial(train, alone),
     "updated during backward": partial(train, early=True),
-    "updated during backward, uncompiled": partial(train, alone, early=True),
-    "accumulates and clips": partial(train, parts=2, clips=True),
     "accumulates and clips, uncompiled": partial(train, alone, parts=2, clips=True),
     "blocks by step, with room for state": partial(train, roomy_blocks, clips=True),
 }
@@ -459,6 +456,9 @@ OTHERS: dict[str, Callable[[], Found]] = {
 }
 
 SLOW: dict[str, Callable[[], Found]] = {
+    "uncompiled": partial(train, alone),
+    "updated during backward, uncompiled": partial(train, alone, early=True),
+    "accumulates and clips": partial(train, parts=2, clips=True),
     "Inductor": partial(train, partial(compiled, compiler="inductor"), clips=True),
     "Inductor, updated during backward": partial(train, partial(compiled, compiler="inductor"), early=True),
     "no budget": partial(train, partial(compiled, device_budget=None), clips=True),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from case_server import seconds
 from nightly import choose, run, summary
-from sample import HALVES
+from sample import PARTS
 from steps import Result
 from verdict import OURS, Verdict
 
@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 
 @pytest.mark.timeout(900)  # a quiet core takes a minute
 @pytest.mark.parametrize(
-    "names", [pytest.param(HALVES[0], id="first"), pytest.param(HALVES[1], id="second", marks=pytest.mark.slow)]
+    "names", [pytest.param(PARTS[0], id="first"), pytest.param(PARTS[1], id="second", marks=pytest.mark.slow)]
 )
 def test_a_sample_of_torchs_suites_is_the_same_in_the_least_memory(names: tuple[str, ...]) -> None:
     """In a process of its own: torch's suites freeze `torch.backends` for the process that imports them."""
@@ -37,7 +37,7 @@ def test_a_sample_of_torchs_suites_is_the_same_in_the_least_memory(names: tuple[
 
 
 def test_the_sample_is_of_thirty_of_all_kinds() -> None:
-    names = [name for half in HALVES for name in half]
+    names = [name for part in PARTS for name in part]
     assert len(set(names)) == 30
     assert {name.split(":")[0] for name in names} == {"op_db", "module_db", "hop_db", "custom_op_db"}
     variants = {"plain", "inplace", "mutated", "complex", "bf16", "dynamic", "inductor", "eval"}

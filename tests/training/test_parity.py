@@ -421,7 +421,7 @@ TURNS = (times_i, times_a_number, turned, turned_back)
     ("compiler", "turn"),
     [
         *(pytest.param(EAGER, turn, id=f"eager-{turn.__name__}") for turn in TURNS),
-        pytest.param(INDUCTOR, times_i, id="inductor-times_i"),
+        pytest.param(INDUCTOR, times_i, id="inductor-times_i", marks=pytest.mark.slow),
         pytest.param(INDUCTOR, turned_back, id="inductor-turned_back"),
         pytest.param(INDUCTOR, times_a_number, id="inductor-times_a_number", marks=pytest.mark.slow),
         pytest.param(INDUCTOR, turned, id="inductor-turned", marks=pytest.mark.slow),
