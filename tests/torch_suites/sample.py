@@ -1,4 +1,4 @@
-"""Cases of torch's suites: a few quick ones of each kind for every run of our tests, and as many for the nightly one."""
+"""Cases of torch's suites: of each kind a few quick ones for every run of our tests, and as many for the nightly."""
 
 PARTS: tuple[tuple[str, ...], ...] = (
     (
