@@ -157,7 +157,7 @@ def test_a_charge_takes_from_the_first_or_the_last_steps_what_they_have(
             taken = min(left[step], need_ns)
             left[step], need_ns = left[step] - taken, need_ns - taken
         assert calendar.free.tolist() == pytest.approx(left, abs=1e-9)
-        assert calendar.before.tolist() == [0.0, *np.cumsum(calendar.free)]
+        assert calendar.before.tolist() == pytest.approx([0.0, *np.cumsum(calendar.free)], abs=1e-9)
 
 
 def test_transfers_are_offered_by_their_price_and_each_once() -> None:

@@ -36,7 +36,8 @@ _Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 _ROUNDED_UP = 1 + 1e-9  # sums are rounded
 _LONG = 500  # steps: a shorter window is scored closely at once
-_SUMMED_UP_EVERY = 4  # choices: to sum up takes about as long as to score four transfers of the longest windows
+_SUMMED_UP_EVERY = 4  # choices, and more in a long region: to sum up takes as long as to score some transfers closely
+_SUMMED_UP_STEPS = 4_000  # for each choice in between
 
 
 def choose_teraio(problem: Problem, *, headroom: float = 0.0, lead: float = TUNING.swap_lead) -> tuple[Transfer, ...]:
@@ -100,18 +101,20 @@ class _Calendar:
 
     def charge(self, start: int, end: int, need_ns: float, *, late: bool = False) -> None:
         """Take up to `need_ns` of what is free during `[start, end)`, from its start, or from its end if `late`."""
+        if late:
+            start = max(start, self.latest_start(end, need_ns))
+        else:
+            end = min(end, self.earliest_end(start, need_ns))
+        if start >= end:
+            return
         span = self.free[start:end][::-1] if late else self.free[start:end]
-        taken = span.cumsum()
-        changed = int(taken.searchsorted(need_ns)) + 1  # the last of which may be left in part
-        span, taken = span[:changed], taken[:changed]
-        np.minimum(taken, need_ns, out=taken)
+        taken = np.minimum(span.cumsum(), need_ns)
         taken[1:] -= taken[:-1].copy()
         span -= taken  # a view: this is `self.free`
         np.maximum(span, 0.0, out=span)
-        first = max(start, end - changed) if late else start
-        rest = self.before[first:]  # what is before it stays as it is
-        rest[1:] = self.free[first:]
-        rest.cumsum(out=rest)
+        sums = self.before[start] + self.free[start:end].cumsum()
+        self.before[end + 1 :] -= self.before[end] - sums[-1]
+        self.before[start + 1 : end + 1] = sums
 
 
 class _Sums:
@@ -252,7 +255,8 @@ class _Greedy:
             self.read.charge(offer.fetch, transfer.needed_at, times.read, late=True)
         self.over[offer.gone : offer.fetch] -= transfer.nbytes
         self.fullest = int(self.over.argmax())
-        if len(self.chosen) % _SUMMED_UP_EVERY == 0 and self.over.size > _LONG:
+        every = max(_SUMMED_UP_EVERY, self.over.size // _SUMMED_UP_STEPS)
+        if len(self.chosen) % every == 0 and self.over.size > _LONG:
             self.sums = _Sums(self.over, self.durations)
         self.capacity.charge(transfer)
         self.chosen[transfer.name] = transfer
