@@ -1,5 +1,6 @@
 """Functions that Inductor compiles for whichever thread calls them, while others compile."""
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,23 +24,23 @@ def threads_beside_others() -> int:
 
 
 def compile_for_threads(function: Callable[..., None], examples: Sequence[torch.Tensor]) -> Callable[..., None]:
-    """Return `function` of tensors compiled by Inductor, for any length of all 1-D tensors as long as the first.
+    """Return `function` of tensors compiled by Inductor, for any length of all that have as many rows as the first.
 
     Unlike what `torch.compile` returns, it may be called in one thread while another compiles, and lets other threads
     run meanwhile: nothing of Dynamo is asked at a call, and generated code calls its kernels from C++. On the CPU some
     cores are left to these threads. Its arithmetic is IEEE's, as it is written down, so it gives the same bits on any
-    device. It checks nothing, and is called with tensors of the examples' dtypes, all 1-D and contiguous. Runs once, on
-    `examples`.
+    device. It checks nothing, and is called with contiguous tensors of the examples' dtypes and, but for the length, of
+    their sizes. Tensors that the function has besides are read where they are. Runs once, on `examples`.
     """
     length = len(examples[0])
-    assert all(len(each) != length or each.dim() == 1 for each in examples)
+    assert all(len(each) == length or each.dim() == 1 for each in examples)
     on_cpu = examples[0].device.type == "cpu"
     settings = {"cpp_wrapper": True, "cpp.threads": threads_beside_others()} if on_cpu else _EXACT_ARITHMETIC
-    found: list[tuple[Callable[..., Any], list[int | None]]] = []
+    found: list[tuple[Callable[..., Any], list[Callable[[Sequence[torch.Tensor]], Any]]]] = []
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         compiled: Any = compile_fx(gm, inputs, config_patches=settings)
-        order = [next((i for i, each in enumerate(examples) if each is given), None) for given in inputs]
+        order = [_place(examples, given) for given in inputs]
         found.append((compiled, order))
         return compiled  # type: ignore[no-any-return]
 
@@ -53,6 +54,16 @@ def compile_for_threads(function: Callable[..., None], examples: Sequence[torch.
     ((compiled, order),) = found  # inputs that are no tensors are the length
 
     def call(*tensors: torch.Tensor) -> None:
-        compiled(*(len(tensors[0]) if index is None else tensors[index] for index in order))
+        compiled(*(place(tensors) for place in order))
 
     return call
+
+
+def _place(examples: Sequence[torch.Tensor], given: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
+    """Return what gives an input of compiled code at a call: an argument, the length, or always the same tensor."""
+    if not isinstance(given, torch.Tensor):
+        return lambda tensors: len(tensors[0])
+    for place, each in enumerate(examples):
+        if each is given:
+            return operator.itemgetter(place)
+    return lambda tensors: given

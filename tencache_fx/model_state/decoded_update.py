@@ -5,13 +5,15 @@ Native kernels decode and encode by themselves (`kernel_source`).
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
-from tencache_fx.model_state.stored_form import FP32, StoredForm, by_form, parts_of
+from tencache_fx.model_state.stored_form import BLOCK, Part, StoredForm, by_form, parts_of
 
-_PIECE = 1 << 20  # elements: what is decoded of a parameter at once is in no plan
+_PIECE = 1 << 22  # elements, whole blocks: what compiled code has besides, a few times as many numbers, is in no plan
 
 Update = Callable[..., None]
+Arrange = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 def on_parts(update: Update, forms: Sequence[StoredForm], before: int) -> Update:
@@ -32,24 +34,49 @@ def on_parts(update: Update, forms: Sequence[StoredForm], before: int) -> Update
 
 
 def compile_on_parts(
-    update: Update, forms: Sequence[StoredForm], before: int, compiler: Callable[[Update, Sequence[StoredForm]], Update]
+    update: Update,
+    forms: Sequence[StoredForm],
+    before: int,
+    device: torch.device,
+    compiler: Callable[[Update, Arrange], Update],
 ) -> Update:
-    """Return `on_parts` of an update, compiled by `compiler`, which is also told in which forms that has the arrays.
+    """Return `on_parts` of an update, compiled for `device`, where all arrays are, by `compiler`.
 
-    What is kept by element is decoded within the compiled code, blocks by torch's ops outside of it, piece by piece.
+    That is also told how the compiled code has what the result is called with: as it is, or, where some are kept by
+    blocks, whole blocks in rows, some at a time. So Inductor makes a reduction over rows of what encodes them.
     """
-    inner = [form if form.is_elementwise else FP32 for form in forms]
-    compiled = compiler(on_parts(update, inner, before), inner)
+    found = on_parts(update, [form.on(device) for form in forms], before)
     if all(form.is_elementwise for form in forms):
-        return compiled
-    outer = on_parts(compiled, [FP32 if form.is_elementwise else form for form in forms], before)
-    parts = parts_of(forms)
+        return compiler(found, lambda tensors: list(tensors))
+    parts = [*(Part("", torch.float32) for _ in range(before)), *parts_of(forms)]
+
+    def in_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
+        *arrays, numbers = tensors
+        return [*(array.view(-1, BLOCK // part.per) for array, part in zip(arrays, parts, strict=True)), numbers]
+
+    compiled = compiler(found, in_rows)
 
     def call(*tensors: Tensor) -> None:
-        others, (*arrays, numbers) = tensors[:before], tensors[before:]
-        for start in range(0, len(others[0]), _PIECE):
-            some = slice(start, min(start + _PIECE, len(others[0])))
+        *arrays, numbers = tensors
+        count = len(arrays[0])
+        whole = count // BLOCK * BLOCK
+        for start in range(0, whole, _PIECE):
+            some = slice(start, min(start + _PIECE, whole))
             pieces = [part.of(array, some) for part, array in zip(parts, arrays, strict=True)]
-            outer(*(each[some] for each in others), *pieces, numbers)
+            compiled(*in_rows([*pieces, numbers]))
+        if whole < count:
+            ends = [part.of(array, slice(whole, count)) for part, array in zip(parts, arrays, strict=True)]
+            filled = [_filled(end, BLOCK // part.per) for end, part in zip(ends, parts, strict=True)]
+            compiled(*in_rows([*filled, numbers]))
+            for end, block in zip(ends, filled, strict=True):
+                end.copy_(block[: len(end)])
 
     return call
+
+
+def _filled(end: Tensor, count: int) -> Tensor:
+    """Return the items of a part of a block as those of a whole one.
+
+    It goes on with its last element, which has the same bits as many times: no scale becomes another.
+    """
+    return torch.cat([end, end[-1:].expand(count - len(end))])

@@ -16,6 +16,8 @@ below that, decoded numbers would lose digits.
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,14 +55,27 @@ def _bins(*, signed: bool) -> list[int]:
     return [1 << (decade if signed else decade + 1) for decade in range(_DECADES)]
 
 
+class _Tables(NamedTuple):
+    """What codes stand for [256], and the steps of a codec [9 or 8], as fp32 tensors of one device."""
+
+    numbers: Tensor
+    bounds: Tensor
+    slopes: Tensor
+    offsets: Tensor
+    most: Tensor
+
+
 class _Codec:
     """Encodes and decodes, with a sign or without.
 
     A magnitude y has the code min(int(y * slope + offset), most), counted from that of zero. Which `slope`, `offset`
     and `most` are meant is how many of `bounds` y reaches: these are in the middle between codes of two decades.
+
+    Elements are [n], or whole blocks in rows, [m, 256] with scales [m, 1], for code that is compiled. With a `device`
+    the tables are there, else they are made where the parts are: copies of these to a device would stop the host.
     """
 
-    def __init__(self, *, signed: bool) -> None:
+    def __init__(self, *, signed: bool, device: torch.device | None = None) -> None:
         self.signed = signed
         self.map = dynamic_map(signed=signed)
         self.zero = self.map.index(0.0)
@@ -75,11 +90,14 @@ class _Codec:
         self.slopes = _as_fp32([0.0, *slopes, 0.0])
         self.offsets = _as_fp32([0.0, *offsets, float(ends[-1])])
         self.most = [0, *(k + count - 1 for k, count in zip(firsts, bins, strict=True)), ends[-1]]
+        self._tables = None if device is None else self._tables_on(device)
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return fp32 elements [n]."""
+        """Return fp32 elements."""
         codes, scales = parts
-        numbers = torch.tensor(self.map, dtype=torch.float32, device=codes.device)
+        numbers = (self._tables or self._tables_on(codes.device)).numbers
+        if codes.dim() == 2:
+            return numbers[codes.int()] * scales
         result = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
         for start in range(0, len(codes), _PIECE):
             some = scales[start // BLOCK : (start + _PIECE) // BLOCK].repeat_interleave(BLOCK)
@@ -89,36 +107,44 @@ class _Codec:
 
     def encode(self, value: Tensor, other: Tensor, parts: Sequence[Tensor]) -> None:
         """Set codes and scales; they do not depend on `other`."""
-        self.store(value, parts)
+        if value.dim() < 2:
+            self.store(value, parts)
+            return
+        for part, found in zip(parts, self._quantise(value), strict=True):
+            part.copy_(found)
 
     def store(self, value: Tensor, parts: Sequence[Tensor]) -> None:
-        """Set codes and scales to what is nearest."""
+        """Set codes [n] and scales to what is nearest."""
         codes, scales = parts
         value = value.expand(len(codes))
         for start in range(0, len(codes), _PIECE):
             piece = value[start : start + _PIECE].to(device=codes.device, dtype=torch.float32)
             found, some = self._quantise(pad(piece, (0, -len(piece) % BLOCK)).view(-1, BLOCK))
             codes[start : start + _PIECE].copy_(found.view(-1)[: len(piece)])
-            scales[start // BLOCK : start // BLOCK + len(some)].copy_(some)
+            scales[start // BLOCK : start // BLOCK + len(some)].copy_(some.view(-1))
 
     def _quantise(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes [m, 256] and scales [m, 1] of blocks [m, 256]."""
+        tables = self._tables or self._tables_on(blocks.device)
         finite = blocks.isfinite().all(1, keepdim=True)
         blocks = blocks.where(finite, 0.0)
         scale, least = blocks.amax(1, keepdim=True).clamp(min=0), blocks.amin(1, keepdim=True)
         if self.signed:
-            by_least = (least / self._tensor([self.map[0]], blocks)).clamp(max=_MAX)
+            by_least = (least / tables.numbers[0]).clamp(max=_MAX)
             scale = torch.where(by_least > scale * _TIE, by_least, scale)
         scale = scale.where(scale >= _LEAST, 0.0)
-        magnitudes = (blocks.abs() if self.signed else blocks) * torch.where(scale > 0, 1 / scale, 0.0)
-        decade = torch.bucketize(magnitudes, self._tensor(self.bounds, blocks), out_int32=True, right=True)
-        slope, offset = (self._tensor(each, blocks)[decade] for each in (self.slopes, self.offsets))
-        code = (magnitudes * slope + offset).int().minimum(self._tensor(self.most, blocks).int()[decade])
+        inverse = torch.where(scale > 0, torch.ones_like(scale) / scale, 0.0)
+        magnitudes = (blocks.abs() if self.signed else blocks) * inverse
+        decade = torch.bucketize(magnitudes, tables.bounds, out_int32=True, right=True)
+        code = magnitudes * tables.slopes[decade] + tables.offsets[decade]
+        code = code.int().minimum(tables.most[decade].int())
         if self.signed:
             code = torch.where(blocks < 0, -code.clamp(max=self.zero), code)
-        return (code + self.zero).to(torch.uint8), scale.where(finite, float("nan")).view(-1)
+        return (code + self.zero).to(torch.uint8), scale.where(finite, float("nan"))
 
-    def _tensor(self, numbers: Sequence[float], like: Tensor) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.float32, device=like.device)
+    def _tables_on(self, device: torch.device) -> _Tables:
+        every = self.map, self.bounds, self.slopes, self.offsets, self.most
+        return _Tables(*(torch.tensor(numbers, dtype=torch.float32, device=device) for numbers in every))
 
     def code(self, name: str) -> str:
         """Return the same in C++, as a struct of this name."""
@@ -244,10 +270,15 @@ struct @NAME@ {
 """
 
 
-def _form(name: str, *, signed: bool) -> StoredForm:
-    codec = _Codec(signed=signed)
+def _form(name: str, *, signed: bool, device: torch.device | None = None) -> StoredForm:
+    codec = _Codec(signed=signed, device=device)
     parts = Part("", torch.uint8), Part("_absmax", torch.float32, BLOCK)
-    return StoredForm(name, parts, codec.decode, codec.encode, codec.store, codec.code(name))
+    made_on = partial(_made_on, name, signed)
+    return StoredForm(name, parts, codec.decode, codec.encode, codec.store, codec.code(name), made_on)
+
+
+def _made_on(name: str, signed: bool, device: torch.device) -> StoredForm:  # noqa: FBT001
+    return _form(name, signed=signed, device=device)
 
 
 SIGNED_8BIT = _form("Signed8", signed=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from tencache_fx.errors import OptionError
-from tencache_fx.model_state.decoded_update import compile_on_parts, on_parts
+from tencache_fx.model_state.decoded_update import Arrange, compile_on_parts, on_parts
 from tencache_fx.model_state.eight_bit_form import SIGNED_8BIT, UNSIGNED_8BIT
 from tencache_fx.model_state.kernel_source import UncoveredError
 from tencache_fx.model_state.native_kernel import NativeFunctions, NativeKernel
@@ -46,7 +46,8 @@ _FORMS: Mapping[StateDtype, tuple[StoredForm, StoredForm]] = MappingProxyType(
 )
 _MOST_STEPS = 256  # that are known at once: parameters are at the same one, in some groups
 _EXAMPLE_LENGTH = 1 << 20  # so many elements that a kernel is compiled for all threads
-_LEAST_LENGTH = 1 << 12
+_LEAST_LENGTH = 1 << 14  # 64 blocks: more than a step has numbers
+_CPU = torch.device("cpu")
 _STAGE = "the optimizer's kernels"
 
 
@@ -311,16 +312,16 @@ class Kernel:
     def _by_inductor(self, dtype: torch.dtype, device: torch.device) -> Callable[..., None]:
         length = _EXAMPLE_LENGTH if device.type == "cpu" else _LEAST_LENGTH  # a device's budget may be all but full
 
-        def compiler(update: Callable[..., None], forms: Sequence[StoredForm]) -> Callable[..., None]:
+        def compiler(update: Callable[..., None], arrange: Arrange) -> Callable[..., None]:
             numbers = torch.ones(self._count, dtype=torch.float32, device=device)
-            return compile_for_threads(update, [*_zeros(dtype, forms, length, device), numbers])
+            return compile_for_threads(update, arrange([*_zeros(dtype, self._forms, length, device), numbers]))
 
-        return compile_on_parts(self._on_fp32, self._forms, 2, compiler)
+        return compile_on_parts(self._on_fp32, self._forms, 2, device, compiler)
 
     @functools.cached_property
     def _staged_by_inductor(self) -> Callable[..., None]:
         return compile_on_parts(
-            _staged(self._on_fp32), self._forms, 3, lambda update, _: torch.compile(update, dynamic=True)
+            _staged(self._on_fp32), self._forms, 3, _CPU, lambda update, _: torch.compile(update, dynamic=True)
         )
 
 

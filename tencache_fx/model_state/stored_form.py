@@ -45,7 +45,10 @@ class StoredForm:
     """A form called `name`, in C++ too. `decode` makes fp32 elements [n] of `parts`; `encode` and `store` set these.
 
     `encode` is given elements [n], the master's new values, and the parts; `store` elements, [n] or one for all, of any
-    dtype and device, and the parts: it takes what is nearest.
+    dtype and device, and the parts: it takes what is nearest. `decode` and `encode` also take whole blocks in rows:
+    elements [m, BLOCK], and parts [m, BLOCK // per].
+
+    `made_on` returns the same form with what it looks up on a device; None if it looks up nothing.
     """
 
     name: str
@@ -54,6 +57,11 @@ class StoredForm:
     encode: Callable[[Tensor, Tensor, Sequence[Tensor]], None]
     store: Callable[[Tensor, Sequence[Tensor]], None]
     code: str
+    made_on: "Callable[[torch.device], StoredForm] | None" = None
+
+    def on(self, device: torch.device) -> "StoredForm":
+        """Return the form for code that is compiled for a device."""
+        return self if self.made_on is None else self.made_on(device)
 
     @property
     def is_elementwise(self) -> bool:

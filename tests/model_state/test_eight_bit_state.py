@@ -1,5 +1,6 @@
 """Optimizer state in 8 bits: its codes beside an independent reference, and training with it wherever it is."""
 
+import contextlib
 import copy
 import ctypes
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 import tencache_fx
 from tencache_fx import native_code
 from tencache_fx.errors import OptionError
-from tencache_fx.model_state import placement, step_kernel
+from tencache_fx.model_state import decoded_update, placement, step_kernel
 from tencache_fx.model_state.cpp_prelude import PRELUDE
 from tencache_fx.model_state.eight_bit_form import SIGNED_8BIT, UNSIGNED_8BIT, dynamic_map
 from tencache_fx.model_state.kernel_source import write_function
@@ -298,19 +299,25 @@ def test_pieces_that_are_streamed_through_a_device_have_their_blocks() -> None:
     assert_same([weight, *arrays], others[1:])
 
 
-def test_without_native_code_blocks_are_encoded_by_torchs_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compiler", ["torch's ops", "Inductor"])
+def test_without_native_code_blocks_have_the_same_codes(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, with an end of a block; one that is all, and one of one element."""
     step, _ = next_step(torch.optim.AdamW, "8bit", {})
     rule, group = find_rule(torch.optim.AdamW, "8bit", {})
-    forms, count = rule.arrays(group, 1), (1 << 20) + 300  # more than a piece
-    arrays = [torch.empty(part.count(count), dtype=part.dtype) for part in parts_of(forms.values())]
-    store_values(forms, arrays, {name: odd_values(5, count, 2).abs() for name in forms})
-    mine = [odd_values(6, count, 1), torch.zeros(count), *arrays]
-    others = [each.clone() for each in mine]
-    step.kernel.compiled(torch.float32, CPU)(*others, step.numbers)
-    monkeypatch.setattr(step_kernel, "compile_for_threads", lambda update, examples: update)
-    with ExactRoots(), torch.no_grad():
-        step.kernel._by_inductor(torch.float32, CPU)(*mine, step.numbers)
-    assert_same(mine[1:], others[1:])
+    forms = rule.arrays(group, 1)
+    if compiler != "Inductor":
+        monkeypatch.setattr(step_kernel, "compile_for_threads", lambda update, examples: update)
+    monkeypatch.setattr(decoded_update, "_PIECE", 64 * BLOCK)
+    with ExactRoots() if compiler != "Inductor" else contextlib.nullcontext(), torch.no_grad():
+        update = step.kernel._by_inductor(torch.float32, CPU)
+        for count in (200 * BLOCK + 44, 2 * BLOCK, BLOCK, 1):
+            arrays = [torch.empty(part.count(count), dtype=part.dtype) for part in parts_of(forms.values())]
+            store_values(forms, arrays, {name: odd_values(5, count, 2).abs() for name in forms})
+            mine = [odd_values(6, count, 1), torch.zeros(count), *arrays]
+            others = [each.clone() for each in mine]
+            step.kernel.compiled(torch.float32, CPU)(*others, step.numbers)
+            update(*mine, step.numbers)
+            assert_same(mine[1:], others[1:])
 
 
 class Turned(torch.optim.Optimizer):
