@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from tencache_fx.compat import may_take_out
 from tencache_fx.passes.collectives import begins_gathering, is_collective_wait
+from tencache_fx.passes.early_results import compute_early
 from tencache_fx.passes.fake_aliasing import makes_views
 from tencache_fx.passes.graphs import placeholders
 from tencache_fx.passes.op_kinds import draws_numbers, is_pointwise, is_view, written_arguments
@@ -64,6 +65,7 @@ def split_joint(
         )
     for node in (node for half in halves for node in half.graph.nodes if node.name in marked):
         node.meta.pop("recompute", None)  # a plan may compute it again all the same
+    compute_early(halves[0].graph, num_fwd_outputs)
     return halves
 
 
