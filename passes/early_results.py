@@ -7,7 +7,7 @@ bring it back, until the forward ends.
     before   y = relu(x); ...; loss; t = permute(p); mask = le(y, 0)
     after    y = relu(x); mask = le(y, 0); ...; loss
 
-Only views, sizes and elementwise ops are moved, and none across an op that writes to what it reads.
+Only views, sizes and elementwise ops are moved, and none across an op that writes to what it reads, or waits for it.
 """
 
 import operator
@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from torch import fx
 from torch.fx.experimental.proxy_tensor import is_sym_node
 
+from tencache_fx.passes.collectives import is_collective_wait
 from tencache_fx.passes.op_kinds import (
     draws_numbers,
-    is_mutating,
     is_pointwise,
     is_view,
     storages_of,
@@ -36,10 +36,11 @@ def compute_early(forward: fx.Graph, num_outputs: int) -> None:
     places = {node: max(place, first - 1) for place, node in enumerate(nodes)}
     behind = dict(enumerate(nodes))  # by place the node that the next one moved there follows
     written: dict[int, int] = {}  # places of the last writes so far, by storage
+    moved: set[fx.Node] = set()
     for node in nodes:
-        if is_mutating(node):
-            written.update((storage, places[node]) for each in written_arguments(node) for storage in storages_of(each))
-        if node in for_caller or not _may_move(node):
+        writes = node.args[:1] if is_collective_wait(node) else written_arguments(node)  # until then it is not there
+        written.update((storage, places[node]) for each in writes for storage in storages_of(each))
+        if node in for_caller or not (_may_move(node) or (node.target is operator.getitem and node.args[0] in moved)):
             continue
         reads = (storage for each in node.all_input_nodes for storage in storages_of(each))
         place = max(first - 1, *(places[each] for each in node.all_input_nodes), *(written.get(s, 0) for s in reads))
@@ -48,6 +49,7 @@ def compute_early(forward: fx.Graph, num_outputs: int) -> None:
         if place + 1 < places[node]:
             behind[place].append(node)
             places[node], behind[place] = place, node
+            moved.add(node)
 
 
 def _made_of(results: Iterable[fx.Node]) -> set[fx.Node]:
@@ -65,4 +67,4 @@ def _may_move(node: fx.Node) -> bool:
     """Return whether it makes no difference to others where a node runs."""
     if node.op != "call_function" or node.target is operator.getitem or not node.all_input_nodes:
         return False
-    return is_sym_node(node) or is_view(node) or (is_pointwise(node) and not draws_numbers(node))
+    return not draws_numbers(node) and (is_sym_node(node) or is_view(node) or is_pointwise(node))

@@ -37,10 +37,13 @@ def compile_on_parts(
     update: Update,
     forms: Sequence[StoredForm],
     before: int,
+    read: int,
     device: torch.device,
     compiler: Callable[[Update, Arrange], Update],
 ) -> Update:
     """Return `on_parts` of an update, compiled for `device`, where all arrays are, by `compiler`.
+
+    Of the tensors before the arrays it only reads that in place `read`, which may be the caller's gradient.
 
     That is also told how the compiled code has what the result is called with: as it is, or, where some are kept by
     blocks, whole blocks in rows, some at a time. So Inductor makes a reduction over rows of what encodes them.
@@ -68,8 +71,9 @@ def compile_on_parts(
             ends = [part.of(array, slice(whole, count)) for part, array in zip(parts, arrays, strict=True)]
             filled = [_filled(end, BLOCK // part.per) for end, part in zip(ends, parts, strict=True)]
             compiled(*in_rows([*filled, numbers]))
-            for end, block in zip(ends, filled, strict=True):
-                end.copy_(block[: len(end)])
+            for place, (end, block) in enumerate(zip(ends, filled, strict=True)):
+                if place != read:
+                    end.copy_(block[: len(end)])
 
     return call
 

@@ -316,12 +316,12 @@ class Kernel:
             numbers = torch.ones(self._count, dtype=torch.float32, device=device)
             return compile_for_threads(update, arrange([*_zeros(dtype, self._forms, length, device), numbers]))
 
-        return compile_on_parts(self._on_fp32, self._forms, 2, device, compiler)
+        return compile_on_parts(self._on_fp32, self._forms, 2, 0, device, compiler)
 
     @functools.cached_property
     def _staged_by_inductor(self) -> Callable[..., None]:
         return compile_on_parts(
-            _staged(self._on_fp32), self._forms, 3, _CPU, lambda update, _: torch.compile(update, dynamic=True)
+            _staged(self._on_fp32), self._forms, 3, 1, _CPU, lambda update, _: torch.compile(update, dynamic=True)
         )
 
 

@@ -270,8 +270,10 @@ def _refuse_device(problem: Problem, transfers: Sequence[Transfer], note: str) -
     parts = [f"{s.name} {format_bytes(s.nbytes)} ({s.kind})" for s in held[:5]]
     if len(held) > 5:
         parts.append(f"{len(held) - 5} more {format_bytes(sum(s.nbytes for s in held[5:]))}")
+    whole_step = problem.copies_parameters  # whose ops have all that no plan moves for their scratch
     if op.scratch_bytes:
-        parts.append(f"the op's own scratch {format_bytes(op.scratch_bytes)}")
+        what = "what no plan moves, of this region and outside of regions," if whole_step else "the op's own scratch"
+        parts.append(f"{what} {format_bytes(op.scratch_bytes)}")
     if step == problem.boundary and problem.boundary_excess_bytes:
         parts.append(f"others between forward and backward {format_bytes(problem.boundary_excess_bytes)}")
     if problem.external_bytes:
@@ -281,7 +283,7 @@ def _refuse_device(problem: Problem, transfers: Sequence[Transfer], note: str) -
     raise BudgetError(
         f"step {step} ({op.name}) needs {needs} on the device, {note}; the budget is {budget}.\n"
         f"  Held there: {', '.join(parts)}.\n"
-        f"  The floor of this region is {format_bytes(floor)}.\n"
+        f"  The floor of this {'step' if whole_step else 'region'} is {format_bytes(floor)}.\n"
         f"  Set device_budget to {at_least(needed)} or more, {other}or shrink the batch."
     )
 

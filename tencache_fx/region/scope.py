@@ -8,6 +8,7 @@ waits for its backward shows that a step has several. A step planned as a whole 
 that this region is alone; it is planned by itself then, once at most.
 """
 
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
 from tencache_fx.region.step_monitor import StepMonitor
 from tencache_fx.tensors import storages_on
+
+log = logging.getLogger("tencache_fx")
 
 _SMALL = 4  # a region whose inputs are less than one part in so many of what the device holds is not a whole model
 _LIBRARIES_BYTES = 128 << 20  # what cuBLAS and the like may hold on a device beside any model
@@ -124,7 +127,15 @@ class Scope:
 
     def leaves_step(self) -> bool:
         """Return whether the region is to be planned by itself, where storages may be away within a graph, to fit."""
-        return self._watches and self.by_step and self._step.is_too_large and self.plan_alone()
+        leaves = self._watches and self.by_step and self._step.is_too_large and self.plan_alone()
+        if leaves and not held_bytes(self._source.device):
+            log.warning(
+                "region %d is planned by itself from now on, for its step does not fit device_budget with all away "
+                "that may be. What others hold is not counted on a CPU, so a step of several regions may hold more "
+                "than the budget; set device_budget to more, or shrink the batch.",
+                self._source.index,
+            )
+        return leaves
 
     def on_compiled(self, request: Request, compiled: CompiledRegion) -> None:
         """Nothing is to be noted."""

@@ -318,6 +318,7 @@ def test_without_native_code_blocks_have_the_same_codes(compiler: str, monkeypat
             step.kernel.compiled(torch.float32, CPU)(*others, step.numbers)
             update(*mine, step.numbers)
             assert_same(mine[1:], others[1:])
+            assert mine[0]._version == 0, "a gradient is its owner's"
 
 
 class Turned(torch.optim.Optimizer):

@@ -1,9 +1,11 @@
 """What a forward computes for its backward only is computed where what it is made of is there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 from harness import EAGER, compiled
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -91,6 +93,48 @@ def test_nothing_moves_across_a_write_to_what_it_reads(before: bool) -> None:  #
     compute_early(module.graph, 1)
     wanted = ["le", "ge", "exp", "copy_"] if before else ["ge", "exp", "copy_", "le"]
     assert [node.name for node in module.graph.nodes if node.op == "call_function"] == wanted
+
+
+@pytest.fixture
+def group() -> Iterator[str]:
+    """The name of a group of one rank."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+def test_nothing_is_read_before_the_wait_for_it(group: str) -> None:
+    """The wait's own result is for nobody here."""
+
+    def forward(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        summed = torch.ops._c10d_functional.all_reduce(x, "sum", group)
+        torch.ops._c10d_functional.wait_tensor(summed)
+        product = _aten.mm(y, y)
+        return product, _aten.le(summed, 0), _aten.ge(product, 0), _aten.neg(summed)
+
+    module = make_fx(forward, tracing_mode="fake")(torch.randn(4), torch.randn(4, 4))
+    compute_early(module.graph, 1)
+    order = [node.name for node in module.graph.nodes if node.op == "call_function"]
+    assert order == ["all_reduce", "wait_tensor", "le", "neg", "mm", "ge"]
+
+
+def test_sizes_that_are_drawn_stay_in_order() -> None:
+    def forward(x: Tensor) -> tuple[Tensor, ...]:
+        first = _aten.bernoulli(x)
+        return first, _aten.bernoulli(x), _aten.view(x, [-1])
+
+    assert order(forward, torch.ones(4, 4), outputs=1) == ["view", "bernoulli", "bernoulli_1"]
+
+
+def test_what_has_several_results_moves_with_them() -> None:
+    def forward(x: Tensor) -> tuple[Tensor, ...]:
+        first = _aten.exp(x)
+        second = _aten.mm(first, first)
+        upper, lower = _aten.split(first, 2)
+        return second, _aten.neg(upper), _aten.add(lower, 1)
+
+    found = order(forward, torch.randn(4, 4), outputs=1)
+    assert found == ["exp", "split", "getitem", "getitem_1", "neg", "add", "mm"]
 
 
 class WrittenOut(nn.Module):

@@ -148,7 +148,9 @@ VIEWS: dict[str, tuple[Callable[[int], Tensor], Callable[[Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("dynamic", [pytest.param(True, marks=pytest.mark.slow), None])
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(
+    "view", ["cut off", "middle", *(pytest.param(v, marks=pytest.mark.slow) for v in ("transposed", "columns"))]
+)
 def test_what_is_behind_any_view_is_read_from_it(view: str, *, dynamic: bool | None) -> None:
     """The shape of `tokens[:, :-1]` tells neither the length nor, with it, the bytes of what it is a view of."""
     model, (make, look) = tower(), VIEWS[view]
@@ -555,6 +557,7 @@ class Turned(nn.Module):
         return (x + self.down(hidden)).t().contiguous().t(), hidden[:, :64]
 
 
+@pytest.mark.slow
 def test_a_symbol_that_became_constant_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second block's input has other strides: one is a symbol, until Inductor's code says that it is 512."""
 

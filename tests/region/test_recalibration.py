@@ -146,6 +146,7 @@ def test_a_region_is_planned_again_once_and_remembers() -> None:
     assert train(1) == (losses[:1], recomputed[-1:])
 
 
+@pytest.mark.slow
 def test_the_second_start_neither_searches_nor_compiles_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     links = Links(
         d2h_bytes_per_s=10**7, h2d_bytes_per_s=10**7, d2h_duplex_bytes_per_s=10**7, h2d_duplex_bytes_per_s=10**7

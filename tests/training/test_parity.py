@@ -91,7 +91,7 @@ def above_floor(problem: Problem, options: Options) -> int:
 
 # Each of these is a part of another case: `gpt2-dropout`, `gpt2-checkpoint-dropout`.
 PARTS = ("gpt2", "gpt2-checkpoint")
-LONG = ("t5", "vit", "gpt2-autocast", "gpt2-accumulate", "gpt2-checkpoint-dropout", "convnet-autocast")
+LONG = ("lstm", "t5", "vit", "gpt2-autocast", "gpt2-accumulate", "gpt2-checkpoint-dropout", "convnet-autocast")
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ TURNS = (times_i, times_a_number, turned, turned_back)
     [
         *(pytest.param(EAGER, turn, id=f"eager-{turn.__name__}") for turn in TURNS),
         pytest.param(INDUCTOR, times_i, id="inductor-times_i", marks=pytest.mark.slow),
-        pytest.param(INDUCTOR, turned_back, id="inductor-turned_back"),
+        pytest.param(INDUCTOR, turned_back, id="inductor-turned_back", marks=pytest.mark.slow),
         pytest.param(INDUCTOR, times_a_number, id="inductor-times_a_number", marks=pytest.mark.slow),
         pytest.param(INDUCTOR, turned, id="inductor-turned", marks=pytest.mark.slow),
     ],
