@@ -41,12 +41,11 @@ def compile_on_parts(
     device: torch.device,
     compiler: Callable[[Update, Arrange], Update],
 ) -> Update:
-    """Return `on_parts` of an update, compiled for `device`, where all arrays are, by `compiler`.
+    """Return `on_parts` of an update, compiled by `compiler` for `device`, where all arrays are.
 
-    Of the tensors before the arrays it only reads that in place `read`, which may be the caller's gradient.
-
-    That is also told how the compiled code has what the result is called with: as it is, or, where some are kept by
-    blocks, whole blocks in rows, some at a time. So Inductor makes a reduction over rows of what encodes them.
+    `compiler` gets a function, and what makes the function's arguments of the result's: these as they are, or, where
+    an array is kept by blocks, whole blocks in rows, some at a time. Inductor encodes these by a reduction over rows.
+    The tensor in place `read`, of those before the arrays, is not written to: it may be the caller's gradient.
     """
     found = on_parts(update, [form.on(device) for form in forms], before)
     if all(form.is_elementwise for form in forms):

@@ -130,9 +130,9 @@ class Scope:
         leaves = self._watches and self.by_step and self._step.is_too_large and self.plan_alone()
         if leaves and not held_bytes(self._source.device):
             log.warning(
-                "region %d is planned by itself from now on, for its step does not fit device_budget with all away "
-                "that may be. What others hold is not counted on a CPU, so a step of several regions may hold more "
-                "than the budget; set device_budget to more, or shrink the batch.",
+                "region %d is planned by itself from now on: its step does not fit device_budget, although all leaves "
+                "that may. On a CPU no plan counts what other regions hold, so a step of several regions may hold "
+                "more than the budget; set device_budget to more, or shrink the batch.",
                 self._source.index,
             )
         return leaves

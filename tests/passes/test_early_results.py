@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 from harness import EAGER, compiled
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import tencache_fx
 from tencache_fx.passes.early_results import compute_early
@@ -118,12 +119,17 @@ def test_nothing_is_read_before_the_wait_for_it(group: str) -> None:
     assert order == ["all_reduce", "wait_tensor", "le", "neg", "mm", "ge"]
 
 
-def test_sizes_that_are_drawn_stay_in_order() -> None:
-    def forward(x: Tensor) -> tuple[Tensor, ...]:
-        first = _aten.bernoulli(x)
-        return first, _aten.bernoulli(x), _aten.view(x, [-1])
-
-    assert order(forward, torch.ones(4, 4), outputs=1) == ["view", "bernoulli", "bernoulli_1"]
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_size_that_is_drawn_stays_in_order(draws: bool) -> None:  # noqa: FBT001
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(_aten.bernoulli.default, (x,))
+    size = graph.call_function(_aten.bernoulli.default if draws else _aten.sym_size.int, (x,) if draws else (x, 0))
+    size.meta["val"] = ShapeEnv().create_unbacked_symint()
+    graph.output((first, size))
+    compute_early(graph, 1)
+    ops = [node for node in graph.nodes if node.op == "call_function"]
+    assert ops == ([first, size] if draws else [size, first])
 
 
 def test_what_has_several_results_moves_with_them() -> None:

@@ -445,3 +445,13 @@ def test_what_code_holds_grows_with_the_activations(kind: Kind) -> None:
         return replace(problem, storages=tuple(replace(each, nbytes=each.nbytes * 5 // 2) for each in problem.storages))
 
     assert region.resized(resize).margins == ((175,), (0, 78))
+
+
+def test_a_step_that_does_not_fit_is_refused_as_one() -> None:
+    """What its ops have for scratch is what no plan moves."""
+    ops = tuple(Op(name=f"op{step}", duration_ns=1, scratch_bytes=1000 * step) for step in range(4))
+    problem = Problem(ops=ops, boundary=Step(2), storages=(), links=LINKS, budgets=budgets(2500))
+    with pytest.raises(BudgetError, match=r"the op's own scratch 3 kB(.|\n)*The floor of this region is 3 kB"):
+        make_plan(problem, "joint")
+    with pytest.raises(BudgetError, match=r"what no plan moves, .* 3 kB(.|\n)*The floor of this step is 3 kB"):
+        make_plan(replace(problem, copies_parameters=True), "joint")

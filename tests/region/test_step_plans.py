@@ -488,5 +488,5 @@ def test_it_is_told_that_regions_leave_a_step_that_does_not_fit(
         for _ in range(4):
             found = gradients(model, model, inputs(0))
         assert equal(found, expected)
-        assert ("is planned by itself from now on, for its step does not fit" in caplog.text) == told
+        assert ("is planned by itself from now on: its step does not fit" in caplog.text) == told
         torch.compiler.reset()
