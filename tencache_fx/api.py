@@ -30,7 +30,7 @@ from tencache_fx.reporting.tables import (
 from tencache_fx.reporting.view import views_of
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import engines, open_engine, open_swap_points
-from tencache_fx.runtime.stats import Counts
+from tencache_fx.runtime.stats import Counts, no_counts
 from tencache_fx.stages import STAGES, show_times
 from tencache_fx.units import format_bytes
 
@@ -170,10 +170,10 @@ def stats() -> Counts:
     """Return the runtime's counters since the last call, and its gauges, as one flat dict; call it once a step.
 
     See `tencache_fx.runtime.stats.Stats.take` for the names. With engines on several devices the figures are added up,
-    but for `hit_rate`, of which the lowest counts. Empty while nothing has been offloaded.
+    but for `hit_rate`, of which the lowest counts. Zeros while nothing has been offloaded, and a `hit_rate` of 1.
     """
     REGIONS.give_back()
-    total = Counts()
+    total = no_counts()
     for engine in engines():
         for name, value in engine.stats.take().items():
             known = total.get(name)

@@ -9,6 +9,13 @@ from torch import Tensor
 from tencache_fx.hardware.device_memory import AllocatorCounts, allocator_counts, forget_peak
 from tencache_fx.tensors import storage_of
 
+Storages = frozenset["weakref.ref[torch.UntypedStorage]"]
+
+
+def references(tensors: Iterable[Tensor]) -> Storages:
+    """Return references to the storages of `tensors`, which keep none of them alive."""
+    return frozenset(weakref.ref(storage) for each in tensors if (storage := storage_of(each)) is not None)
+
 
 class MemoryGauge:
     """Reads the bytes held on one device: what its allocator counts; on a CPU, those of the storages seen so far."""
@@ -17,6 +24,7 @@ class MemoryGauge:
         self._device = device
         self._seen: dict[weakref.ref[torch.UntypedStorage], int] = {}
         self._parameter_bytes = 0
+        self._peak_bytes = 0  # noted since the last mark
 
     @property
     def counts_all(self) -> bool:
@@ -48,8 +56,17 @@ class MemoryGauge:
         nbytes, self._parameter_bytes = self._parameter_bytes, 0
         return nbytes
 
+    def bytes_of(self, storages: Storages) -> int:
+        """Return how many of the bytes seen on a CPU are those of `storages`."""
+        return sum(self._seen.get(each, 0) for each in storages)
+
+    def rise_to(self, nbytes: int) -> None:
+        """Note that a CPU holds `nbytes` for a while, more than is seen."""
+        self._peak_bytes = max(self._peak_bytes, nbytes)
+
     def mark(self) -> AllocatorCounts:
-        """Return what is held now, for `bytes_since`."""
+        """Return what is held now, for `bytes_since`; there is one mark at a time."""
+        self._peak_bytes = 0
         counts = allocator_counts(self._device)
         return AllocatorCounts(*[self.held_bytes()] * 3) if counts is None else counts
 
@@ -62,7 +79,7 @@ class MemoryGauge:
         now = allocator_counts(self._device)
         if now is None:
             held_bytes = self.held_bytes()
-            return held_bytes, max(mark.held_bytes, held_bytes)
+            return held_bytes, max(mark.held_bytes, held_bytes, self._peak_bytes)
         return now.held_bytes, min(now.peak_bytes, mark.held_bytes + now.ever_bytes - mark.ever_bytes)
 
     def forget_peak_over(self, limit_bytes: int) -> None:

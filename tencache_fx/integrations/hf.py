@@ -62,8 +62,6 @@ class TencacheCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Note what the step did."""
         taken = stats()
-        if not taken:  # nothing has been offloaded yet
-            return
         self._steps += 1
         self._sums.update({name: taken[name] for name in (*_PER_STEP, "stall_ns")})
         self._hit_rate = min(self._hit_rate, taken["hit_rate"])

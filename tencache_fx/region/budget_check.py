@@ -23,12 +23,16 @@ class BudgetCheck:
         self._source = source
         self._collected_at = -1  # so many compilations ago was garbage collected, for the region to fit
 
-    def passes(self, footprint: Footprint, sizes: Sizes) -> bool:
-        """Return True if the plan fits at these sizes, beside the external memory there is now; reserve its buffers."""
+    def passes(self, footprint: Footprint, sizes: Sizes, external_bytes: int | None) -> bool:
+        """Return True if the plan fits at these sizes, beside the external memory there is now; reserve its buffers.
+
+        Where no allocator counts that, `external_bytes` are what others of the step hold.
+        """
         source, need = self._source, footprint.at(sizes)
         device, budget_bytes = source.device, source.options.device_budget
         assert budget_bytes is not None
         own_bytes = need.peak_bytes - footprint.held_bytes - (need.input_bytes - footprint.input_bytes)
+        own_bytes += 0 if external_bytes is None else external_bytes + need.input_bytes
         peak_bytes = own_bytes + held_bytes(device)
         if peak_bytes > budget_bytes and self._collected_at != (compiled := compilations()):
             self._collected_at = compiled

@@ -309,7 +309,7 @@ class RegionPlanner:
         return (
             environment.roofline,
             environment.links,
-            environment.held_bytes,
+            (environment.held_bytes, environment.external_bytes),
             sorted(environment.reservations.items()),
             environment.measures,
             min(self._options.host_budget - used.host_acquired_bytes, most_bytes),
@@ -364,7 +364,7 @@ class RegionPlanner:
             updates_in_backward=self.updates_in_backward,
             collectives=state_collectives(known, of_gpu=self._environment.roofline.of_gpu),
         )
-        formulas, entering_bytes = None, 0
+        formulas, entering_bytes, of_step = None, 0, self._environment.external_bytes
         if options.device_budget is not None:  # measured at the sizes that torch traced with
             now, planned = self._sizes or (None, None)
             formulas = SizeFormulas(self._inputs, (*known.storages, *originally), self._device, planned)
@@ -374,7 +374,7 @@ class RegionPlanner:
         return StatedProblem(
             problem=problem,
             formulas=formulas,
-            held_bytes=held_bytes,
+            held_bytes=held_bytes + (0 if of_step is None else of_step + entering_bytes),
             waiting_bytes=self._environment.reservations.get(Reservation.WAITING, 0),
             input_bytes=entering_bytes,
             unforeseen_bytes=self.unforeseen_bytes,

@@ -108,7 +108,7 @@ def compile_region(
                 request.sizes,
                 unforeseen_bytes,
                 {names[index]: each for index, each in request.offloaded.items()},
-                Environment.find(source.device, source.options, request.boundary_bytes),
+                Environment.find(source.device, source.options, request.boundary_bytes, request.external_bytes),
                 accumulation=request.accumulation,
                 updates_in_backward=any(map(is_updated_in_backward, request.offloaded.values())),
                 by_step=request.by_step,

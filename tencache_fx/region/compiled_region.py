@@ -23,7 +23,8 @@ class Request:
 
     `sizes` are those at hand, and those to plan for, if these differ. `offloaded` are the offloaded parameters by their
     positions among the inputs, `donated` the positions of inputs that the caller is expected to free after the forward,
-    `boundary_bytes` what is to be free between the graphs. The plan is timed if another plan is to be compared with it
+    `boundary_bytes` what is to be free between the graphs. `external_bytes` others hold beside a region that is planned
+    by itself among them, where no allocator counts that. The plan is timed if another plan is to be compared with it
     (`compares`), or if its forecast was never corrected and may be (`may_learn`). `accumulation` is how many backwards
     come before an update, once that was seen. A region planned `by_step`, together
     with the others of its step, is given what is to be `recomputed`, once that is decided.
@@ -33,6 +34,7 @@ class Request:
     sizes: tuple[NamedSizes, NamedSizes] | None = None
     donated: frozenset[int] = frozenset()
     boundary_bytes: int = 0
+    external_bytes: int | None = None
     compares: bool = False
     may_learn: bool = False
     accumulation: int | None = None

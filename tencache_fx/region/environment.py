@@ -24,6 +24,7 @@ class Environment:
     """The rates of the machine, the bytes held on the device, and the host memory and disk that the runtime uses.
 
     `reservations` are to be left free as far as there is room: a plan that fills the budget would be made anew soon.
+    Where no allocator counts, `external_bytes` are what others of the step hold; None if that is of no account.
     `measures` says whether ops whose cost is not known yet may be timed.
     """
 
@@ -31,6 +32,7 @@ class Environment:
     links: Links
     held_bytes: int
     usage: Usage
+    external_bytes: int | None = None
     measures: bool = True
     reservations: Reserved = field(default_factory=dict)
 
@@ -40,12 +42,16 @@ class Environment:
         return {name: nbytes for name, nbytes in self.reservations.items() if nbytes and name not in unwanted}
 
     @staticmethod
-    def find(device: torch.device, options: Options, boundary_bytes: int) -> "Environment":
+    def find(
+        device: torch.device, options: Options, boundary_bytes: int, external_bytes: int | None = None
+    ) -> "Environment":
         """Return those of this machine and process, measuring what is not known yet."""
         if options.device_budget is not None:
             allocate_workspaces(device)
         held = held_bytes(device)
         budget_bytes = (options.device_budget or 0) if held else 0  # a CPU's allocator does not count
+        if external_bytes is not None:  # calls of one region do not see what the others keep, so each keeps the least
+            boundary_bytes = options.device_budget or 0
         if budget_bytes:
             gc.collect()  # frees the inputs that what torch's compiler has left behind of other regions holds on to
             held = held_bytes(device)
@@ -54,6 +60,7 @@ class Environment:
             links=links_of(device, options),
             held_bytes=held,
             usage=usage(device),
+            external_bytes=external_bytes,
             reservations={
                 Reservation.WAITING: sum(each.pending_bytes for each in REGIONS.waiting(device)),
                 Reservation.STATE: expected_state_bytes(device) if budget_bytes else 0,

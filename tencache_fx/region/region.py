@@ -167,9 +167,22 @@ class Region:
             break
         self.step.enter(self.current, args)
         if self.scope.leaves_step():
-            self._plan_again(args, "it does not fit while storages are away only between its graphs")
-        elif not self.in_steps and not self._check.passes(self._footprint, self._formulas.read(args)):
+            self._leave_step(args)
+        elif not self.in_steps and not self._check.passes(
+            self._footprint, self._formulas.read(args), self.scope.external_bytes
+        ):
             self._plan_again(args, "its plan, or what is held beside it, is over the budget")
+
+    def _leave_step(self, args: Sequence[Any]) -> None:
+        """Plan the region by itself; if it has no plan that way either, go on: the step is refused if that recurs."""
+        before = self.current
+        try:
+            self._plan_again(args, "it does not fit while storages are away only between its graphs")
+        except BudgetError as error:
+            log.info("region %d stays with its step: %s", self.index, str(error))
+            self.current = self.scope.on_refusal(before)
+            self.step.note_stuck()
+            self.step.enter(self.current, args)
 
     @property
     def _footprint(self) -> Footprint:
@@ -243,6 +256,7 @@ class Region:
             sizes=sizes,
             donated=self.donated_inputs.positions,
             boundary_bytes=self.boundary_memory.wanted_bytes,
+            external_bytes=self.scope.external_bytes,
             compares=self.recalibrator.compares and not by_step,
             may_learn=self.recalibrator.may_learn and not by_step,
             accumulation=self.accumulation.expected,

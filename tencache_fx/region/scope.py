@@ -20,10 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tencache_fx import compat
 from tencache_fx.hardware.device_memory import held_bytes
+from tencache_fx.hardware.memory_gauge import Storages
 from tencache_fx.kept_code import Phase
 from tencache_fx.model_state.parameter_store import find_all_offloaded, total_offloaded_bytes
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Request, WrittenPlan, keep_boxed
 from tencache_fx.region.dynamic_shapes import Sizes
+from tencache_fx.region.external_memory import ExternalMemory
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
 from tencache_fx.region.step_monitor import StepMonitor
@@ -42,6 +44,7 @@ class _Forward:
 
     thread: int
     residual: StorageWeakRef | None
+    inputs: Storages = frozenset()
     turns: int = 0
 
     @property
@@ -61,6 +64,8 @@ class Scope:
         self._forwards: list[_Forward] = []
         self._backwards = 0
         self._joined = self._was_alone = False
+        self._left_bytes: int | None = None  # the budget that its step was over when it left
+        self._own_bytes = 0  # that a plan by itself takes
         self.by_step = self._planned and source.options.scope == "step"
         if self._watches:
             self.by_step = self._seems_part(inputs)
@@ -81,24 +86,41 @@ class Scope:
         changes = self._watches and self.by_step
         if self._watches:
             self.by_step = self._watches = False
+        if changes:
+            self._left_bytes = self._step.device_budget
         return changes
+
+    @property
+    def external_bytes(self) -> int | None:
+        """The external memory of a region that has left its step; None where an allocator counts that."""
+        external = None if self._left_bytes is None else self._step.external
+        return None if external is None else external.most_bytes(self._source.index)
 
     def instrument(self, phase: Phase, run: Compiled, written: WrittenPlan) -> Compiled:
         """Return `run`, the region's forward or backward, watched; boxed if `run` is."""
         if not self._planned or phase == "inference":
             return run
 
+        external = None if written.recorder is not None or self._left_bytes is None else self._step.external
+
         def watched_run(*args: Any) -> Any:
+            forward = None
             if phase == "backward":
-                self._forwards = [each for each in self._forwards if each.waits][:-1]
+                waiting = [each for each in self._forwards if each.waits]
+                forward, self._forwards = waiting[-1] if waiting else None, waiting[:-1]
                 self._backwards += 1
-                return run(*args)
+            elif compat.in_backward():  # of a checkpoint; `review` is not asked there
+                self._meet_others()
+            inputs: Storages = frozenset() if external is None else self._show(external, args, forward)
             results = run(*args)
-            if not compat.in_backward():
-                given = {storage._cdata for storage in storages_on(self._source.device, args)}
-                made = [each for each in storages_on(self._source.device, (results,)) if each._cdata not in given]
-                residual = StorageWeakRef(made[-1]) if made else None
-                self._forwards.append(_Forward(threading.get_ident(), residual))
+            if external is not None:
+                external.end_alone((results,))
+            if phase == "backward":
+                return results
+            given = {storage._cdata for storage in storages_on(self._source.device, args)}
+            made = [each for each in storages_on(self._source.device, (results,)) if each._cdata not in given]
+            residual = StorageWeakRef(made[-1]) if made else None
+            self._forwards.append(_Forward(threading.get_ident(), residual, inputs))
             return results
 
         return keep_boxed(run, watched_run)
@@ -112,9 +134,10 @@ class Scope:
             for each in self._forwards:
                 each.turns += 1
             self._forwards = [each for each in self._forwards if each.waits]
-        for scope in REGIONS.scopes(self._source.device):
-            if not scope.by_step:
-                scope.meet(threading.get_ident())
+        self._meet_others()
+        if self._left_bytes is not None and (self._step.device_budget or 0) > self._left_bytes:
+            self.by_step, self._watches, self._left_bytes = True, True, None
+            return "the budget has grown, and it may fit with its step"
         if not self._watches:
             return current
         if not self.by_step and self._joined:
@@ -127,23 +150,30 @@ class Scope:
 
     def leaves_step(self) -> bool:
         """Return whether the region is to be planned by itself, where storages may be away within a graph, to fit."""
-        leaves = self._watches and self.by_step and self._step.is_too_large and self.plan_alone()
-        if leaves and not held_bytes(self._source.device):
-            log.warning(
-                "region %d is planned by itself from now on: its step does not fit device_budget, although all leaves "
-                "that may. On a CPU no plan counts what other regions hold, so a step of several regions may hold "
-                "more than the budget; set device_budget to more, or shrink the batch.",
-                self._source.index,
-            )
-        return leaves
+        return self._watches and self.by_step and self._step.is_too_large and self.plan_alone()
 
     def on_compiled(self, request: Request, compiled: CompiledRegion) -> None:
-        """Nothing is to be noted."""
+        """Note what a plan by itself takes."""
+        if (record := compiled.record) is not None and not request.by_step:
+            self._own_bytes = record.plan.forecast.peak_bytes - record.problem.external_bytes
 
     def on_refusal(self, current: CompiledRegion) -> CompiledRegion:
         """Go on in the scope that it was compiled in, for good."""
         self.by_step, self._watches = current.swap_region is not None, False
+        self._left_bytes = None if self.by_step else self._left_bytes
         return current
+
+    def _meet_others(self) -> None:
+        for scope in REGIONS.scopes(self._source.device):
+            if not scope.by_step:
+                scope.meet(threading.get_ident())
+
+    def _show(self, external: ExternalMemory, args: Sequence[object], forward: _Forward | None) -> Storages:
+        """Tell the others of the step that a graph of a region that has left it begins; return its inputs."""
+        limit = self._source.options.device_budget
+        assert limit is not None
+        given = frozenset() if forward is None else forward.inputs
+        return external.begin_alone(self._source.index, args, given, own_bytes=self._own_bytes, limit_bytes=limit)
 
     def _seems_part(self, inputs: Sequence[object]) -> bool:
         """Return whether other regions are likely to run between its forward and its backward."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tencache_fx.hardware.memory_gauge import Storages
 from tencache_fx.planning.swap_region import SwapRegion
 
 TURNS = 2
@@ -23,6 +24,7 @@ class Call:
     region: SwapRegion
     checkpointed: bool
     given: frozenset[int] = frozenset()
+    inputs: Storages = frozenset()  # of the forward, on a CPU
     residual: StorageWeakRef | None = None
     turns: int = 0
     most_turns: int = TURNS

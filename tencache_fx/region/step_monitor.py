@@ -10,8 +10,10 @@ from tencache_fx.options import SETTINGS, Options
 from tencache_fx.planning.swap_region import SwapRegion
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Request, WrittenPlan, keep_boxed
 from tencache_fx.region.dynamic_shapes import Sizes
+from tencache_fx.region.external_memory import ExternalMemory
 from tencache_fx.region.source import RegionSource
-from tencache_fx.region.step_recorder import StepRecorder
+from tencache_fx.region.step_recorder import StepRecorder, recorder_of
+from tencache_fx.runtime.engine_registry import open_swap_points
 
 _SIZES = 64  # remembered
 
@@ -52,6 +54,24 @@ class StepMonitor:
         if self._recorder is None:
             return False
         return self._recorder.is_over(self._source.index, self._region(), self._current_options())
+
+    @property
+    def device_budget(self) -> int | None:
+        """The device budget in bytes that counts now."""
+        return self._current_options().device_budget
+
+    @property
+    def external(self) -> ExternalMemory | None:
+        """The external memory of the regions of the step; None where an allocator counts that, or no step was seen."""
+        if self._recorder is None:
+            mine = (points for points in open_swap_points() if points.engine.device == self._source.device)
+            self._recorder = next(map(recorder_of, mine), None)
+        return self._recorder.external if self._recorder is not None and self._recorder.external.counts else None
+
+    def note_stuck(self) -> None:
+        """Note that the region has no plan by itself: from now on its step is refused if it does not fit."""
+        if self._recorder is not None and (limit := self.device_budget) is not None:
+            self._recorder.misfits.note_stuck(self._source.index, limit)
 
     def instrument(self, phase: Phase, run: Compiled, written: WrittenPlan) -> Compiled:
         """Return `run`, the region's forward or backward, told of; boxed if `run` is."""

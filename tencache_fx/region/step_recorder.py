@@ -29,6 +29,8 @@ from tencache_fx.options import Options
 from tencache_fx.planning.step import FRUGAL, SwapKey, Visit
 from tencache_fx.planning.swap_region import SwapRegion
 from tencache_fx.records import StepRecord
+from tencache_fx.region.external_memory import ExternalMemory
+from tencache_fx.region.misfits import Misfits
 from tencache_fx.region.registry import compilations
 from tencache_fx.region.step_calls import TURNS, Call
 from tencache_fx.region.step_planner import Program, StepPlanner, place_of, record_of
@@ -52,7 +54,8 @@ class StepRecorder:
         self.planner = StepPlanner(points)
         self.programs: dict[Order, Program] = {}
         self.has_new_code = False  # in this round: kernels are tuned in their first run, beside what the plan knows of
-        self.misfits: set[int] = set()  # regions whose backward does not fit while they are planned with their step
+        self.external = ExternalMemory(points)
+        self.misfits = Misfits()
         self._lock = threading.RLock()
         self._calls: list[Call] = []
         self._counts: Counter[int] = Counter()
@@ -94,6 +97,7 @@ class StepRecorder:
             given = frozenset(map(storage_key, tensors_in(values)))
             call = Call(index, self._counts[index], region, compat.saves_by_hooks(), given)
             self._counts[index] += 1
+            call.inputs = self.external.note(index, values)
             self._arrive(call, backward=False)
             self._calls.append(call)
         self.points.begin(index, call.number, backward=False)
@@ -108,6 +112,7 @@ class StepRecorder:
             call = next((each for each in own if (each.index, each.number) == found), None)
             if call is None and own:  # of a region that offloads nothing
                 call = next((each for each in reversed(own) if self._waits(each)), own[-1])
+            self.external.note(index, values, frozenset() if call is None else call.inputs)
             if call is None:  # a second backward, or one of a round that was abandoned
                 self._expect(None)
                 number = found[1] if found else -1
@@ -157,18 +162,16 @@ class StepRecorder:
 
     def is_over(self, index: int, region: SwapRegion, options: Options) -> bool:
         """Return whether a call that has no plan would be over the budget, with all away that can be."""
-        if index in self.misfits:
-            return True
-        if options.device_budget is None or self.points.schedule is not FRUGAL:
+        if (limit := options.device_budget) is None or self.misfits.has(index, limit):
+            return limit is not None
+        if self.points.schedule is not FRUGAL:
             return False
         held_bytes = self.points.gauge.held_bytes() - self.points.extra_bytes
         visits = (
             Visit(index=index, call=0, backward=backward, region=region, held_bytes=held_bytes)
             for backward in (False, True)
         )
-        return any(
-            visit.peak_bytes > options.device_budget and not self.planner.may_fit(visit, options) for visit in visits
-        )
+        return any(visit.peak_bytes > limit and not self.planner.may_fit(visit, options) for visit in visits)
 
     def is_alone(self, index: int) -> bool:
         """Return whether the last steps with this region were one call of it, and storages left or were recomputed."""
@@ -289,21 +292,21 @@ class StepRecorder:
         """Raise `BudgetError` if a run does not fit, though all leaves that can."""
         if visit.peak_bytes > limit and not self._collected:
             self._collected = True
+            before_bytes = visit.held_bytes
             gc.collect()  # garbage of torch's compiler holds on to the inputs that it compiled for
             visit = self._visits[-1] = replace(visit, held_bytes=self._measure()[0])
+            self.external.note_garbage(before_bytes - visit.held_bytes)
         if visit.peak_bytes <= limit:
             return
         assert self._options is not None
-        alone = visit.backward and self._options.scope == "auto"  # its storages may then be away within a graph
-        if alone or self.planner.may_fit(visit, self._options):
-            if alone:
-                self.misfits.add(visit.index)
+        may_fit = self.planner.may_fit(visit, self._options)
+        leaves = visit.backward and self._options.scope == "auto" and self.misfits.may_leave(visit.index, limit)
+        if may_fit or leaves:
+            if not may_fit:
+                self.misfits.note(visit.index, limit)
             log.info(
                 "region %d needs %d bytes on the device this once, over the budget of %d; it is planned again, %s",
-                visit.index,
-                visit.peak_bytes,
-                limit,
-                "by itself" if alone else "with more recomputed",
+                *(visit.index, visit.peak_bytes, limit, "with more recomputed" if may_fit else "by itself"),
             )
             return
         raise BudgetError(
@@ -370,9 +373,10 @@ class StepRecorder:
         self._last = None if self._last in ended else self._last
         if self._expected in ended:
             self._expect(None)
-        self.misfits -= gone
         for index in gone:
             self._alone.pop(index, None)
+        self.misfits.forget(gone)
+        self.external.forget(gone)
         self.points.forget(gone)
         self.planner.forget(gone)
 
@@ -380,6 +384,7 @@ class StepRecorder:
         self.points.settle()
         self._calls, self._visits, self.points.in_known_order = [], [], True
         self._counts.clear()
+        self.external.begin_round()
 
 
 def recorder_of(points: SwapPoints) -> StepRecorder:

@@ -215,6 +215,11 @@ class Engine:
         self.stats.add(prefetches=1, h2d_bytes=transfer.layout.nbytes)
         return ticket
 
+    def destination(self, ticket: Tensor) -> Tensor | None:
+        """Return the tensor that a prefetch has allocated and that nobody has waited for; None after that."""
+        with self._lock:
+            return self._table.find(ticket, "look into").dst
+
     def wait(self, ticket: Tensor) -> Tensor:
         """Let compute wait for the copy in; return the tensor. Blocks the host while the disk is still read.
 

@@ -27,7 +27,18 @@ _COUNTERS = (
     "update_ns",
     "device_updates",
 )
-
+GAUGES = (
+    "host_acquired_bytes",
+    "host_high_water_bytes",
+    "host_pool_bytes",
+    "host_waste_bytes",
+    "disk_bytes",
+    "disk_acquired_bytes",
+    "disk_written_bytes",
+    "parameter_disk_bytes",
+    "transfers",
+)
+"""Those that every engine has; those of its spill directories come behind them."""
 
 _RENAMED = {
     "trips": "transfers",
@@ -41,6 +52,11 @@ class Counts(dict[str, int | float]):
 
     def __missing__(self, name: str) -> NoReturn:
         raise KeyError(new_name("stats()", name, _RENAMED[name]) if name in _RENAMED else name)
+
+
+def no_counts() -> Counts:
+    """Return the figures of no engine: nothing was moved, nothing is held, nothing was waited for."""
+    return Counts({**dict.fromkeys((*_COUNTERS, "stall_ns"), 0), "hit_rate": 1.0, **dict.fromkeys(GAUGES, 0)})
 
 
 @dataclass(frozen=True, slots=True)

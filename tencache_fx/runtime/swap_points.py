@@ -377,6 +377,7 @@ class SwapPoints:
         elif swap.state is State.AWAY:
             assert swap.handle is not None
             swap.ticket = self.engine.prefetch(swap.handle)
+            self.gauge.see((self.engine.destination(swap.ticket),))
             swap.handle, swap.state = None, State.COMING
             swap.count()
 

@@ -475,18 +475,3 @@ def test_new_code_whose_step_failed_is_still_new(engine: Engine, monkeypatch: py
     seen.clear()
     gradients(model, model, inputs())
     assert not any(seen)
-
-
-def test_it_is_told_that_regions_leave_a_step_that_does_not_fit(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A CPU's allocator does not count what the others hold, so their plans cannot either."""
-    expected = wanted()[0]
-    for budget, told in ((BUDGETS["some"], False), (3_000_000, True)):
-        caplog.clear()
-        model = one_by_one(blocks(), scope="auto", device_budget=budget)
-        for _ in range(4):
-            found = gradients(model, model, inputs(0))
-        assert equal(found, expected)
-        assert ("is planned by itself from now on: its step does not fit" in caplog.text) == told
-        torch.compiler.reset()

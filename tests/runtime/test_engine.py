@@ -15,6 +15,7 @@ from forked import exit_code, forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tencache_fx
 from tencache_fx.errors import BudgetError, InvariantError, OptionError, StoreError, TencacheError, UsageError
 from tencache_fx.planning.plan import PoolClass
 from tencache_fx.planning.problem import Tier
@@ -131,6 +132,15 @@ def test_many_steps_use_the_reserved_memory_only(new_engine: EngineMaker, tier: 
     assert stats["offloads"] == stats["prefetches"] == 24
     assert stats["d2h_bytes"] == stats["h2d_bytes"] == 24 * 40_000
     assert stats["dropped"] == 0
+
+
+def test_figures_have_their_names_before_there_is_an_engine(new_engine: EngineMaker) -> None:
+    tencache_fx.close()
+    before = tencache_fx.stats()
+    assert set(before.values()) == {0, 1.0}
+    assert before["hit_rate"] == 1.0
+    now = new_engine().stats.take()
+    assert before.keys() == {name for name in now if not name.startswith("disk_written_bytes:")}
 
 
 def test_counts(new_engine: EngineMaker) -> None:

@@ -1,0 +1,82 @@
+"""The external memory of a region that is planned by itself among others of a step, on a CPU.
+
+A GPU's allocator counts what all hold, so such a plan sees the others there. A CPU's does not. Here the recorder of
+steps notes what it sees beside each graph, and the region's own peak is one between the graphs of the others.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from tencache_fx.hardware.memory_gauge import Storages, references
+from tencache_fx.runtime.swap_points import SwapPoints
+from tencache_fx.tensors import tensors_in
+
+
+class ExternalMemory:
+    """The most external memory of each region when one of its graphs began, in this round or the last.
+
+    What stays on the device by the schedule of the others is not among them: it leaves where there is no room.
+    """
+
+    def __init__(self, points: SwapPoints) -> None:
+        self._points = points
+        self._before: dict[int, int] = {}
+        self._now: dict[int, int] = {}
+
+    @property
+    def counts(self) -> bool:
+        """Whether nobody else counts it."""
+        return not self._points.gauge.counts_all
+
+    def begin_round(self) -> None:
+        """Let what was seen before the last round be forgotten."""
+        self._before, self._now = self._now, {}
+
+    def note(self, index: int, values: Sequence[object], given: Storages = frozenset()) -> Storages:
+        """Note what is held when a graph of a region begins, which takes `values`; they were seen.
+
+        Return their storages. A backward says those that its forward was `given`: they are the region's own, too.
+        """
+        if not self.counts:
+            return frozenset()
+        own = references(tensors_in(values)) | given
+        external_bytes = max(0, self._held_bytes(own) - self._points.extra_bytes)
+        self._now[index] = max(self._now.get(index, 0), external_bytes)
+        return own
+
+    def note_garbage(self, nbytes: int) -> None:
+        """Note that so many of the bytes seen in this round were garbage, which is collected now."""
+        self._now = {index: max(0, external_bytes - nbytes) for index, external_bytes in self._now.items()}
+
+    def most_bytes(self, index: int) -> int:
+        """Return the most that was held beside a region."""
+        return max(self._before.get(index, 0), self._now.get(index, 0))
+
+    def begin_alone(
+        self, index: int, values: Sequence[object], given: Storages, *, own_bytes: int, limit_bytes: int
+    ) -> Storages:
+        """Note that a graph begins whose region is planned by itself, and takes `own_bytes` at most, all told.
+
+        What stays on the device by the schedule of others leaves if both do not fit. Return and take storages as
+        `note` does.
+        """
+        self._points.see(values)
+        own = self.note(index, values, given)
+        peak_bytes = self._held_bytes(own) + own_bytes
+        if peak_bytes > limit_bytes:
+            peak_bytes -= self._points.make_room(peak_bytes - limit_bytes, (index, -1))
+        self._points.gauge.rise_to(peak_bytes)
+        return own
+
+    def end_alone(self, results: Iterable[object]) -> None:
+        """Note what such a graph has returned."""
+        self._points.see(results)
+
+    def forget(self, regions: Iterable[int]) -> None:
+        """Forget regions of which no code is left."""
+        for index in regions:
+            self._before.pop(index, None)
+            self._now.pop(index, None)
+
+    def _held_bytes(self, own: Storages) -> int:
+        gauge = self._points.gauge
+        return max(0, gauge.held_bytes() - gauge.bytes_of(own))

@@ -1,0 +1,173 @@
+"""Regions that leave a step which does not fit: on a CPU, too, their plans count what the others of the step hold."""
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from harness import Block, faulty_engine
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tencache_fx
+from tencache_fx.errors import BudgetError
+from tencache_fx.hardware.memory_gauge import MemoryGauge, references
+from tencache_fx.planning.step import FRUGAL
+from tencache_fx.region.external_memory import ExternalMemory
+from tencache_fx.region.registry import REGIONS
+from tencache_fx.region.step_recorder import recorder_of
+from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.engine_registry import swap_points
+
+CPU = torch.device("cpu")
+WIDTH, ROWS, DEPTH = 64, 256, 6
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(WIDTH, 4) for _ in range(DEPTH)))
+
+
+def compiled(backend: str = "tencache", **options: object) -> nn.Sequential:
+    model, given = blocks(), {"compiler": "eager", "calibrate": False, "host_budget": 1 << 28, **options}
+    for block in model:
+        block.compile(backend=backend, **({"options": given} if backend == "tencache" else {}))
+    return model
+
+
+def train(model: nn.Sequential, run: Callable[[Tensor], Tensor], seed: int = 0) -> tuple[list[Tensor], int]:
+    """Return the gradients of a step, and the most bytes held in it, parameters included."""
+    model.zero_grad(set_to_none=True)
+
+    def step() -> None:
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+        run(x).square().mean().backward()
+
+    peak_bytes = tencache_fx.peak_bytes(step, CPU)
+    parameters = list(model.parameters())
+    found = [each.grad.clone() for each in parameters if each.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return found, peak_bytes + sum(each.nbytes for each in parameters)
+
+
+def wanted() -> tuple[list[Tensor], int]:
+    """Return the gradients without a budget, and what they take."""
+    model = compiled("aot_eager_decomp_partition")
+    found = train(model, model)
+    torch.compiler.reset()
+    return found
+
+
+def among(before: set[object]) -> list[bool]:
+    """Return of each region made since `before` whether it is planned with its step."""
+    return [region.in_steps for region in REGIONS.live() if region not in before]
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with faulty_engine(host_budget_bytes=1 << 28) as found:
+        yield found
+
+
+def whole(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
+    return lambda x: checkpoint(model, x, use_reentrant=False)
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("budget", [2_800_000, 2_650_000])
+def test_they_stay_within_a_budget_that_no_schedule_of_the_step_fits(budget: int) -> None:
+    (expected, plain_bytes), before = wanted(), set(REGIONS.live())
+    assert plain_bytes > 1.5 * budget
+    model, peaks = compiled(device_budget=budget), []
+    for _ in range(6):
+        found, peak_bytes = train(model, model)
+        assert all(map(torch.equal, found, expected))
+        peaks.append(peak_bytes)
+    assert not all(among(before)), "none has left"
+    assert max(peaks[3:]) <= budget, peaks
+
+
+@pytest.mark.usefixtures("engine")
+def test_it_is_refused_where_they_do_not_fit_beside_the_others() -> None:
+    model = compiled(device_budget=2_200_000)
+    with pytest.raises(Exception, match="the budget is 2.2 MB") as raised:
+        [train(model, model) for _ in range(4)]
+    error = getattr(raised.value, "inner_exception", raised.value)
+    assert isinstance(error, BudgetError), error
+
+
+@pytest.mark.usefixtures("engine")
+def test_they_join_the_step_again_when_the_budget_grows() -> None:
+    before = set(REGIONS.live())
+    tencache_fx.configure(device_budget=2_800_000, compiler="eager", calibrate=False, host_budget=1 << 28)
+    try:
+        model = blocks()
+        for block in model:
+            block.compile(backend="tencache")
+        for _ in range(4):
+            train(model, model)
+        assert not all(among(before)), "none has left"
+        tencache_fx.configure(device_budget=4_000_000)
+        peaks = [train(model, model)[1] for _ in range(4)]
+        assert all(among(before))
+        assert max(peaks) <= 4_000_000, peaks
+    finally:
+        tencache_fx.configure(reset=True)
+
+
+@pytest.mark.usefixtures("engine")
+def test_blocks_that_are_checkpointed_together_are_planned_together() -> None:
+    """In the backward their forwards run again, one after the other, and wait: the first plans did not see that."""
+    (expected, _), before, budget = wanted(), set(REGIONS.live()), 3_300_000
+    model = compiled(device_budget=budget)
+    runs = [train(model, whole(model)) for _ in range(6)]
+    assert all(all(map(torch.equal, found, expected)) for found, _ in runs)
+    assert all(among(before))
+    assert runs[0][1] > 1.5 * budget, "nothing was to be done"
+    assert max(peak_bytes for _, peak_bytes in runs[1:]) <= budget, runs
+
+
+def test_what_comes_back_early_is_seen(engine: Engine) -> None:
+    """What the schedule brings early is on the device beside external memory, which is no less for that."""
+    model, held = compiled(device_budget=3_100_000, scope="step"), []
+    for _ in range(5):
+        train(model, whole(model))
+        model(torch.zeros(1, WIDTH))  # the round is over when the next forward begins
+        (program,) = recorder_of(swap_points(engine)).programs.values()
+        held.append([visit.held_bytes for visit in program.visits if visit.backward])
+    assert any(brought for acts in program.schedule.acts.values() for _, brought in acts.values())
+    assert program.schedule is not FRUGAL
+    assert held[-1] == held[0], held
+
+
+def test_a_gauge_of_a_cpu_knows_of_peaks_until_the_next_mark() -> None:
+    gauge, held, other = MemoryGauge(CPU), torch.zeros(100), torch.zeros(50)
+    gauge.see((held, held[:3]))
+    assert gauge.bytes_of(references([held[1:], held, other])) == 400
+    mark = gauge.mark()
+    gauge.rise_to(1000)
+    gauge.rise_to(900)
+    assert gauge.bytes_since(mark) == (400, 1000)
+    mark = gauge.mark()
+    assert gauge.bytes_since(mark) == (400, 400)
+
+
+def test_the_most_of_this_round_and_the_last_counts(engine: Engine) -> None:
+    points = swap_points(engine)
+    external, mine, others = ExternalMemory(points), torch.zeros(100), [torch.zeros(1000)]
+    points.see((mine, *others))
+    external.note(7, (mine,))
+    external.note(8, (mine,), references(others))
+    assert (external.most_bytes(7), external.most_bytes(8), external.most_bytes(9)) == (4000, 0, 0)
+    external.begin_round()
+    del others[0]
+    gc.collect()
+    external.note(7, (mine,))
+    assert external.most_bytes(7) == 4000
+    external.note_garbage(1)
+    external.begin_round()
+    assert external.most_bytes(7) == 0
+    external.begin_alone(7, (mine,), frozenset(), own_bytes=5000, limit_bytes=1 << 20)
+    assert points.gauge.bytes_since(points.gauge.mark()) == (400, 400)
+    external.forget([7])
+    assert external.most_bytes(7) == 0
