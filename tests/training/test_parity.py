@@ -62,9 +62,9 @@ NOTHING_TO_MOVE = {
 def tight(each: Case, problems: Sequence[Problem], options: Options) -> Options:
     """Return `options` with a budget that makes one of these regions offload; without one if none is expected to.
 
-    Generated code may hold a little more than the floor that the graphs show. Several regions have the budget each.
+    Generated code may hold a little more than the floor that the graphs show. Each call of a region has the budget.
     """
-    options = {**options, "scope": "region"} if len(problems) > 1 else options
+    options = {**options, "scope": "region"}
     able = any(planned_floor(problem) < live_bytes(problem).max() for problem in problems)
     assert able != ((options["compiler"], each.name) in NOTHING_TO_MOVE), "NOTHING_TO_MOVE has the others"
     least = max((above_floor(problem, options) for problem in problems), default=0)
