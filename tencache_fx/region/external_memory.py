@@ -4,6 +4,7 @@ A GPU's allocator counts what all hold, so such a plan sees the others there. A 
 steps notes what it sees beside each graph, and the region's own peak is one between the graphs of the others.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tencache_fx.hardware.memory_gauge import Storages, references
@@ -12,15 +13,19 @@ from tencache_fx.tensors import tensors_in
 
 
 class ExternalMemory:
-    """The most external memory of each region when one of its graphs began, in this round or the last.
+    """The most external memory of each region when one of its graphs began, in this turn or the last.
 
-    What stays on the device by the schedule of the others is not among them: it leaves where there is no room.
+    A turn is a round, as the recorder of steps has them. Of a region that is planned by itself it begins with a forward
+    while none of the region's waits. What stays on the device by the schedule of the others is not among the bytes: it
+    leaves where there is no room.
     """
 
     def __init__(self, points: SwapPoints) -> None:
         self._points = points
         self._before: dict[int, int] = {}
         self._now: dict[int, int] = {}
+        self._alone: set[int] = set()
+        self._turns: Counter[int] = Counter()
 
     @property
     def counts(self) -> bool:
@@ -28,14 +33,19 @@ class ExternalMemory:
         return not self._points.gauge.counts_all
 
     def begin_round(self) -> None:
-        """Let what was seen before the last round be forgotten."""
-        self._before, self._now = self._now, {}
+        """Begin a turn of all regions that are planned with their step."""
+        for index in (self._before.keys() | self._now.keys()) - self._alone:
+            self._begin_turn(index)
 
     def note(self, index: int, values: Sequence[object], given: Storages = frozenset()) -> Storages:
         """Note what is held when a graph of a region begins, which takes `values`; they were seen.
 
         Return their storages. A backward says those that its forward was `given`: they are the region's own, too.
         """
+        self._alone.discard(index)
+        return self._note(index, values, given)
+
+    def _note(self, index: int, values: Sequence[object], given: Storages) -> Storages:
         if not self.counts:
             return frozenset()
         own = references(tensors_in(values)) | given
@@ -47,20 +57,38 @@ class ExternalMemory:
         """Note that so many of the bytes seen in this round were garbage, which is collected now."""
         self._now = {index: max(0, external_bytes - nbytes) for index, external_bytes in self._now.items()}
 
+    def turn(self, index: int) -> int:
+        """Return the number of a region's turn that was begun last."""
+        return self._turns[index]
+
+    def last_bytes(self, index: int) -> int:
+        """Return the external memory of a region in its turn that was begun last."""
+        return self._now.get(index, 0)
+
     def most_bytes(self, index: int) -> int:
-        """Return the most that was held beside a region."""
+        """Return the most external memory of a region, in that turn and the one before."""
         return max(self._before.get(index, 0), self._now.get(index, 0))
 
     def begin_alone(
-        self, index: int, values: Sequence[object], given: Storages, *, own_bytes: int, limit_bytes: int
+        self,
+        index: int,
+        values: Sequence[object],
+        given: Storages,
+        *,
+        own_bytes: int,
+        limit_bytes: int,
+        begins_turn: bool,
     ) -> Storages:
         """Note that a graph begins whose region is planned by itself, and takes `own_bytes` at most, all told.
 
         What stays on the device by the schedule of others leaves if both do not fit. Return and take storages as
         `note` does.
         """
+        self._alone.add(index)
+        if begins_turn:
+            self._begin_turn(index)
         self._points.see(values)
-        own = self.note(index, values, given)
+        own = self._note(index, values, given)
         peak_bytes = self._held_bytes(own) + own_bytes
         if peak_bytes > limit_bytes:
             peak_bytes -= self._points.make_room(peak_bytes - limit_bytes, (index, -1))
@@ -76,6 +104,13 @@ class ExternalMemory:
         for index in regions:
             self._before.pop(index, None)
             self._now.pop(index, None)
+            self._turns.pop(index, None)
+            self._alone.discard(index)
+
+    def _begin_turn(self, index: int) -> None:
+        """Let what was seen before the last turn be forgotten."""
+        self._before[index] = self._now.pop(index, 0)
+        self._turns[index] += 1
 
     def _held_bytes(self, own: Storages) -> int:
         gauge = self._points.gauge

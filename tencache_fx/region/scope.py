@@ -66,6 +66,7 @@ class Scope:
         self._joined = self._was_alone = False
         self._left_bytes: int | None = None  # the budget that its step was over when it left
         self._own_bytes = 0  # that a plan by itself takes
+        self._excused_turn = -1
         self.by_step = self._planned and source.options.scope == "step"
         if self._watches:
             self.by_step = self._seems_part(inputs)
@@ -92,16 +93,37 @@ class Scope:
 
     @property
     def external_bytes(self) -> int | None:
-        """The external memory of a region that has left its step; None where an allocator counts that."""
-        external = None if self._left_bytes is None else self._step.external
+        """The external memory that a region which has left its step is planned for; None where an allocator counts."""
+        external = self._external
         return None if external is None else external.most_bytes(self._source.index)
+
+    @property
+    def last_external_bytes(self) -> int | None:
+        """That of its last turn."""
+        external = self._external
+        return None if external is None else external.last_bytes(self._source.index)
+
+    def excuses(self) -> bool:
+        """Return whether the region may run although it does not fit beside its external memory.
+
+        It may for one turn: that memory, such as an output that was kept, may be gone in the next.
+        """
+        if (external := self._external) is None:
+            return False
+        turn, before = external.turn(self._source.index), self._excused_turn
+        self._excused_turn = turn
+        return turn - before != 1
+
+    @property
+    def _external(self) -> ExternalMemory | None:
+        return None if self._left_bytes is None else self._step.external
 
     def instrument(self, phase: Phase, run: Compiled, written: WrittenPlan) -> Compiled:
         """Return `run`, the region's forward or backward, watched; boxed if `run` is."""
         if not self._planned or phase == "inference":
             return run
 
-        external = None if written.recorder is not None or self._left_bytes is None else self._step.external
+        external = None if written.recorder is not None else self._external
 
         def watched_run(*args: Any) -> Any:
             forward = None
@@ -111,7 +133,10 @@ class Scope:
                 self._backwards += 1
             elif compat.in_backward():  # of a checkpoint; `review` is not asked there
                 self._meet_others()
-            inputs: Storages = frozenset() if external is None else self._show(external, args, forward)
+            inputs: Storages = frozenset()
+            if external is not None:
+                begins_turn = phase == "forward" and not any(each.waits for each in self._forwards)
+                inputs = self._show(external, args, forward, begins_turn=begins_turn)
             results = run(*args)
             if external is not None:
                 external.end_alone((results,))
@@ -168,12 +193,20 @@ class Scope:
             if not scope.by_step:
                 scope.meet(threading.get_ident())
 
-    def _show(self, external: ExternalMemory, args: Sequence[object], forward: _Forward | None) -> Storages:
+    def _show(
+        self, external: ExternalMemory, args: Sequence[object], forward: _Forward | None, *, begins_turn: bool
+    ) -> Storages:
         """Tell the others of the step that a graph of a region that has left it begins; return its inputs."""
         limit = self._source.options.device_budget
         assert limit is not None
-        given = frozenset() if forward is None else forward.inputs
-        return external.begin_alone(self._source.index, args, given, own_bytes=self._own_bytes, limit_bytes=limit)
+        return external.begin_alone(
+            self._source.index,
+            args,
+            frozenset() if forward is None else forward.inputs,
+            own_bytes=self._own_bytes,
+            limit_bytes=limit,
+            begins_turn=begins_turn,
+        )
 
     def _seems_part(self, inputs: Sequence[object]) -> bool:
         """Return whether other regions are likely to run between its forward and its backward."""

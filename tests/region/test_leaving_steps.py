@@ -116,15 +116,19 @@ def test_they_join_the_step_again_when_the_budget_grows() -> None:
 
 
 @pytest.mark.usefixtures("engine")
-def test_blocks_that_are_checkpointed_together_are_planned_together() -> None:
-    """In the backward their forwards run again, one after the other, and wait: the first plans did not see that."""
-    (expected, _), before, budget = wanted(), set(REGIONS.live()), 3_300_000
+@pytest.mark.parametrize(("budget", "leaves"), [(3_300_000, False), (2_700_000, True)])
+def test_blocks_that_are_checkpointed_together_are_planned_together(budget: int, *, leaves: bool) -> None:
+    """In the backward their forwards run again, one after the other, and wait: the first plans did not see that.
+
+    None leaves its step there: what runs again has to save what it saved before.
+    """
+    (expected, _), before = wanted(), set(REGIONS.live())
     model = compiled(device_budget=budget)
-    runs = [train(model, whole(model)) for _ in range(6)]
+    runs = [train(model, whole(model)) for _ in range(7)]
     assert all(all(map(torch.equal, found, expected)) for found, _ in runs)
-    assert all(among(before))
+    assert all(among(before)) != leaves
     assert runs[0][1] > 1.5 * budget, "nothing was to be done"
-    assert max(peak_bytes for _, peak_bytes in runs[1:]) <= budget, runs
+    assert max(peak_bytes for _, peak_bytes in runs[3 if leaves else 1 :]) <= budget, runs
 
 
 def test_what_comes_back_early_is_seen(engine: Engine) -> None:
@@ -167,7 +171,37 @@ def test_the_most_of_this_round_and_the_last_counts(engine: Engine) -> None:
     external.note_garbage(1)
     external.begin_round()
     assert external.most_bytes(7) == 0
-    external.begin_alone(7, (mine,), frozenset(), own_bytes=5000, limit_bytes=1 << 20)
+    alone = {"own_bytes": 5000, "limit_bytes": 1 << 20}
+    external.begin_alone(7, (mine,), frozenset(), **alone, begins_turn=True)
+    external.begin_round()
     assert points.gauge.bytes_since(points.gauge.mark()) == (400, 400)
     external.forget([7])
     assert external.most_bytes(7) == 0
+
+
+def test_what_is_gone_is_forgotten_in_two_turns(engine: Engine) -> None:
+    """Where all regions of a step are planned by themselves no round begins."""
+    points = swap_points(engine)
+    external, mine, others = ExternalMemory(points), torch.zeros(100), [torch.zeros(1000)]
+    points.see(others)
+    seen = []
+    for _ in range(3):
+        external.begin_alone(7, (mine,), frozenset(), own_bytes=0, limit_bytes=1 << 20, begins_turn=True)
+        seen.append((external.last_bytes(7), external.most_bytes(7)))
+        others.clear()
+        gc.collect()
+    assert seen == [(4000, 4000), (0, 4000), (0, 0)]
+
+
+@pytest.mark.usefixtures("engine")
+def test_outputs_that_are_kept_once_end_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    """External memory that is there in one step alone is no reason to refuse the next one."""
+    model, kept = compiled(device_budget=2_800_000), []
+    x = torch.randn(ROWS, WIDTH)
+    for step in range(9):
+        if step == 5:
+            kept.extend(model(x) for _ in range(8))
+        model.zero_grad(set_to_none=True)
+        model(x).square().mean().backward()
+        kept.clear()
+    assert "may go over its budget this once" in caplog.text
