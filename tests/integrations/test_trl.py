@@ -9,8 +9,6 @@ pytest.importorskip("trl")
 from integration import example
 from transformers import Trainer
 
-import tencache_fx
-
 pytestmark = pytest.mark.usefixtures("quick_libraries")
 
 
@@ -23,7 +21,6 @@ def test_a_trainer_of_trl_trains_as_without_us(way: str, tmp_path: Path) -> None
     train = example("trl_training").train
     expected, trainer = train(way, str(tmp_path / "plain"), plain=True), train(way, str(tmp_path / "ours"))
     assert logged(trainer, "tencache/d2h_bytes")[0] > 0
-    assert tencache_fx.stats()["updates"] > 0
     assert len(logged(trainer, "loss")) == 6
     assert logged(trainer, "grad_norm") == pytest.approx(logged(expected, "grad_norm"), rel=1e-2)
     if way == "sft":
