@@ -19,7 +19,7 @@ around it has set them:
       `plan_transfers`                     what they may use          barriers counted, after `Tuning.repairs`
 
 All constants are in `tuning.py`. There is one clock, `Evaluator.spent_looks`, which counts work and no seconds: equal
-problems have equal plans. A search of the level "recomputation" may spend 12 to 36 plans, and there are at most seven
+problems have equal plans. A search of the level "recomputation" may spend 5 to 36 plans, and there are at most seven
 of them (four starts, three turns); the level "parameters" is asked once for what each of them has found, and tries
 about 25 plans. What a search has planned, the others know.
 
@@ -132,7 +132,7 @@ def _choose_recomputed(evaluator: Evaluator) -> Names:
     coarse = coarsen_within(captured, tuning)
     problem, tried = coarse.problem, {}
     for _ in range(SPLITS):
-        searched = replace(tuning, steps_planned=tuning.coarse_steps_planned)
+        searched = replace(tuning, steps_planned=tuning.coarse_steps_planned, least_plans=tuning.coarse_least_plans)
         names = coarse.fine(_search_turns(Evaluator(problem, searched)))
         if names in tried:
             break

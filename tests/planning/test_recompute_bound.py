@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from problems import moving_problems, offloaded_weights, trained_offloaded, tran
 from programs import some_recipes, tight_problems, transformer_recipes
 
 from tencache_fx.planning.evaluation import Candidate, Evaluator
+from tencache_fx.planning.link_bound import least_link_ns
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import (
     first_parameters,
@@ -18,7 +20,7 @@ from tencache_fx.planning.parameter_schedule import (
     pinned_bytes,
 )
 from tencache_fx.planning.planner import floor_bytes, least_step_ns
-from tencache_fx.planning.problem import Kind, Problem, Step, Storage
+from tencache_fx.planning.problem import Kind, Links, Problem, Step, Storage
 from tencache_fx.planning.recompute import recompute
 from tencache_fx.planning.recompute_bound import RecomputeBound, least_floor_bytes
 from tencache_fx.planning.recompute_search import RecomputeSearch, Score
@@ -83,13 +85,36 @@ def test_no_plan_beats_the_bounds(problem: Problem, data: st.DataObject) -> None
     evaluator = Evaluator(problem)
     base = replace(BASE, resident=resident, updated_here=here, reserved_bytes=data.draw(st.integers(0, 4)))
     candidate = base.recomputing(names)
-    quick_ns = RecomputeBound(evaluator.problem_for(base)).least_ns(names)
+    bound = RecomputeBound(evaluator.problem_for(base))
+    quick_ns = bound.least_ns(names)
     least_ns = least_step_ns(evaluator.problem_for(candidate))
     costs = evaluator.evaluate(candidate).costs
     SEEN.note("planned" if costs else "refused")
     assert quick_ns <= least_ns + 1, "the quick one is the better one"
+    assert bound.least_of_all_ns() <= quick_ns <= bound.likely_ns(names, 0.6)
     if costs is not None:
         assert max(quick_ns, least_ns) <= costs.step_ns
+
+
+@given(
+    out_bytes=st.integers(0, 100),
+    in_bytes=st.integers(0, 100),
+    rates=st.tuples(*[st.integers(1, 9)] * 4),
+    both_ns=st.integers(0, 200),
+)
+def test_links_need_no_less_however_long_both_are_busy(
+    out_bytes: int, in_bytes: int, rates: tuple[int, int, int, int], both_ns: int
+) -> None:
+    solo_out, solo_in, duplex_out, duplex_in = rates
+    links = Links(
+        d2h_bytes_per_s=solo_out * 10**9,
+        h2d_bytes_per_s=solo_in * 10**9,
+        d2h_duplex_bytes_per_s=duplex_out * 10**9,
+        h2d_duplex_bytes_per_s=duplex_in * 10**9,
+    )
+    (least,) = least_link_ns(links, np.array([out_bytes]), np.array([in_bytes]))
+    left_out, left_in = max(0, out_bytes - both_ns * duplex_out), max(0, in_bytes - both_ns * duplex_in)
+    assert least <= both_ns + left_out / solo_out + left_in / solo_in + 1e-9
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
@@ -137,7 +162,7 @@ class Unpruned(RecomputeSearch):
         return 1 << 62
 
 
-@SEEN.reaching(0.15, "pruned")
+@SEEN.reaching(0.08, "pruned")
 @settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
 @given(problem=trainings(), data=st.data())
 def test_a_search_of_unlimited_length_finds_the_same_without_bounds(problem: Problem, data: st.DataObject) -> None:
