@@ -65,7 +65,7 @@ class RecomputeSearch:
         if self.problem.budgets.device_bytes is None or not self.problem.recipes or self.best_score.over_bytes <= 0:
             return ()
         self.climb()
-        if self.may_gain():
+        if self.left > 0 and self.may_gain():
             self.turn_over()
         return tuple(sorted(self.best))
 
@@ -116,13 +116,22 @@ class RecomputeSearch:
             for rung in sorted({*range(0, len(line), stride), len(line)}):
                 rungs.setdefault(frozenset(line[:rung]), (line, rung, stride))
         enough = self.left // 2
-        for names in sorted(rungs, key=self.likely_ns):
+        for names in self.spread_out(sorted(rungs, key=self.likely_ns)):
             if self.left <= enough:
                 break
             if self.is_worth_a_look(names):
                 self.consider(names)
         self.consider(frozenset())  # never slower than `teraio`
         self.close_in(*rungs[self.best], least_left=enough // 2)
+
+    def spread_out(self, choices: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+        """Return `choices` in their order, but those that recompute about as much as one before behind all others."""
+        apart = len(self.line) // self.evaluator.tuning.rungs
+        first: list[frozenset[str]] = []
+        for names in choices:
+            if all(abs(len(names) - len(other)) >= apart for other in first):
+                first.append(names)
+        return [*first, *(names for names in choices if names not in first)]
 
     def close_in(self, line: Sequence[str], best: int, stride: int, least_left: int) -> None:
         """Look at the rungs of `line` around the best one, closer and closer."""

@@ -3,7 +3,7 @@
 `examples/bench/ablate.py` shows what most of them are worth, on regions that a run has dumped.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +61,10 @@ class Tuning:
 
     # Coarsening. Problems of more steps are searched coarsely; a plan for fewer takes a few milliseconds.
     coarse_from: int = 700
-    # Steps that one search plans in all, then, and the fewest plans: the likely best come first.
-    coarse_steps_planned: int = 3_000
-    coarse_least_plans: int = 5
+    # Steps that one search plans in all, then: 12 plans for a deep model, all of 36 for a shallow one. Where parameters
+    # are offloaded there are several searches, each of half as much, and what one has missed another finds.
+    coarse_steps_planned: int = 6_000
+    least_plans_in_turns: int = 5
     # Choices of parameters that are best there, and are tried until two of them have a plan.
     likely_shares: int = 6
     # Stretches that a problem is searched in: more cost time, and fewer miss what fits.
@@ -79,6 +80,12 @@ class Tuning:
     state_rooms: tuple[float, ...] = (0.4, 0.85)
     # Searches beside the parameters that are pinned in the fastest plan so far; the third has rarely found more.
     turns: int = 3
+
+    def coarsely(self, *, in_turns: bool) -> "Tuning":
+        """Return the constants for one search of a coarser problem, or for each of several."""
+        if in_turns:
+            return replace(self, steps_planned=self.coarse_steps_planned // 2, least_plans=self.least_plans_in_turns)
+        return replace(self, steps_planned=self.coarse_steps_planned)
 
 
 TUNING = Tuning()

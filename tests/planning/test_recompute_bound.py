@@ -19,12 +19,12 @@ from tencache_fx.planning.parameter_schedule import (
     least_bytes_beside_parameters,
     pinned_bytes,
 )
+from tencache_fx.planning.parameter_search import choose_parameters
 from tencache_fx.planning.planner import floor_bytes, least_step_ns
 from tencache_fx.planning.problem import Kind, Links, Problem, Step, Storage
 from tencache_fx.planning.recompute import recompute
 from tencache_fx.planning.recompute_bound import RecomputeBound, least_floor_bytes
 from tencache_fx.planning.recompute_search import RecomputeSearch, Score
-from tencache_fx.planning.search import choose_parameters
 from tencache_fx.planning.tuning import TUNING
 
 SEEN = Outcomes()
