@@ -336,7 +336,7 @@ def test_more_room_is_tried_where_less_of_it_is_worth_it(times: tuple[int, ...],
 
 
 def test_what_is_recomputed_leaves_rooms_that_may_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searched beside no weights, a room for state, which gains nothing, and all weights; without a budget, not at all."""
+    """Searched beside no weights, a room for state, which gains nothing, and all weights; not without a budget."""
     problem, _ = small_plan()
     recipe = Recipe(name=problem.storages[0].name, steps=(Step(1),))
     problem = replace(problem.within(device_bytes=4_000_000), recipes=(recipe,))

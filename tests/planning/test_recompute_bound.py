@@ -1,5 +1,6 @@
 """What the search passes over by a bound could not have been better, and the result is the same without the bounds."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,8 @@ from outcomes import Outcomes
 from problems import moving_problems, offloaded_weights, trained_offloaded, transformer
 from programs import some_recipes, tight_problems, transformer_recipes
 
+from tencache_fx.errors import BudgetError
+from tencache_fx.planning import parameter_search
 from tencache_fx.planning.evaluation import Candidate, Evaluator
 from tencache_fx.planning.link_bound import least_link_ns
 from tencache_fx.planning.liveness import live_bytes
@@ -191,6 +194,34 @@ def test_the_bound_spares_most_plans_where_copies_take_the_memory_that_updates_w
     evaluator = Evaluator(problem.within(device_bytes=(floor + peak) // 2))
     assert RecomputeSearch(evaluator, BASE).run()
     assert len(evaluator._outcomes) < TUNING.most_plans // 2
+
+
+@SEEN.reaching(0.05, "passed over")
+@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+@given(problem=trainings())
+def test_shares_that_are_passed_over_are_too_slow(problem: Problem) -> None:
+    class Checked(parameter_search._Tried):
+        def _is_too_slow(self, candidate: Candidate) -> bool:
+            found = super()._is_too_slow(candidate)
+            SEEN.note("passed over" if found else "looked at")
+            costs = self._evaluator.evaluate(candidate).costs if found else None
+            if costs is not None:
+                fastest_ns = min(map(self.step_ns, self.planned))
+                assert costs.step_ns > self._tolerable(fastest_ns)
+            return found
+
+    with pytest.MonkeyPatch.context() as patch, suppress(BudgetError):
+        patch.setattr(parameter_search, "_Tried", Checked)
+        choose_parameters(Evaluator(problem), BASE)
+
+
+def test_choices_that_recompute_about_as_much_come_last() -> None:
+    problem = transformer_recipes(transformer(layers=8)).within(device_bytes=1)
+    search = RecomputeSearch(Evaluator(problem, replace(TUNING, rungs=4)), BASE)
+    apart = len(search.line) // 4
+    assert apart > 1
+    near, far = [frozenset(search.line[:count]) for count in range(apart)], frozenset(search.line[:apart])
+    assert search.spread_out([*near, far]) == [near[0], far, *near[1:]]
 
 
 def test_shares_that_cannot_fit_are_not_planned() -> None:
