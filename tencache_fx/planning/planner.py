@@ -9,6 +9,7 @@ import numpy as np
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning.collectives import busy_ns
+from tencache_fx.planning.link_bound import StepBound
 from tencache_fx.planning.liveness import (
     clip_to_barriers,
     durations_ns,
@@ -18,10 +19,7 @@ from tencache_fx.planning.liveness import (
     minimal_swaps,
 )
 from tencache_fx.planning.parameter_schedule import (
-    given_bytes,
     has_offloaded,
-    host_memory_ns,
-    late_update_bytes,
     least_bytes_with_parameters,
     schedule_parameters,
     with_parameters_scheduled,
@@ -44,7 +42,11 @@ POLICIES: Mapping[str, tuple[Policy, ...]] = MappingProxyType(
         "none": (),
         "10cache": (choose_10cache,),
         "teraio": (choose_teraio,),
-        "joint": (*(partial(choose_teraio, headroom=headroom) for headroom in TUNING.headrooms), choose_10cache),
+        "joint": (
+            *(partial(choose_teraio, headroom=headroom) for headroom in TUNING.headrooms),
+            partial(choose_teraio, latest_first=True),
+            choose_10cache,
+        ),
     }
 )
 
@@ -243,19 +245,11 @@ def lower_bound_ns(problem: Problem) -> int:
 def least_step_ns(problem: Problem) -> int:
     """Return a time of a whole step that no plan of transfers within the budget can beat.
 
-    The bytes that are over the budget at the peak are copied out and in, as every offloaded parameter and gradient is.
+    The bytes that are over the budget are copied out and in, as every offloaded parameter and gradient is.
     """
-    limit = problem.budgets.device_bytes
-    live = live_bytes(problem)
-    over = live * 0 if limit is None else np.maximum(0, live - limit)
-    host_ns = host_memory_ns(problem, given_bytes(problem) + 2 * int(over.max(initial=0)))
-    spilled_bytes = int(over[: problem.boundary + 1].max(initial=0))  # what the backward begins without has left
-    least_ns, late_bytes, late_ns = lower_bound_ns(problem), late_update_bytes(problem), 0
-    if late_bytes:
-        backward_ns = sum(op.duration_ns for op in problem.ops[problem.boundary :])
-        late_ns = (late_bytes + spilled_bytes) * 1_000_000_000 // problem.links.host_bytes_per_s
-        late_ns += backward_ns + (problem.accumulation - 1) * least_ns
-    return max(problem.accumulation * least_ns, host_ns, late_ns)
+    live, limit = live_bytes(problem), problem.budgets.device_bytes
+    over = live - (int(live.max(initial=0)) if limit is None else limit)
+    return StepBound(problem).least_ns(over, lower_bound_ns(problem))
 
 
 def _refuse_device(problem: Problem, transfers: Sequence[Transfer], note: str) -> None:

@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 
 from tencache_fx.planning.collectives import ideal_ns, steps_under_way
-from tencache_fx.planning.liveness import inactive_intervals, is_candidate, live_bytes
-from tencache_fx.planning.parameter_schedule import adding_bytes, given_bytes, late_update_bytes, updating_bytes
+from tencache_fx.planning.link_bound import StepBound
+from tencache_fx.planning.liveness import Profile, inactive_intervals, is_candidate, live_bytes
 from tencache_fx.planning.problem import Kind, Problem, Storage
 
-_NS_PER_S = 1_000_000_000
-_Floats = np.ndarray[Any, np.dtype[np.float64]]
 _Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
@@ -26,58 +24,54 @@ class RecomputeBound:
     """A bound on the step of every choice for one problem, in which it is decided what is pinned."""
 
     def __init__(self, problem: Problem) -> None:
-        self._links = problem.links
-        self._durations = np.array([op.duration_ns for op in problem.ops], dtype=np.float64)
-        self._before: _Floats = np.cumsum(self._durations) - self._durations
-        self._busy_ns = float(self._durations.sum())
+        self._steps = StepBound(problem)
+        self._durations = self._steps.links.durations
         self._ideal_ns = float(ideal_ns(problem))
-        self._after: _Floats = self._busy_ns - self._before - self._durations
         self._over = live_bytes(problem) - (problem.budgets.device_bytes or 0)
-        self._is_early = np.arange(self._durations.size) < problem.boundary
-        self._accumulation, self._adding_bytes = problem.accumulation, adding_bytes(problem)
-        self._host_bytes, self._given_bytes = updating_bytes(problem), given_bytes(problem)
-        self._boundary, self._late_bytes = problem.boundary, late_update_bytes(problem)
-        self._backward_ns = float(self._durations[problem.boundary :].sum())
         storages = {storage.name: storage for storage in problem.storages}
         gaps = [(*_gap(problem, storages[r.name]), storages[r.name].nbytes) for r in problem.recipes]
         self._gaps = np.array(gaps, dtype=np.int64).reshape(-1, 3).T
         self._number = {recipe.name: number for number, recipe in enumerate(problem.recipes)}
-        self._steps = _Lists([recipe.steps for recipe in problem.recipes], len(problem.ops))
+        self._runs = _Lists([recipe.steps for recipe in problem.recipes], len(problem.ops))
         parameters, fetched_for = _fetched_for(problem)
         self._fetched_bytes = np.array([nbytes for _, nbytes in parameters], dtype=np.int64)
         self._fetched_for = _Lists(fetched_for, len(parameters))
+        self._known: dict[tuple[frozenset[str], float], int] = {}
 
     def least_ns(self, names: Collection[str]) -> int:
-        """Return a time of a whole step that no plan beats with `names` recomputed. O(steps + recipes)."""
-        links = self._links
-        if not self._durations.size:
-            return 0
-        chosen = np.zeros(len(self._number), dtype=np.bool_)
-        chosen[[self._number[name] for name in names]] = True
-        added_ns = float(self._durations[self._steps.union(chosen)].sum())
+        """Return a time of a whole step that no plan beats with `names` recomputed. O(steps + recipes), once."""
+        return self._step_ns(frozenset(names), 1.0)
+
+    def likely_ns(self, names: Collection[str], link_share: float) -> int:
+        """Return about how long a step takes with `names` recomputed, by plans that use so much of the links' rates."""
+        return self._step_ns(frozenset(names), link_share)
+
+    def _step_ns(self, names: frozenset[str], link_share: float) -> int:
+        if (names, link_share) not in self._known:
+            chosen = np.zeros(len(self._number), dtype=np.bool_)
+            chosen[[self._number[name] for name in names]] = True
+            self._known[names, link_share] = self._steps.least_ns(
+                self._over_without(chosen),
+                self._ideal_ns,
+                fetched_bytes=int(self._fetched_bytes[self._fetched_for.union(chosen)].sum()),
+                added_ns=float(self._durations[self._runs.union(chosen)].sum()),
+                link_share=link_share,
+            )
+        return self._known[names, link_share]
+
+    def least_of_all_ns(self) -> int:
+        """Return a time of a whole step that no plan beats, whatever is recomputed."""
+        everything = np.ones(len(self._number), dtype=np.bool_)
+        return self._steps.least_ns(self._over_without(everything), self._ideal_ns)
+
+    def _over_without(self, chosen: _Mask) -> Profile:
+        """Return the bytes over the budget at each step with the `chosen` recipes' storages recomputed."""
         start, stop, nbytes = self._gaps[:, chosen]
-        delta = np.zeros(self._durations.size + 1, dtype=np.int64)
+        delta = np.zeros(self._over.size + 1, dtype=np.int64)
         np.subtract.at(delta, start, nbytes)
         np.add.at(delta, stop, nbytes)
-        over = np.maximum(self._over + np.cumsum(delta[:-1]), 0)
-        least = max(self._ideal_ns, self._busy_ns + added_ns)
-        if min(links.d2h_bytes_per_s, links.h2d_bytes_per_s) > 0:
-            gone_by = np.maximum(self._before, over / links.d2h_bytes_per_s * 1e9)
-            back_ns = over / links.h2d_bytes_per_s * 1e9
-            rest = np.maximum(self._after + np.where(self._is_early, added_ns, 0), back_ns)
-            least = max(least, float((gone_by + self._durations + rest).max()))
-        host_ns = 0
-        if self._host_bytes and links.host_bytes_per_s:
-            fetched_bytes = int(self._fetched_bytes[self._fetched_for.union(chosen)].sum())
-            copied_bytes = self._given_bytes + fetched_bytes + 2 * int(over.max())
-            host_bytes = self._host_bytes + self._accumulation * copied_bytes + self._adding_bytes
-            host_ns = host_bytes * _NS_PER_S // links.host_bytes_per_s
-        late_ns = 0.0
-        if self._late_bytes:  # what is recomputed is so in the backward
-            late_bytes = self._late_bytes + int(over[: self._boundary + 1].max())
-            late_ns = late_bytes * _NS_PER_S // links.host_bytes_per_s + self._backward_ns + added_ns
-            late_ns += (self._accumulation - 1) * least
-        return max(self._accumulation * int(least), host_ns, int(late_ns))
+        over: Profile = self._over + np.cumsum(delta[:-1])
+        return over
 
 
 class _Lists:

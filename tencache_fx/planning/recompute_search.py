@@ -6,7 +6,7 @@ So the saved values form a price list, by what their recipe costs per byte, and 
 list to go. A second question is what to save all the same, so that recomputing stays local: the list is also gone down
 without the values between segments, for segments of several sizes (`segments.py`; a convolutional net at less than half
 its memory has no other way). Each answer is planned by `teraio` and replayed by the simulator, which sees what no
-formula does (overlap, scheduling barriers, bytes that are in the way while something is made again), the most promising
+formula does (overlap, scheduling barriers, bytes that are in the way while something is made again), the likely best
 first; one that cannot beat the best so far by a simple bound is passed over. Where the best takes longer than any plan
 has to (`bounds.py`), single decisions are then turned over, which ResNet-50 needs near its floor.
 
@@ -65,7 +65,7 @@ class RecomputeSearch:
         if self.problem.budgets.device_bytes is None or not self.problem.recipes or self.best_score.over_bytes <= 0:
             return ()
         self.climb()
-        if self.may_gain():
+        if self.left > 0 and self.may_gain():
             self.turn_over()
         return tuple(sorted(self.best))
 
@@ -109,26 +109,37 @@ class RecomputeSearch:
         return better
 
     def climb(self) -> None:
-        """Find how far down which list to go: at evenly spaced rungs first, by rising bound, then around the best."""
+        """Find how far down which list to go: at evenly spaced rungs first, by likely time, then around the best."""
         rungs: dict[frozenset[str], tuple[Sequence[str], int, int]] = {}
         for line, places in self.lines():
             stride = max(1, len(line) // places)
             for rung in sorted({*range(0, len(line), stride), len(line)}):
                 rungs.setdefault(frozenset(line[:rung]), (line, rung, stride))
         enough = self.left // 2
-        for names in sorted(rungs, key=self.quick_bound.least_ns):
+        for names in self.spread_out(sorted(rungs, key=self.likely_ns)):
             if self.left <= enough:
                 break
-            self.consider(names)
+            if self.is_worth_a_look(names):
+                self.consider(names)
         self.consider(frozenset())  # never slower than `teraio`
         self.close_in(*rungs[self.best], least_left=enough // 2)
+
+    def spread_out(self, choices: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+        """Return `choices` in their order, but those that recompute about as much as one before behind all others."""
+        apart = len(self.line) // self.evaluator.tuning.rungs
+        first: list[frozenset[str]] = []
+        for names in choices:
+            if all(abs(len(names) - len(other)) >= apart for other in first):
+                first.append(names)
+        return [*first, *(names for names in choices if names not in first)]
 
     def close_in(self, line: Sequence[str], best: int, stride: int, least_left: int) -> None:
         """Look at the rungs of `line` around the best one, closer and closer."""
         while stride > 1 and self.left > least_left:
             stride = (stride + 1) // 2
             for rung in (max(0, best - stride), min(len(line), best + stride)):
-                if self.consider(frozenset(line[:rung])):
+                names = frozenset(line[:rung])
+                if self.is_worth_a_look(names) and self.consider(names):
                     best = rung
 
     def lines(self) -> Iterator[tuple[Sequence[str], int]]:
@@ -143,8 +154,10 @@ class RecomputeSearch:
 
     def may_gain(self) -> bool:
         """Whether the best choice does not fit yet, or takes a hundredth longer than any plan has to."""
-        least_ns = joint_lower_bound_ns(self.problem)
-        return self.best_score > Score(0, least_ns + least_ns * self.evaluator.tuning.gap_percent // 100)
+        if self.best_score.over_bytes > 0:
+            return True
+        enough_ns = self.best_score.needed_ns * 100 // (100 + self.evaluator.tuning.gap_percent)
+        return max(self.quick_bound.least_of_all_ns(), joint_lower_bound_ns(self.problem)) < enough_ns
 
     def turn_over(self) -> None:
         """Turn over stretches of the list, long ones first, then single decisions, while that makes it faster."""
@@ -155,16 +168,24 @@ class RecomputeSearch:
                 if self.left <= 0:
                     return
                 names = self.best ^ frozenset(self.line[start : start + width])
-                anything = self.best_score.over_bytes > 0
-                if anything or self.quick_bound.least_ns(names) < self.worth_ns():
+                if self.is_worth_a_look(names):
                     self.evaluator.spent_looks += 1
-                    if anything or self.least_ns(names) < self.worth_ns():
+                    if self.best_score.over_bytes > 0 or self.least_ns(names) < self.worth_ns():
                         improved |= self.consider(names)
             if width > 1 or not improved:
                 width //= 2
 
+    def likely_ns(self, names: frozenset[str]) -> tuple[int, int]:
+        """Return about how long a step takes with `names` recomputed, and a time that it takes in any case."""
+        share = self.evaluator.tuning.likely_link_share
+        return self.quick_bound.likely_ns(names, share), self.quick_bound.least_ns(names)
+
+    def is_worth_a_look(self, names: frozenset[str]) -> bool:
+        """Whether `names` can be enough better than the best, for all that the quick bound tells."""
+        return self.best_score.over_bytes > 0 or self.quick_bound.least_ns(names) < self.worth_ns()
+
     def worth_ns(self) -> int:
-        """Return the time that is enough better than the best for a single decision to be looked at."""
+        """Return the time that is enough better than the best for another choice to be looked at."""
         return self.best_score.needed_ns * (1000 - self.evaluator.tuning.gain_per_mille) // 1000
 
     @staticmethod

@@ -56,12 +56,20 @@ class Barriers:
         freed = sorted({*barriers, problem.boundary, Step(steps)})
         behind = {Step(0), problem.boundary, *(Step(barrier + 1) for barrier in problem.barriers)}
         fetch = sorted(behind) if problem.barriers else freed
-        self._freed_from, self._freed_by = _nearest(freed, steps + 2)
-        self._fetch_from, self._fetch_by = _nearest(fetch, steps + 2)
+        self._each_freed_from, freed_by = _nearest(freed, steps + 2)
+        fetch_from, self._each_fetch_by = _nearest(fetch, steps + 2)
+        self._freed_from: list[Step] = self._each_freed_from.tolist()
+        self._freed_by: list[Step] = freed_by.tolist()
+        self._fetch_from: list[Step] = fetch_from.tolist()
+        self._fetch_by: list[Step] = self._each_fetch_by.tolist()
 
     def freed_from(self, step: int) -> Step:
         """Return the first step at or after `step` from which bytes may count as freed."""
         return self._freed_from[step]
+
+    def freed_from_each(self, steps: Profile) -> Profile:
+        """Return `freed_from` of each of these steps."""
+        return self._each_freed_from[steps]
 
     def freed_by(self, step: int) -> Step:
         """Return the last step at or before `step` from which bytes may count as freed, the first if there is none."""
@@ -74,6 +82,10 @@ class Barriers:
     def fetch_by(self, step: int) -> Step:
         """Return the last step at or before `step` from which bytes may be fetched."""
         return self._fetch_by[step]
+
+    def fetch_by_each(self, steps: Profile) -> Profile:
+        """Return `fetch_by` of each of these steps."""
+        return self._each_fetch_by[steps]
 
     def fetch_from(self, step: int) -> Step:
         """Return the first step at or after `step` from which bytes may be fetched."""
@@ -89,16 +101,16 @@ def barriers_of(problem: Problem) -> Barriers:
     return known
 
 
-def _nearest(steps: Sequence[Step], count: int) -> tuple[list[Step], list[Step]]:
+def _nearest(steps: Sequence[Step], count: int) -> tuple[Profile, Profile]:
     """Return for each of `count` steps which of `steps` is the next one, and the one before; else the last, the first.
 
     >>> _nearest([2, 3], 5)
-    ([2, 2, 2, 3, 3], [2, 2, 2, 3, 3])
+    (array([2, 2, 2, 3, 3]), array([2, 2, 2, 3, 3]))
     """
     given, asked = np.array(steps, dtype=np.int64), np.arange(count)
     following = given[np.minimum(given.searchsorted(asked), given.size - 1)]
     before = given[np.maximum(given.searchsorted(asked, side="right") - 1, 0)]
-    return following.tolist(), before.tolist()
+    return following, before
 
 
 def crosses(problem: Problem, transfer: Transfer) -> bool:

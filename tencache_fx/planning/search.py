@@ -13,13 +13,13 @@ around it has set them:
                                            next level searches
     recomputation, `recompute_search.py`   `recomputed`               when its looks are spent, or its best plan is
                                                                       within a hundredth of the lower bound
-    parameters, `choose_parameters` below  `lead`, `resident`,        when each of a few leads and shares was tried
+    parameters, `parameter_search.py`      `lead`, `resident`,        when each of a few leads and shares was tried
                                            `updated_here`
     transfers, `planner.py`:               variants of the policy,    when the plan fits with buffers and scheduling
       `plan_transfers`                     what they may use          barriers counted, after `Tuning.repairs`
 
 All constants are in `tuning.py`. There is one clock, `Evaluator.spent_looks`, which counts work and no seconds: equal
-problems have equal plans. A search of the level "recomputation" may spend 12 to 36 plans, and there are at most seven
+problems have equal plans. A search of the level "recomputation" may spend 5 to 36 plans, and there are at most seven
 of them (four starts, three turns); the level "parameters" is asked once for what each of them has found, and tries
 about 25 plans. What a search has planned, the others know.
 
@@ -30,25 +30,21 @@ times, `region/compilation.py`), and when it is measured to be slower than forec
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 from tencache_fx.errors import BudgetError, OptionError
 from tencache_fx.planning.bounds import moves_too_much
 from tencache_fx.planning.coarsening import coarsen_within
-from tencache_fx.planning.evaluation import Candidate, Costs, Evaluator, Names
+from tencache_fx.planning.evaluation import Candidate, Evaluator, Names
 from tencache_fx.planning.liveness import live_bytes
-from tencache_fx.planning.parameter_schedule import (
-    first_parameters,
-    has_offloaded,
-    keep_resident,
-    least_bytes_beside_parameters,
-    pinned_bytes,
-)
-from tencache_fx.planning.plan import Plan, TransferKind
+from tencache_fx.planning.parameter_schedule import first_parameters, has_offloaded, keep_resident
+from tencache_fx.planning.parameter_search import choose_parameters, costs_of
+from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.planner import POLICIES, floor_bytes
-from tencache_fx.planning.problem import Kind, Problem
+from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.recompute import recompute
 from tencache_fx.planning.recompute_bound import least_floor_bytes
 from tencache_fx.planning.recompute_search import RecomputeSearch
@@ -87,7 +83,7 @@ def plan_region(captured: Problem, policy: str) -> tuple[Problem, Plan]:
         except BudgetError as refusal:
             refusals.append((floor_bytes(evaluator.problem_for(base)), bool(recomputed), refusal))
         else:
-            planned.append((_costs(evaluator, chosen).step_ns, *evaluator.stated(chosen)))
+            planned.append((costs_of(evaluator, chosen).step_ns, *evaluator.stated(chosen)))
     if not planned:
         raise min(refusals, key=lambda each: each[:2])[2]
     return min(planned, key=lambda each: each[0])[1:]
@@ -130,9 +126,8 @@ def _choose_recomputed(evaluator: Evaluator) -> Names:
     if len(captured.ops) <= tuning.coarse_from:
         return _search_turns(evaluator)
     coarse = coarsen_within(captured, tuning)
-    problem, tried = coarse.problem, {}
+    problem, searched, tried = coarse.problem, tuning.coarsely(in_turns=has_offloaded(captured)), {}
     for _ in range(SPLITS):
-        searched = replace(tuning, steps_planned=tuning.coarse_steps_planned)
         names = coarse.fine(_search_turns(Evaluator(problem, searched)))
         if names in tried:
             break
@@ -187,8 +182,8 @@ def _search_turns(evaluator: Evaluator) -> Names:
         try:
             chosen = choose_parameters(evaluator, base.recomputing(names), compare=True)
         except BudgetError:
-            return Trial(float("inf"), (), ())
-        return Trial(_costs(evaluator, chosen).step_ns, chosen.resident, chosen.updated_here)
+            return Trial(inf, (), ())
+        return Trial(costs_of(evaluator, chosen).step_ns, chosen.resident, chosen.updated_here)
 
     return take_turns(starts, search, try_out, tuning.turns)
 
@@ -199,10 +194,18 @@ def take_turns(
     """Return the fastest of what `search` finds from each of `starts`, and beside what is pinned in the fastest so far.
 
     `search` returns what to recompute beside the parameters that a candidate pins, `try_out` how fast that is, and
-    which parameters are pinned then; with these the next of at most `turns` searches begins.
+    which parameters are pinned then; with these the next of at most `turns` searches begins. More room for others is
+    only tried where less of it has been worth it.
     """
-    base = starts[0]
-    tried = {names: try_out(names) for names in dict.fromkeys(map(search, starts))}
+    base, gained = starts[0], True
+    tried: dict[Names, Trial] = {}
+    for start in starts:
+        if start.reserved_bytes and not gained:
+            continue
+        known_ns = min((trial.step_ns for trial in tried.values()), default=inf)
+        if (names := search(start)) not in tried:
+            tried[names] = try_out(names)
+        gained = known_ns == inf or tried[names].step_ns < known_ns
     searched = {_pinned(start) for start in starts}
     for _ in range(turns):
         best = min(tried.values(), key=lambda trial: trial.step_ns)
@@ -231,170 +234,3 @@ def _settle(evaluator: Evaluator, base: Candidate) -> Candidate:
     if (refusal := evaluator.evaluate(base).refusal) is not None:
         raise refusal
     return base
-
-
-class _Shares(NamedTuple):
-    """The shares of parameters that are pinned, and that are pinned with gradient and state; the others' lead."""
-
-    resident: float
-    updated_here: float
-    lead: float
-
-
-def choose_parameters(evaluator: Evaluator, base: Candidate, *, compare: bool = False) -> Candidate:
-    """Return `base` with the fastest choice of the parameters to pin, and of the others' lead.
-
-    First the leads, then shares of the parameters, by themselves or with their gradients and state; the latter beside
-    as many by themselves as are best without state, and beside none. Of those within half a percent of the fastest,
-    the one that copies least: that leaves host memory to others. Its parameters are prefetched as early as costs no
-    more than that. "joint" takes the variants of its policies only to the best of these. Raises `BudgetError`, that of
-    the choice with the least on the device, if there is no plan.
-
-    With `compare` the lead is left as it is. Of a large problem only those are tried that are best in a coarser one.
-    """
-    quick = "teraio" if base.policy == "joint" else base.policy
-    coarsely = not compare and base.policy != "none" and len(evaluator.captured.ops) > evaluator.tuning.coarse_from
-    tried = _Tried(evaluator, replace(base, policy=quick))
-    if coarsely:
-        tried.add(_likely_shares(evaluator, tried.base), enough=2)
-        finalists = [tried.best()] if tried.planned else []
-    if not tried.planned:
-        coarsely = False
-        tried, finalists = _try_shares(evaluator, base, (quick, base.policy), [base.lead] if compare else None)
-    if tried.base.policy != base.policy:
-        tried = _Tried(evaluator, base)
-        tried.add(finalists)
-    return tried.planned[tried.best()] if compare or coarsely else tried.earlier()
-
-
-def _likely_shares(evaluator: Evaluator, base: Candidate) -> list[_Shares]:
-    """Return the choices that are best in a coarser problem, the best first."""
-    coarse = coarsen_within(replace(evaluator.problem_for(base), recipes=()), evaluator.tuning)
-    small = Evaluator(coarse.problem, evaluator.tuning)
-    try:
-        tried, _ = _try_shares(small, Candidate(policy=base.policy, lead=base.lead), (base.policy,))
-    except BudgetError:
-        return []
-    best = tried.earlier()
-    found = sorted(tried.planned, key=lambda each: (tried.planned[each] != best, tried.step_ns(each)))
-    return found[: evaluator.tuning.likely_shares]
-
-
-def _try_shares(
-    evaluator: Evaluator, base: Candidate, policies: Sequence[str], leads: Sequence[float] | None = None
-) -> "tuple[_Tried, list[_Shares]]":
-    """Return the choices tried with the first of `policies` that has a plan for any, and the best of these."""
-    tuning = evaluator.tuning
-    for policy in dict.fromkeys(policies):
-        tried = _Tried(evaluator, replace(base, policy=policy))
-        first, *more = tuning.resident_shares
-        tried.add(_Shares(first, 0.0, lead) for lead in leads or tuning.leads)
-        finalists = [tried.best()] if tried.planned else []
-        lead = finalists[0].lead if finalists else tuning.leads[0]
-        tried.add(_Shares(share, 0.0, lead) for share in more)
-        if tried.planned:
-            tried.add_state(lead)
-            return tried, [*finalists, tried.best()]
-    raise tried.refusals[0]
-
-
-class _Tried:
-    """The choices of parameters that were tried: those that have a plan, and why the others have none."""
-
-    def __init__(self, evaluator: Evaluator, base: Candidate) -> None:
-        self._evaluator, self.base = evaluator, base
-        self._problem = evaluator.problem_for(base)
-        self._beside_bytes = least_bytes_beside_parameters(self._problem)
-        self.planned: dict[_Shares, Candidate] = {}
-        self.refusals: list[BudgetError] = []
-
-    def add(self, choices: Iterable[_Shares], *, enough: int | None = None) -> None:
-        """Try these choices; only until `enough` of them have a plan."""
-        found = 0
-        for shares in choices:
-            candidate = self._pin(shares)
-            if self._cannot_fit(candidate):
-                continue
-            refusal = self._evaluator.evaluate(candidate).refusal
-            if refusal is not None:
-                self.refusals.append(refusal)
-                continue
-            self.planned[shares] = candidate
-            found += 1
-            if found == enough:
-                break
-
-    def _cannot_fit(self, candidate: Candidate) -> bool:
-        """Whether what `candidate` pins is too much, whatever its plan; to ask for one takes longer."""
-        limit = self._problem.budgets.device_bytes
-        pinned = pinned_bytes(self._problem, candidate.resident, candidate.updated_here)
-        return limit is not None and pinned > 0 and self._beside_bytes + pinned > limit
-
-    def add_state(self, lead: float) -> None:
-        """Try parameters that are pinned with gradient and state; who sets no budget has not said how much may be."""
-        tuning = self._evaluator.tuning
-        if self._problem.budgets.device_bytes is None or not tuning.state_shares:
-            return
-        others = dict.fromkeys((self.best().resident, 0.0))  # pinned by themselves they may be in the way of state
-        for resident in others:
-            choices = [_Shares(max(share, resident), share, lead) for share in tuning.state_shares]
-            self.add((each for each in choices if each not in self.planned), enough=tuning.state_plans)
-        for finer in tuning.finer_state_shares:
-            share = max(each.updated_here for each in self.planned) + finer
-            if share <= 1:
-                self.add(_Shares(max(share, resident), share, lead) for resident in others)
-
-    def step_ns(self, shares: _Shares) -> int:
-        """Return how long a step takes with one of the choices that have a plan."""
-        return _costs(self._evaluator, self.planned[shares]).step_ns
-
-    def best(self) -> _Shares:
-        """Return the choice that copies least, of those within half a percent of the fastest."""
-        costs = {shares: _costs(self._evaluator, candidate) for shares, candidate in self.planned.items()}
-        enough_ns = self._tolerable(min(each.step_ns for each in costs.values()))
-        fast = [shares for shares, each in costs.items() if each.step_ns <= enough_ns]
-        return min(fast, key=lambda shares: (costs[shares].copied_bytes, costs[shares].makespan_ns))
-
-    def earlier(self) -> Candidate:
-        """Return the best choice with the largest lead that costs no more than half a percent.
-
-        Others use the links in bursts, as updates that stream through the device do: a copy that begins with no time to
-        spare is then late. Half a percent is of the fastest step, and of the best choice's makespan and bytes copied.
-        """
-        best = self.best()
-        chosen = self.planned[best]
-        plan = self._evaluator.evaluate(chosen).plan
-        assert plan is not None
-        if not any(transfer.kind is TransferKind.LOAD for transfer in plan.transfers):
-            return chosen
-        most_ns = self._tolerable(min(_costs(self._evaluator, each).step_ns for each in self.planned.values()))
-        costs = _costs(self._evaluator, chosen)
-        for lead in sorted((lead for lead in self._evaluator.tuning.leads if lead > best.lead), reverse=True):
-            shares = best._replace(lead=lead)
-            early = self._pin(shares)
-            found = self._evaluator.evaluate(early).costs
-            if (
-                found is not None
-                and found.step_ns <= most_ns
-                and found.makespan_ns <= self._tolerable(costs.makespan_ns)
-                and found.copied_bytes <= self._tolerable(costs.copied_bytes)
-            ):
-                self.planned[shares] = early
-                return early
-        return chosen
-
-    def _pin(self, shares: _Shares) -> Candidate:
-        here = first_parameters(self._problem, shares.updated_here, Kind.STORED)
-        resident = tuple(dict.fromkeys((*here, *first_parameters(self._problem, shares.resident))))
-        return replace(self.base, resident=resident, updated_here=here, lead=shares.lead)
-
-    def _tolerable(self, least: int) -> int:
-        """Return the cost that is as good as the least."""
-        return least * (1000 + self._evaluator.tuning.tolerance_per_mille) // 1000
-
-
-def _costs(evaluator: Evaluator, candidate: Candidate) -> Costs:
-    """Return the costs of a candidate that is known to have a plan."""
-    costs = evaluator.evaluate(candidate).costs
-    assert costs is not None
-    return costs

@@ -3,7 +3,7 @@
 `examples/bench/ablate.py` shows what most of them are worth, on regions that a run has dumped.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,9 +14,9 @@ class Tuning:
     headrooms: tuple[float, ...] = (0.0, 0.05, 0.12)
     # Copy times by which what was swapped out is prefetched ahead of the latest safe start.
     swap_lead: float = 3.0
-    # Share of the best score there may still be, with which a transfer is taken: scores of equal layers fall together,
-    # and for the very best of them all would be looked at after each.
-    enough_of_best_score: float = 0.95
+    # Share of the best score there may still be, with which a transfer is taken: equal layers have equal bounds, and to
+    # tell which is the very best they would all be looked at for each choice.
+    enough_of_best_score: float = 0.9
     # Share of a link that is left to swaps, however much of it parameters and gradients take.
     least_link_share: float = 0.25
     # A repair shrinks what a policy may use by what its last plan overran; plans that converge do in 2 or 3.
@@ -50,6 +50,8 @@ class Tuning:
     segment_rungs: int = 5
     # Segment sizes are halved from all that is saved: to a 64th, about a layer of a deep model.
     segment_halvings: int = 6
+    # Share of the links' rates that plans reach about, where the links decide: the likely best is planned first.
+    likely_link_share: float = 0.6
     # Single decisions are turned over only if the best plan takes a hundredth longer than the lower bound.
     gap_percent: int = 1
     # ... and those that, by a quick bound, can gain a thousandth: equal layers offer the same small gain many times.
@@ -59,8 +61,10 @@ class Tuning:
 
     # Coarsening. Problems of more steps are searched coarsely; a plan for fewer takes a few milliseconds.
     coarse_from: int = 700
-    # Steps that one search plans in all, then: 12 plans for a deep model, all of 36 for a shallow one.
+    # Steps that one search plans in all, then: 12 plans for a deep model, all of 36 for a shallow one. Where parameters
+    # are offloaded there are several searches, each of half as much, and what one has missed another finds.
     coarse_steps_planned: int = 6_000
+    least_plans_in_turns: int = 5
     # Choices of parameters that are best there, and are tried until two of them have a plan.
     likely_shares: int = 6
     # Stretches that a problem is searched in: more cost time, and fewer miss what fits.
@@ -76,6 +80,12 @@ class Tuning:
     state_rooms: tuple[float, ...] = (0.4, 0.85)
     # Searches beside the parameters that are pinned in the fastest plan so far; the third has rarely found more.
     turns: int = 3
+
+    def coarsely(self, *, in_turns: bool) -> "Tuning":
+        """Return the constants for one search of a coarser problem, or for each of several."""
+        if in_turns:
+            return replace(self, steps_planned=self.coarse_steps_planned // 2, least_plans=self.least_plans_in_turns)
+        return replace(self, steps_planned=self.coarse_steps_planned)
 
 
 TUNING = Tuning()

@@ -318,8 +318,25 @@ def test_what_is_recomputed_is_chosen_in_turns_with_what_stays() -> None:
     assert asked == starts
 
 
+@pytest.mark.parametrize(("times", "searched"), [((5, 6, 1), [0, 1]), ((5, 5, 1), [0, 1]), ((5, 4, 3), [0, 1, 2])])
+def test_more_room_is_tried_where_less_of_it_is_worth_it(times: tuple[int, ...], searched: list[int]) -> None:
+    starts = [Candidate(policy="teraio", reserved_bytes=room) for room in range(3)]
+    asked: list[int] = []
+
+    def search(start: Candidate) -> tuple[str, ...]:
+        asked.append(start.reserved_bytes)
+        return (str(start.reserved_bytes),)
+
+    def try_out(names: tuple[str, ...]) -> Trial:
+        return Trial(times[int(names[0])], (), ())
+
+    best = min(searched, key=lambda room: times[room])
+    assert take_turns(starts, search, try_out, turns=0) == (str(best),)
+    assert asked == searched
+
+
 def test_what_is_recomputed_leaves_rooms_that_may_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searched beside no weights, two rooms for state, and all weights; without a budget, not at all."""
+    """Searched beside no weights, a room for state, which gains nothing, and all weights; not without a budget."""
     problem, _ = small_plan()
     recipe = Recipe(name=problem.storages[0].name, steps=(Step(1),))
     problem = replace(problem.within(device_bytes=4_000_000), recipes=(recipe,))
@@ -331,9 +348,9 @@ def test_what_is_recomputed_leaves_rooms_that_may_pay(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(RecomputeSearch, "run", run)
     assert choose_for_region(problem) == ()
-    first, *rooms, last = asked[:4]
+    first, room, last = asked[:3]
     assert first == problem
-    assert 4_000_000 > rooms[0].budgets.device_bytes > rooms[1].budgets.device_bytes >= floor_bytes(problem)
+    assert 4_000_000 > room.budgets.device_bytes >= floor_bytes(problem)
     assert last == keep_resident(problem, first_parameters(problem, 1.0))
     asked.clear()
     assert choose_for_region(problem.within(device_bytes=None)) == ()

@@ -192,7 +192,7 @@ def test_a_transformer_gains_where_the_links_are_full(share: float, most: float)
         assert joint.forecast.makespan_ns < 0.95 * teraio.forecast.makespan_ns
 
 
-@pytest.mark.parametrize(("rate", "share", "most"), [(12, 0.6, 0.8), (24, 0.8, 0.9), (48, 0.8, 0.97)])
+@pytest.mark.parametrize(("rate", "share", "most"), [(12, 0.6, 0.8), (24, 0.8, 0.9), (48, 0.8, 0.99)])
 def test_weights_that_would_fill_the_link_stay_for_some_recomputing(rate: int, share: float, most: float) -> None:
     """Frozen weights in host memory, rates in GB/s; times over that of what is best recomputed if all are offloaded."""
     problem = offloaded_weights(transformer_recipes(transformer(layers=4)))

@@ -1,7 +1,9 @@
 """What the search passes over by a bound could not have been better, and the result is the same without the bounds."""
 
+from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,10 @@ from outcomes import Outcomes
 from problems import moving_problems, offloaded_weights, trained_offloaded, transformer
 from programs import some_recipes, tight_problems, transformer_recipes
 
+from tencache_fx.errors import BudgetError
+from tencache_fx.planning import parameter_search
 from tencache_fx.planning.evaluation import Candidate, Evaluator
+from tencache_fx.planning.link_bound import least_link_ns
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import (
     first_parameters,
@@ -17,12 +22,12 @@ from tencache_fx.planning.parameter_schedule import (
     least_bytes_beside_parameters,
     pinned_bytes,
 )
+from tencache_fx.planning.parameter_search import choose_parameters
 from tencache_fx.planning.planner import floor_bytes, least_step_ns
-from tencache_fx.planning.problem import Kind, Problem, Step, Storage
+from tencache_fx.planning.problem import Kind, Links, Problem, Step, Storage
 from tencache_fx.planning.recompute import recompute
 from tencache_fx.planning.recompute_bound import RecomputeBound, least_floor_bytes
 from tencache_fx.planning.recompute_search import RecomputeSearch, Score
-from tencache_fx.planning.search import choose_parameters
 from tencache_fx.planning.tuning import TUNING
 
 SEEN = Outcomes()
@@ -83,13 +88,36 @@ def test_no_plan_beats_the_bounds(problem: Problem, data: st.DataObject) -> None
     evaluator = Evaluator(problem)
     base = replace(BASE, resident=resident, updated_here=here, reserved_bytes=data.draw(st.integers(0, 4)))
     candidate = base.recomputing(names)
-    quick_ns = RecomputeBound(evaluator.problem_for(base)).least_ns(names)
+    bound = RecomputeBound(evaluator.problem_for(base))
+    quick_ns = bound.least_ns(names)
     least_ns = least_step_ns(evaluator.problem_for(candidate))
     costs = evaluator.evaluate(candidate).costs
     SEEN.note("planned" if costs else "refused")
     assert quick_ns <= least_ns + 1, "the quick one is the better one"
+    assert bound.least_of_all_ns() <= quick_ns <= bound.likely_ns(names, 0.6)
     if costs is not None:
         assert max(quick_ns, least_ns) <= costs.step_ns
+
+
+@given(
+    out_bytes=st.integers(0, 100),
+    in_bytes=st.integers(0, 100),
+    rates=st.tuples(*[st.integers(1, 9)] * 4),
+    both_ns=st.integers(0, 200),
+)
+def test_links_need_no_less_however_long_both_are_busy(
+    out_bytes: int, in_bytes: int, rates: tuple[int, int, int, int], both_ns: int
+) -> None:
+    solo_out, solo_in, duplex_out, duplex_in = rates
+    links = Links(
+        d2h_bytes_per_s=solo_out * 10**9,
+        h2d_bytes_per_s=solo_in * 10**9,
+        d2h_duplex_bytes_per_s=duplex_out * 10**9,
+        h2d_duplex_bytes_per_s=duplex_in * 10**9,
+    )
+    (least,) = least_link_ns(links, np.array([out_bytes]), np.array([in_bytes]))
+    left_out, left_in = max(0, out_bytes - both_ns * duplex_out), max(0, in_bytes - both_ns * duplex_in)
+    assert least <= both_ns + left_out / solo_out + left_in / solo_in + 1e-9
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
@@ -137,7 +165,7 @@ class Unpruned(RecomputeSearch):
         return 1 << 62
 
 
-@SEEN.reaching(0.15, "pruned")
+@SEEN.reaching(0.08, "pruned")
 @settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
 @given(problem=trainings(), data=st.data())
 def test_a_search_of_unlimited_length_finds_the_same_without_bounds(problem: Problem, data: st.DataObject) -> None:
@@ -166,6 +194,34 @@ def test_the_bound_spares_most_plans_where_copies_take_the_memory_that_updates_w
     evaluator = Evaluator(problem.within(device_bytes=(floor + peak) // 2))
     assert RecomputeSearch(evaluator, BASE).run()
     assert len(evaluator._outcomes) < TUNING.most_plans // 2
+
+
+@SEEN.reaching(0.05, "passed over")
+@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+@given(problem=trainings())
+def test_shares_that_are_passed_over_are_too_slow(problem: Problem) -> None:
+    class Checked(parameter_search._Tried):
+        def _is_too_slow(self, candidate: Candidate) -> bool:
+            found = super()._is_too_slow(candidate)
+            SEEN.note("passed over" if found else "looked at")
+            costs = self._evaluator.evaluate(candidate).costs if found else None
+            if costs is not None:
+                fastest_ns = min(map(self.step_ns, self.planned))
+                assert costs.step_ns > self._tolerable(fastest_ns)
+            return found
+
+    with pytest.MonkeyPatch.context() as patch, suppress(BudgetError):
+        patch.setattr(parameter_search, "_Tried", Checked)
+        choose_parameters(Evaluator(problem), BASE)
+
+
+def test_choices_that_recompute_about_as_much_come_last() -> None:
+    problem = transformer_recipes(transformer(layers=8)).within(device_bytes=1)
+    search = RecomputeSearch(Evaluator(problem, replace(TUNING, rungs=4)), BASE)
+    apart = len(search.line) // 4
+    assert apart > 1
+    near, far = [frozenset(search.line[:count]) for count in range(apart)], frozenset(search.line[:apart])
+    assert search.spread_out([*near, far]) == [near[0], far, *near[1:]]
 
 
 def test_shares_that_cannot_fit_are_not_planned() -> None:

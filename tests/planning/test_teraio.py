@@ -16,76 +16,80 @@ from tencache_fx.planning.liveness import live_bytes, with_windows_of
 from tencache_fx.planning.plan import Plan, Transfer
 from tencache_fx.planning.planner import POLICIES, floor_bytes, plan_transfers
 from tencache_fx.planning.policies import teraio
+from tencache_fx.planning.policies.prospects import Calendar, Prospects, Sums
 from tencache_fx.planning.policies.teraio import _Greedy, _minimal_transfers, _Offer, choose_teraio
 from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.schedule import copy_times
 from tencache_fx.planning.tuning import TUNING
 
 SEEN = Outcomes()
-ALL = 0.0  # every score is enough to be looked at closely
 
 
 class Watched(_Greedy):
-    """Compares each choice with all that could have been chosen, each scored closely."""
+    """Compares each choice with all that could have been chosen, each scored closely, and their scores with bounds."""
 
     candidates: tuple[Transfer, ...] = ()
 
-    def take_free(self, candidates: tuple[Transfer, ...]) -> None:
+    def take_free(self, candidates: tuple[Transfer, ...], *, latest_first: bool = False) -> None:
         self.candidates = tuple(candidates)
-        super().take_free(candidates)
+        super().take_free(candidates, latest_first=latest_first)
 
     def _commit(self, offer: _Offer) -> None:
         share = teraio.TUNING.enough_of_best_score
-        for transfer in self.candidates:
-            if transfer.name not in self.chosen and (other := self._offer(transfer, ALL)) is not None:
+        prospects = Prospects(self.problem, self.candidates, latest_first=False)
+        prospects.renew(self.out, self.into, Sums(self.over, self.durations))
+        most = dict(prospects.best_first())
+        assert list(most.values()) == sorted(most.values(), reverse=True)
+        for place, transfer in enumerate(self.candidates):
+            if transfer.name not in self.chosen and (other := self._offer(transfer)) is not None:
                 SEEN.note("compared")
                 assert other.score * share <= offer.score * (1 + 1e-9)
-                glanced = self._offer(transfer, 1e99)
-                assert glanced is not None
-                assert glanced.score >= other.score
-                assert (glanced.gone, glanced.fetch) == (other.gone, other.fetch)
+                assert other.score <= most[place] * (1 + 1e-9)
         super()._commit(offer)
 
 
-def check_choices(problem: Problem, share: float) -> None:
+def check_choices(problem: Problem, share: float, *, latest_first: bool) -> None:
     limit = problem.budgets.device_bytes
     if limit is None or floor_bytes(problem) > limit:
         SEEN.note("nothing to choose")
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(teraio, "TUNING", replace(TUNING, enough_of_best_score=share))
-        patch.setattr(teraio, "_LONG", 0)
-        Watched(problem, limit).take_free(_minimal_transfers(problem))
+        Watched(problem, limit).take_free(_minimal_transfers(problem), latest_first=latest_first)
 
 
 @pytest.mark.parametrize("share", [1.0, TUNING.enough_of_best_score])
 def test_what_is_chosen_is_the_best_or_nearly(share: float) -> None:
     @SEEN.reaching(0.5, "compared")
     @settings(max_examples=150, deadline=None)
-    @given(problem=problems())
-    def best(problem: Problem) -> None:
-        check_choices(problem, share)
+    @given(problem=problems(), latest_first=st.booleans())
+    def best(problem: Problem, *, latest_first: bool) -> None:
+        check_choices(problem, share, latest_first=latest_first)
 
     best()
     for seed in range(20):
-        check_choices(crowded_region(seed), share)
+        check_choices(crowded_region(seed), share, latest_first=seed % 2 > 0)
 
 
 class Close(_Greedy):
-    """Scores every transfer closely."""
+    """Scores every transfer closely before each choice."""
 
-    def _offer(self, transfer: Transfer, enough: float = ALL) -> _Offer | None:
-        return super()._offer(transfer, min(enough, ALL))
+    def take_free(self, candidates: tuple[Transfer, ...], *, latest_first: bool = False) -> None:
+        while self.over[self.fullest] > 0:
+            left = [each for each in candidates if each.name not in self.chosen]
+            offers = [(each, offer) for each in left if (offer := self._offer(each)) is not None]
+            if not offers:
+                break
+            self._commit(min(offers, key=lambda each: (-each[1].score, each[0].copy_out_after, each[0].name))[1])
 
 
 def test_passing_over_by_a_bound_changes_no_choice_of_the_best() -> None:
-    """In regions in which no two transfers are alike."""
+    """In regions in which few transfers are alike."""
     differ = 0
     for seed in range(60):
         problem = crowded_region(seed)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(teraio, "TUNING", replace(TUNING, enough_of_best_score=1.0))
-            patch.setattr(teraio, "_LONG", 0)
             found = choose_teraio(problem)
             patch.setattr(teraio, "_Greedy", Close)
             assert choose_teraio(problem) == found, seed
@@ -93,23 +97,40 @@ def test_passing_over_by_a_bound_changes_no_choice_of_the_best() -> None:
     assert differ > 0, "nearly the best is not always the best"
 
 
+@pytest.mark.parametrize("latest_first", [False, True])
+def test_of_equals_the_first_or_the_last_is_chosen(monkeypatch: pytest.MonkeyPatch, *, latest_first: bool) -> None:
+    problem = transformer(layers=4)
+    problem = problem.within(device_bytes=(int(live_bytes(problem).max()) + floor_bytes(problem)) // 2)
+    offer = _Greedy._offer
+
+    def equal(self: _Greedy, transfer: Transfer) -> _Offer | None:
+        found = offer(self, transfer)
+        return None if found is None else replace(found, score=1e-9)
+
+    monkeypatch.setattr(_Greedy, "_offer", equal)
+    greedy = _Greedy(problem, problem.budgets.device_bytes or 0)
+    greedy.take_free(_minimal_transfers(problem), latest_first=latest_first)
+    leaving = [transfer.copy_out_after for transfer in greedy.chosen.values()]
+    assert len(leaving) > 2
+    assert leaving == sorted(leaving, reverse=latest_first)
+
+
 def test_few_transfers_of_a_deep_model_are_scored_closely(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = transformer(layers=16)
     peak = int(live_bytes(problem).max())
     problem = problem.within(device_bytes=(peak + floor_bytes(problem)) // 2)
-    scored: dict[bool, int] = {True: 0, False: 0}
+    scored = 0
     score = _Greedy._score
 
-    def counting(self: _Greedy, transfer: Transfer, enough: float) -> _Offer | None:
-        offer = score(self, transfer, enough)
-        scored[offer is not None and offer.score >= enough] += 1
-        return offer
+    def counting(self: _Greedy, transfer: Transfer) -> _Offer | None:
+        nonlocal scored
+        scored += 1
+        return score(self, transfer)
 
     monkeypatch.setattr(_Greedy, "_score", counting)
-    monkeypatch.setattr(teraio, "_LONG", 0)
-    chosen = choose_teraio(problem)
-    assert scored[True] <= 2 * len(chosen)
-    assert scored[False] > 0
+    greedy = _Greedy(problem, problem.budgets.device_bytes or 0)
+    greedy.take_free(_minimal_transfers(problem))
+    assert len(greedy.chosen) <= scored <= 2 * len(greedy.chosen)
 
 
 def test_the_first_variant_of_joint_is_teraio() -> None:
@@ -149,7 +170,7 @@ def test_joint_is_the_same_whether_the_plan_of_teraio_is_known(problem: Problem)
 def test_a_charge_takes_from_the_first_or_the_last_steps_what_they_have(
     free: list[int], charges: list[tuple[int, int, float, bool]]
 ) -> None:
-    calendar, left = teraio._Calendar(np.array(free, dtype=np.float64)), [float(each) for each in free]
+    calendar, left = Calendar(np.array(free, dtype=np.float64)), [float(each) for each in free]
     for start, end, need_ns, late in charges:
         start, end = sorted((min(start, len(free)), min(end, len(free))))
         calendar.charge(start, end, need_ns, late=late)
@@ -162,7 +183,7 @@ def test_a_charge_takes_from_the_first_or_the_last_steps_what_they_have(
 
 def test_transfers_are_offered_by_their_price_and_each_once() -> None:
     problem = crowded_region(0)
-    calendar = teraio._Calendar(np.zeros(len(problem.ops)))
+    calendar = Calendar(np.zeros(len(problem.ops)))
     step = int(live_bytes(problem).argmax())
     left = teraio._Exposed(problem, _minimal_transfers(problem))
     found = list(left.cheapest(step, 1 << 60, calendar, calendar))

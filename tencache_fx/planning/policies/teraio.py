@@ -3,14 +3,13 @@
 Each inactive interval of a storage is a candidate. Its benefit is the over-capacity *area* it removes: over the steps
 between the earliest end of its copy out and the latest safe start of its copy in, time x the bytes above the budget
 that it takes away. Its cost is the link time of its copies. The best is committed, links and memory are charged, and so
-on. Differences: scores are kept in a heap and renewed lazily (they only fall), host memory comes before NVMe (without
-direct storage access a transfer to NVMe takes the same link too), and a region that no free transfer can fit is fitted
-by the transfers with the least exposed time, where the paper leaves it to the runtime to stall.
+on. Differences: only those are scored that can be the best by a bound (`prospects.py`), host memory comes before NVMe
+(without direct storage access a transfer to NVMe takes the same link too), and a region that no free transfer can fit
+is fitted by the transfers with the least exposed time, where the paper leaves it to the runtime to stall.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heapreplace
 from typing import Any
 
 import numpy as np
@@ -27,27 +26,28 @@ from tencache_fx.planning.liveness import (
     windows,
 )
 from tencache_fx.planning.plan import Transfer
-from tencache_fx.planning.problem import Problem, Step, Tier
+from tencache_fx.planning.policies.prospects import Calendar, Prospects, Sums
+from tencache_fx.planning.problem import Problem, Tier
 from tencache_fx.planning.schedule import CopyTimes, barriers_of, copy_times, crosses, time_swaps
 from tencache_fx.planning.tier_capacity import TierCapacity
 from tencache_fx.planning.tuning import TUNING
 
 _Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-_ROUNDED_UP = 1 + 1e-9  # sums are rounded
-_LONG = 500  # steps: a shorter window is scored closely at once
-_SUMMED_UP_EVERY = 4  # choices, and more in a long region: to sum up takes as long as to score some transfers closely
-_SUMMED_UP_STEPS = 4_000  # for each choice in between
+_SUMMED_UP_STEPS = 4_000  # for each choice in between: to sum up takes as long as to score some transfers closely
 
 
-def choose_teraio(problem: Problem, *, headroom: float = 0.0, lead: float = TUNING.swap_lead) -> tuple[Transfer, ...]:
+def choose_teraio(
+    problem: Problem, *, headroom: float = 0.0, lead: float = TUNING.swap_lead, latest_first: bool = False
+) -> tuple[Transfer, ...]:
     """Return the transfers of the greedy plan, none if the region fits.
 
     Swaps are chosen as if the share `headroom` of the budget was not there, which leaves their copies room to overlap;
-    copies in start up to `lead` transfer times before the latest safe start.
+    copies in start up to `lead` transfer times before the latest safe start. Of transfers that are equally good the one
+    that may leave first is chosen, or with `latest_first` the one that may leave last.
 
-    Fits the device whenever `minimal_swaps` does. O(N r (log K + w)) for N intervals re-scored r times (5 to 20 as a
-    rule), K steps, intervals of w steps; each commitment costs O(K).
+    Fits the device whenever `minimal_swaps` does. O(N log K + r w + K) for each choice among N intervals, of which r
+    are scored closely (a few as a rule), with K steps and intervals of w steps.
     """
     limit = problem.budgets.device_bytes
     if limit is None or live_bytes(problem).max(initial=0) <= limit:
@@ -55,7 +55,7 @@ def choose_teraio(problem: Problem, *, headroom: float = 0.0, lead: float = TUNI
     candidates = _minimal_transfers(problem)
     chosen_for = max(limit - int(limit * headroom), int(least_bytes(problem).max()))
     greedy = _Greedy(problem, min(limit, chosen_for))
-    greedy.take_free(candidates)
+    greedy.take_free(candidates, latest_first=latest_first)
     fits = greedy.take_exposed(candidates)
     for anywhere in (False, True):  # start again from the transfers that reach the floor
         if not fits:
@@ -84,54 +84,6 @@ def _longest_transfers(problem: Problem) -> list[Transfer]:
     return [each for each in _minimal_transfers(problem) if (each.name, each.needed_at) in wanted]
 
 
-class _Calendar:
-    """One link's free time in each step, in ns. Copies are served in chunks, so a query is a search in a prefix sum."""
-
-    def __init__(self, durations_ns: _Floats) -> None:
-        self.free = durations_ns.copy()
-        self.before = np.concatenate([[0.0], np.cumsum(self.free)])  # free time before each step
-
-    def earliest_end(self, start: int, need_ns: float) -> int:
-        """Return the first step before which a copy started at step `start` is complete; past the end if none."""
-        return int(self.before.searchsorted(self.before[start] + need_ns))
-
-    def latest_start(self, end: int, need_ns: float) -> int:
-        """Return the last step from which a copy is complete before step `end`; -1 if none."""
-        return int(self.before.searchsorted(self.before[end] - need_ns, side="right")) - 1
-
-    def charge(self, start: int, end: int, need_ns: float, *, late: bool = False) -> None:
-        """Take up to `need_ns` of what is free during `[start, end)`, from its start, or from its end if `late`."""
-        if late:
-            start = max(start, self.latest_start(end, need_ns))
-        else:
-            end = min(end, self.earliest_end(start, need_ns))
-        if start >= end:
-            return
-        span = self.free[start:end][::-1] if late else self.free[start:end]
-        taken = np.minimum(span.cumsum(), need_ns)
-        taken[1:] -= taken[:-1].copy()
-        span -= taken  # a view: this is `self.free`
-        np.maximum(span, 0.0, out=span)
-        sums = self.before[start] + self.free[start:end].cumsum()
-        self.before[end + 1 :] -= self.before[end] - sums[-1]
-        self.before[start + 1 : end + 1] = sums
-
-
-class _Sums:
-    """Sums over the steps of what was over the limit at one time: bounds, as it only falls."""
-
-    def __init__(self, over: _Floats, durations: _Floats) -> None:
-        over = np.maximum(over, 0.0)
-        self.most = float(over.max(initial=0.0))
-        self.area = np.concatenate([[0.0], np.cumsum(over * durations)])
-        self.time = np.concatenate([[0.0], np.cumsum(np.where(over > 0, durations, 0.0))])
-
-    def most_saved(self, gone: int, fetch: int, nbytes: int) -> float:
-        """Return what area and bytes `nbytes` can take away, at most, during `[gone, fetch)`."""
-        area = float(self.area[fetch] - self.area[gone])
-        return min(area, nbytes * float(self.time[fetch] - self.time[gone])) + min(nbytes, self.most)
-
-
 @dataclass(frozen=True, slots=True)
 class _Offer:
     """What a transfer would give now: its score, and the window during which its bytes would be away."""
@@ -154,59 +106,38 @@ class _Greedy:
         self.fullest = int(self.over.argmax())
         self.times: dict[tuple[int, Tier], CopyTimes] = {}
         self.durations = durations_ns(problem)
-        self.sums = _Sums(self.over, self.durations)
-        self.out, self.write, self.read, self.into = (_Calendar(self.durations) for _ in range(4))
+        self.sums = Sums(self.over, self.durations)
+        self.out, self.write, self.read, self.into = (Calendar(self.durations) for _ in range(4))
         self.capacity = TierCapacity(problem)
         self.chosen: dict[str, Transfer] = {}
 
-    def take_free(self, candidates: Sequence[Transfer]) -> None:
-        """Take, by score, transfers that stall nothing, until the region fits or none is left that helps."""
-        heap: list[tuple[float, Step, str, Step, Transfer, _Offer | None]] = [
-            (-most, transfer.copy_out_after, transfer.name, transfer.needed_at, transfer, None)
-            for most, transfer in zip(self._most_scores(candidates), candidates, strict=True)
-            if most > 0
-        ]
-        heapify(heap)
-        current: set[tuple[str, Step]] = set()  # those looked at since the last choice
-        while heap and self.over[self.fullest] > 0:
-            transfer, offer = heap[0][-2:]
-            following = min(heap[1:3], default=None)
-            enough = 0.0 if following is None else -following[0] * TUNING.enough_of_best_score
-            if (transfer.name, transfer.needed_at) not in current:
-                offer = None if transfer.name in self.chosen else self._offer(transfer, enough)
-            if offer is None:
-                heappop(heap)
-                continue
-            if offer.score >= enough:
-                current.add((transfer.name, transfer.needed_at))
-            renewed = (-offer.score, *heap[0][1:-1], offer)
-            if following is not None and renewed > following and offer.score < enough:
-                heapreplace(heap, renewed)  # worse than when last looked at: compare again
-                continue
-            heappop(heap)
-            self._commit(offer)
-            current.clear()
+    def take_free(self, candidates: Sequence[Transfer], *, latest_first: bool = False) -> None:
+        """Take, by score, transfers that stall nothing, until the region fits or none is left that helps.
 
-    def _most_scores(self, candidates: Sequence[Transfer]) -> list[float]:
-        """Return what the score of each candidate can be at most: without waiting for links, and in host memory.
-
-        O(steps + candidates), with sums over the steps at which memory is over the limit.
+        One is taken whose score is nearly as good as what any other's may be.
         """
-        freed = np.array([transfer.freed_at for transfer in candidates], dtype=np.int64)
-        fetch = np.array([transfer.prefetch_at for transfer in candidates], dtype=np.int64)
-        nbytes = np.array([transfer.nbytes for transfer in candidates], dtype=np.float64)
-        links = self.problem.links
-        cost = 2 * links.copy_latency_ns + nbytes * (1e9 / links.d2h_bytes_per_s + 1e9 / links.h2d_bytes_per_s)
-        steps = np.concatenate([[0], np.cumsum(self.over > 0)])
-        area, time = self.sums.area[fetch] - self.sums.area[freed], self.sums.time[fetch] - self.sums.time[freed]
-        most = (np.minimum(area, nbytes * time) + np.minimum(nbytes, self.sums.most)) / cost * _ROUNDED_UP
-        return [float(each) for each in np.where(steps[fetch] > steps[freed], most, 0.0)]
+        prospects = Prospects(self.problem, candidates, latest_first=latest_first)
+        while self.over[self.fullest] > 0:
+            prospects.renew(self.out, self.into, self.sums)
+            found: tuple[float, int, _Offer] | None = None
+            for place, most_score in prospects.best_first():
+                if found is not None and -found[0] >= most_score * TUNING.enough_of_best_score:
+                    break
+                offer = self._offer(candidates[place])
+                prospects.lower(place, 0.0 if offer is None else offer.score)
+                if offer is not None:
+                    looked = (-offer.score, prospects.rank_of(place), offer)
+                    found = looked if found is None else min(found, looked, key=lambda each: each[:2])
+            if found is None:
+                break
+            self._commit(found[2])
+            prospects.drop(found[2].transfer.name)
 
-    def _offer(self, transfer: Transfer, enough: float = 0.0) -> _Offer | None:
+    def _offer(self, transfer: Transfer) -> _Offer | None:
         for tier in (Tier.HOST, Tier.NVME):
             placed = transfer if transfer.tier is tier else replace(transfer, tier=tier)
             if self.capacity.fits(placed):
-                return self._score(placed, enough)
+                return self._score(placed)
         return None
 
     def _times(self, transfer: Transfer) -> CopyTimes:
@@ -215,11 +146,8 @@ class _Greedy:
             self.times[size] = copy_times(self.problem.links, *size)
         return self.times[size]
 
-    def _score(self, transfer: Transfer, enough: float) -> _Offer | None:
-        """Return what `transfer` gives, None if it gives nothing or cannot be done without a stall.
-
-        What is away for long and cannot give `enough` is not looked at closely: its score is then a bound.
-        """
+    def _score(self, transfer: Transfer) -> _Offer | None:
+        """Return what `transfer` gives, None if it gives nothing or cannot be done without a stall."""
         problem, times = self.problem, self._times(transfer)
         start, end = transfer.copy_out_after + 1, transfer.needed_at
         gone = max(transfer.freed_at, self.out.earliest_end(start, times.out))
@@ -233,10 +161,6 @@ class _Greedy:
         if not gone <= problem.boundary <= fetch and crosses(problem, transfer):
             return None
         cost = times.out + times.write + times.read + times.into
-        if fetch - gone > _LONG:
-            most_score = self.sums.most_saved(gone, fetch, transfer.nbytes) / cost * _ROUNDED_UP
-            if most_score < enough:
-                return _Offer(most_score, transfer, times, gone, fetch) if most_score > 0 else None
         over, most = self.over[gone:fetch], transfer.nbytes
         if not (gone <= self.fullest < fetch and self.over[self.fullest] >= most):  # else there is no need to look
             most = min(int(over.max()), most)
@@ -255,9 +179,8 @@ class _Greedy:
             self.read.charge(offer.fetch, transfer.needed_at, times.read, late=True)
         self.over[offer.gone : offer.fetch] -= transfer.nbytes
         self.fullest = int(self.over.argmax())
-        every = max(_SUMMED_UP_EVERY, self.over.size // _SUMMED_UP_STEPS)
-        if len(self.chosen) % every == 0 and self.over.size > _LONG:
-            self.sums = _Sums(self.over, self.durations)
+        if len(self.chosen) % (1 + self.over.size // _SUMMED_UP_STEPS) == 0:
+            self.sums = Sums(self.over, self.durations)
         self.capacity.charge(transfer)
         self.chosen[transfer.name] = transfer
 
@@ -314,7 +237,7 @@ class _Exposed:
         for place, transfer in enumerate(transfers):
             self.places.setdefault(transfer.name, []).append(place)
 
-    def cheapest(self, step: int, over_bytes: int, out: _Calendar, into: _Calendar) -> Iterator[Transfer]:
+    def cheapest(self, step: int, over_bytes: int, out: Calendar, into: Calendar) -> Iterator[Transfer]:
         """Remove and yield the transfers that are away at `step`, that with the least exposed time per byte first.
 
         Bytes count up to `over_bytes`; of equals the longest transfer is first. Nothing else may change meanwhile.
