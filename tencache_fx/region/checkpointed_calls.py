@@ -21,6 +21,16 @@ class CheckpointedCalls:
         self._ran: deque[CompiledRegion] = deque(maxlen=_REMEMBERED)
         self._runs_again = False
 
+    @property
+    def under_way(self) -> bool:
+        """Whether the call that begins is one of several in a checkpointed forward, or runs again in the backward.
+
+        Those of one checkpoint run again the first one first: all have to run alike.
+        """
+        if not torch.is_grad_enabled() or not compat.saves_by_hooks():
+            return False
+        return compat.in_backward() or bool(self._ran and not self._runs_again)
+
     def choose(self, current: CompiledRegion) -> CompiledRegion:
         """Return how the call that begins is to run: as `current`, unless it runs again what has run otherwise."""
         if not torch.is_grad_enabled() or not compat.saves_by_hooks():

@@ -4,6 +4,7 @@ A GPU's allocator counts what all hold, so such a plan sees the others there. A 
 steps notes what it sees beside each graph, and the region's own peak is one between the graphs of the others.
 """
 
+import gc
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -34,7 +35,7 @@ class ExternalMemory:
 
     def begin_round(self) -> None:
         """Begin a turn of all regions that are planned with their step."""
-        for index in (self._before.keys() | self._now.keys()) - self._alone:
+        for index in {*list(self._before), *list(self._now)} - self._alone:
             self._begin_turn(index)
 
     def note(self, index: int, values: Sequence[object], given: Storages = frozenset()) -> Storages:
@@ -53,9 +54,15 @@ class ExternalMemory:
         self._now[index] = max(self._now.get(index, 0), external_bytes)
         return own
 
-    def note_garbage(self, nbytes: int) -> None:
-        """Note that so many of the bytes seen in this round were garbage, which is collected now."""
-        self._now = {index: max(0, external_bytes - nbytes) for index, external_bytes in self._now.items()}
+    def collect_garbage(self) -> None:
+        """Have garbage collected, and forget it: what torch's compiler left holds on to inputs and whole models."""
+        before_bytes = self._points.gauge.held_bytes()
+        gc.collect()
+        if self.counts:
+            freed_bytes = max(0, before_bytes - self._points.gauge.held_bytes())
+            for seen in (self._before, self._now):
+                for index in list(seen):
+                    seen[index] = max(0, seen.get(index, 0) - freed_bytes)
 
     def turn(self, index: int) -> int:
         """Return the number of a region's turn that was begun last."""
@@ -68,6 +75,10 @@ class ExternalMemory:
     def most_bytes(self, index: int) -> int:
         """Return the most external memory of a region, in that turn and the one before."""
         return max(self._before.get(index, 0), self._now.get(index, 0))
+
+    def forget_turn_before(self, index: int) -> None:
+        """Forget all that was seen of a region before the turn that was begun last."""
+        self._before.pop(index, None)
 
     def begin_alone(
         self,

@@ -143,7 +143,8 @@ class Region:
 
         No monitor is asked in a backward: what is computed again there has to save what it saved before.
         """
-        for monitor in () if compat.in_backward() else self.monitors:
+        fixed = compat.in_backward() or self._checkpointed.under_way
+        for monitor in () if fixed else self.monitors:
             before = self.current
             try:
                 verdict = monitor.review(self.current, self._formulas.read(args))
@@ -166,26 +167,41 @@ class Region:
                 self.current = monitor.on_refusal(before)
             break
         self.step.enter(self.current, args)
-        if not compat.in_backward() and self.scope.leaves_step():
+        if not fixed and self.scope.leaves_step():
             self._leave_step(args)
         elif not self.in_steps:
-            self._fit(args)
+            self._fit(args, fixed=fixed)
 
-    def _fit(self, args: Sequence[Any]) -> None:
-        """Plan the region again if its plan does not fit at these sizes, beside the external memory there is."""
-        sizes, external_bytes = self._formulas.read(args), self.scope.last_external_bytes
+    def _fit(self, args: Sequence[Any], *, fixed: bool) -> None:
+        """Plan the region again if its plan does not fit at these sizes, beside the external memory there is.
+
+        Where its plan is `fixed`, by what ran before, only sizes are a reason.
+        """
+        sizes, external_bytes = self._formulas.read(args), None if fixed else self.scope.last_external_bytes
         if self._check.passes(self._footprint, sizes, external_bytes):
             return
+        if external_bytes is not None:
+            self.scope.collect_garbage()
+            if self._check.passes(self._footprint, sizes, self.scope.last_external_bytes):
+                return
+        reason = "its plan, or what is held beside it, is over the budget"
         try:
-            self._plan_again(args, "its plan, or what is held beside it, is over the budget")
-        except BudgetError as error:
-            if not self.scope.excuses():
+            self._plan_again(args, reason)
+        except BudgetError:
+            if external_bytes is None:
                 raise
-            log.warning("region %d may go over its budget this once: %s", self.index, str(error))
+            self.scope.forget_turn_before()
+            try:
+                self._plan_again(args, reason)
+            except BudgetError as error:
+                if not self.scope.excuses():
+                    raise
+                log.warning("region %d may go over its budget this once: %s", self.index, str(error))
 
     def _leave_step(self, args: Sequence[Any]) -> None:
         """Plan the region by itself; if it has no plan that way either, go on: the step is refused if that recurs."""
         before = self.current
+        self.scope.collect_garbage()
         try:
             self._plan_again(args, "it does not fit while storages are away only between its graphs")
         except BudgetError as error:
@@ -266,7 +282,7 @@ class Region:
             sizes=sizes,
             donated=self.donated_inputs.positions,
             boundary_bytes=self.boundary_memory.wanted_bytes,
-            external_bytes=self.scope.external_bytes,
+            external_bytes=None if by_step else self.scope.external_bytes,
             compares=self.recalibrator.compares and not by_step,
             may_learn=self.recalibrator.may_learn and not by_step,
             accumulation=self.accumulation.expected,

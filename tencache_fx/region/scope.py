@@ -35,6 +35,8 @@ log = logging.getLogger("tencache_fx")
 
 _SMALL = 4  # a region whose inputs are less than one part in so many of what the device holds is not a whole model
 _LIBRARIES_BYTES = 128 << 20  # what cuBLAS and the like may hold on a device beside any model
+_EXCUSED = 3  # turns in a row in which a region may run beside more than it is planned for
+_FORWARDS = 64  # remembered, if so many do not wait any more
 _TURNS = 2  # a forward that still waits when its region has begun so many times after a backward is not waited for
 
 
@@ -66,7 +68,7 @@ class Scope:
         self._joined = self._was_alone = False
         self._left_bytes: int | None = None  # the budget that its step was over when it left
         self._own_bytes = 0  # that a plan by itself takes
-        self._excused_turn = -1
+        self._excused, self._excused_turn = 0, -2
         self.by_step = self._planned and source.options.scope == "step"
         if self._watches:
             self.by_step = self._seems_part(inputs)
@@ -103,16 +105,34 @@ class Scope:
         external = self._external
         return None if external is None else external.last_bytes(self._source.index)
 
+    def collect_garbage(self) -> None:
+        """Have garbage collected, and forget it where it counted as external memory."""
+        if (external := self._external) is not None:
+            external.collect_garbage()
+
+    def forget_turn_before(self) -> None:
+        """Plan for the external memory of the last turn alone."""
+        if (external := self._external) is not None:
+            external.forget_turn_before(self._source.index)
+
     def excuses(self) -> bool:
         """Return whether the region may run although it does not fit beside its external memory.
 
-        It may for one turn: that memory, such as an output that was kept, may be gone in the next.
+        It may for three turns in a row: that memory, such as an output that was kept, may be gone in the next. After a
+        refusal it is measured anew.
         """
-        if (external := self._external) is None:
-            return False
-        turn, before = external.turn(self._source.index), self._excused_turn
+        external = self._external
+        assert external is not None
+        turn = external.turn(self._source.index)
+        if turn - self._excused_turn > 1:
+            self._excused = 0
+        self._excused += turn != self._excused_turn
         self._excused_turn = turn
-        return turn - before != 1
+        if self._excused <= _EXCUSED:
+            return True
+        external.forget((self._source.index,))
+        self._excused, self._excused_turn = 0, -2
+        return False
 
     @property
     def _external(self) -> ExternalMemory | None:
@@ -145,6 +165,8 @@ class Scope:
             given = {storage._cdata for storage in storages_on(self._source.device, args)}
             made = [each for each in storages_on(self._source.device, (results,)) if each._cdata not in given]
             residual = StorageWeakRef(made[-1]) if made else None
+            if len(self._forwards) >= _FORWARDS:  # no backward comes
+                self._forwards = [each for each in self._forwards if each.waits]
             self._forwards.append(_Forward(threading.get_ident(), residual, inputs))
             return results
 
@@ -160,9 +182,11 @@ class Scope:
                 each.turns += 1
             self._forwards = [each for each in self._forwards if each.waits]
         self._meet_others()
-        if self._left_bytes is not None and (self._step.device_budget or 0) > self._left_bytes:
-            self.by_step, self._watches, self._left_bytes = True, True, None
-            return "the budget has grown, and it may fit with its step"
+        if self._left_bytes is not None and (budget := self._step.device_budget) != self._left_bytes:
+            self.by_step, self._watches = True, budget is None or budget > self._left_bytes
+            if not self._watches:  # it was compiled for more, and can only be planned again with its step
+                self._step.note_stuck()
+            return "the budget of its step is another one"
         if not self._watches:
             return current
         if not self.by_step and self._joined:
@@ -175,10 +199,18 @@ class Scope:
 
     def leaves_step(self) -> bool:
         """Return whether the region is to be planned by itself, where storages may be away within a graph, to fit."""
-        return self._watches and self.by_step and self._step.is_too_large and self.plan_alone()
+        if not (self._watches and self.by_step and self._step.is_too_large):
+            return False
+        budget, compiled_for = self._step.device_budget, self._source.options.device_budget
+        if budget is not None and compiled_for is not None and budget < compiled_for:
+            self._step.note_stuck()  # by itself it would be planned for what it was compiled for
+            return False
+        return self.plan_alone()
 
     def on_compiled(self, request: Request, compiled: CompiledRegion) -> None:
-        """Note what a plan by itself takes."""
+        """Note what a plan by itself takes, or that it is planned with its step again."""
+        if request.by_step:
+            self._left_bytes = None
         if (record := compiled.record) is not None and not request.by_step:
             self._own_bytes = record.plan.forecast.peak_bytes - record.problem.external_bytes
 

@@ -11,7 +11,6 @@ same calls (`step_variants.py`), or else frugally. An order that ran so to its e
 sizes are others.
 """
 
-import gc
 import logging
 import math
 import threading
@@ -67,7 +66,7 @@ class StepRecorder:
         self._first: Options | None = None  # of the round's first forward
         self._options: Options | None = None  # of the forward that has the least budget
         self._mark = points.gauge.mark()
-        self._collected = False
+        self._collected = False  # garbage, in this round
         self._clean_for: tuple[int, int] | None = None  # budget and compilations when a peak over it was forgotten
         self._left: deque[int] = deque()  # by regions of which no code is left, in whatever thread that was noticed
         self._gone: set[int] = set()  # those that are yet to be forgotten
@@ -292,10 +291,8 @@ class StepRecorder:
         """Raise `BudgetError` if a run does not fit, though all leaves that can."""
         if visit.peak_bytes > limit and not self._collected:
             self._collected = True
-            before_bytes = visit.held_bytes
-            gc.collect()  # garbage of torch's compiler holds on to the inputs that it compiled for
+            self.external.collect_garbage()
             visit = self._visits[-1] = replace(visit, held_bytes=self._measure()[0])
-            self.external.note_garbage(before_bytes - visit.held_bytes)
         if visit.peak_bytes <= limit:
             return
         assert self._options is not None
@@ -384,6 +381,7 @@ class StepRecorder:
         self.points.settle()
         self._calls, self._visits, self.points.in_known_order = [], [], True
         self._counts.clear()
+        self._collected = False
         self.external.begin_round()
 
 
