@@ -143,7 +143,8 @@ class Region:
 
         No monitor is asked in a backward: what is computed again there has to save what it saved before.
         """
-        fixed = compat.in_backward() or self._checkpointed.under_way
+        # Under other hooks than those of a checkpoint a backward runs, and nothing again.
+        fixed = compat.in_backward() or (self._checkpointed.under_way and not self.scope.ran_backward)
         for monitor in () if fixed else self.monitors:
             before = self.current
             try:

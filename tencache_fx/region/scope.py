@@ -94,6 +94,11 @@ class Scope:
         return changes
 
     @property
+    def ran_backward(self) -> bool:
+        """Whether a backward has run since the region was reviewed last."""
+        return self._backwards > 0
+
+    @property
     def external_bytes(self) -> int | None:
         """The external memory that a region which has left its step is planned for; None where an allocator counts."""
         external = self._external
@@ -217,7 +222,8 @@ class Scope:
     def on_refusal(self, current: CompiledRegion) -> CompiledRegion:
         """Go on in the scope that it was compiled in, for good."""
         self.by_step, self._watches = current.swap_region is not None, False
-        self._left_bytes = None if self.by_step else self._left_bytes
+        if self._left_bytes is not None:
+            self._left_bytes = None if self.by_step else self._step.device_budget
         return current
 
     def _meet_others(self) -> None:

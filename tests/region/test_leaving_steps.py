@@ -146,6 +146,17 @@ def test_a_checkpointed_forward_is_planned_as_a_whole() -> None:
 
 
 @pytest.mark.usefixtures("engine")
+def test_other_hooks_than_those_of_a_checkpoint_do_not_fix_plans() -> None:
+    """What looks like a checkpointed forward, and does not run again, may be planned again in the next step."""
+    before, model = set(REGIONS.live()), compiled(device_budget=4_000_000)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        peaks = [train(model, model)[1] for _ in range(6)]
+    assert among(before)
+    assert all(among(before))
+    assert max(peaks[2:]) <= 4_000_000, peaks
+
+
+@pytest.mark.usefixtures("engine")
 def test_models_made_anew_are_not_refused_for_those_before_them() -> None:
     """A compiled module is in a reference cycle: it is there until garbage is collected."""
     for _ in range(4):
