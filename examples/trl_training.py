@@ -1,4 +1,6 @@
-"""Train with TRL, by examples (SFT) or by rewards (GRPO): one argument of the configuration is new.
+"""Train with TRL, by examples (SFT) or by rewards (GRPO): the backbone's weights in host memory, the rest within 30 MB.
+
+One argument of the configuration names the backend.
 
 python examples/trl_training.py sft checkpoints     # or grpo
 """
@@ -45,7 +47,7 @@ def train(way: str, folder: str, *, plain: bool = False) -> Trainer:
     if not plain:
         hf.register()
         tencache_fx.configure(device_budget=BUDGET, host_budget="64MiB")
-        compiling, optimizer = {"torch_compile": True, "torch_compile_backend": "tencache"}, tencache_fx.optim.AdamW
+        compiling, optimizer = {"torch_compile_backend": "tencache"}, tencache_fx.optim.AdamW
         # The head stays on the device: TRL's loss reads its weight outside of compiled code.
         tencache_fx.offload(model.model, "cpu" if USUAL["use_cpu"] else "cuda")
     settings = {"output_dir": folder, **USUAL, **compiling}

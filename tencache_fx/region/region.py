@@ -197,7 +197,11 @@ class Region:
             except BudgetError as error:
                 if not self.scope.excuses():
                     raise
-                log.warning("region %d may go over its budget this once: %s", self.index, str(error))
+                log.warning(
+                    "%s\n  It runs this time, because the memory held beside it may be free in the next step. "
+                    "It is refused if that is not so for several steps.",
+                    str(error),
+                )
 
     def _leave_step(self, args: Sequence[Any]) -> None:
         """Plan the region by itself; if it has no plan that way either, go on: the step is refused if that recurs."""

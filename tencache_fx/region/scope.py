@@ -8,7 +8,6 @@ waits for its backward shows that a step has several. A step planned as a whole 
 that this region is alone; it is planned by itself then, once at most.
 """
 
-import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,8 +29,6 @@ from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
 from tencache_fx.region.step_monitor import StepMonitor
 from tencache_fx.tensors import storages_on
-
-log = logging.getLogger("tencache_fx")
 
 _SMALL = 4  # a region whose inputs are less than one part in so many of what the device holds is not a whole model
 _LIBRARIES_BYTES = 128 << 20  # what cuBLAS and the like may hold on a device beside any model

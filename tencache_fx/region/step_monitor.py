@@ -65,7 +65,8 @@ class StepMonitor:
         """The external memory of the regions of the step; None where an allocator counts that, or no step was seen."""
         if self._recorder is None:
             mine = (points for points in open_swap_points() if points.engine.device == self._source.device)
-            self._recorder = next(map(recorder_of, mine), None)
+            if (found := next(map(recorder_of, mine), None)) is not None:
+                self._attach(found)
         return self._recorder.external if self._recorder is not None and self._recorder.external.counts else None
 
     def note_stuck(self) -> None:
@@ -79,9 +80,7 @@ class StepMonitor:
             return run
         recorder = written.recorder
         recorder.has_new_code = True
-        if recorder is not self._recorder:
-            self._recorder = recorder
-            recorder.watch(self, self._source.index)
+        self._attach(recorder)
 
         def told_run(*args: Any) -> Any:
             call = None
@@ -128,6 +127,12 @@ class StepMonitor:
         """Go on as it was compiled first."""
         self._refused = True
         return current
+
+    def _attach(self, recorder: StepRecorder) -> None:
+        """Have a recorder know of the region, until nothing is left of it."""
+        if recorder is not self._recorder:
+            self._recorder = recorder
+            recorder.watch(self, self._source.index)
 
     def _current_options(self) -> Options:
         """Return the options, with the device budget as `configure` was told last, if it was not given by itself."""

@@ -376,9 +376,9 @@ class SwapPoints:
             swap.handle = None
         elif swap.state is State.AWAY:
             assert swap.handle is not None
-            swap.ticket = self.engine.prefetch(swap.handle)
-            self.gauge.see((self.engine.destination(swap.ticket),))
-            swap.handle, swap.state = None, State.COMING
+            swap.ticket, swap.handle, swap.state = self.engine.prefetch(swap.handle), None, State.COMING
+            if not self.gauge.counts_all:
+                self.gauge.see((self.engine.destination(swap.ticket),))
             swap.count()
 
     def _owned_by(self, tensor: Tensor) -> Swap | None:
