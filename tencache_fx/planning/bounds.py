@@ -114,9 +114,9 @@ class _Relaxation:
     def _add_recipes(self, storages: dict[str, Storage]) -> None:
         problem, boundary = self.problem, self.problem.boundary
         kept = [storages[recipe.name] for recipe in problem.recipes]
-        self.runs = np.zeros((len(kept), boundary), dtype=np.float64)  # 1 where a recipe runs a step
-        for row, recipe in enumerate(problem.recipes):
-            self.runs[row, list(recipe.steps)] = 1.0
+        counts = [len(recipe.steps) for recipe in problem.recipes]
+        self.runs_of = np.repeat(np.arange(len(kept)), counts)  # with `runs`: which recipe runs which step
+        self.runs = np.array([step for recipe in problem.recipes for step in recipe.steps], dtype=np.int64)
         self.recipe_bytes = np.array([s.nbytes for s in kept], dtype=np.float64)
         self.last_early = np.array([max((u for u in s.uses if u < boundary), default=boundary) for s in kept])
         self.first_late = np.array([min((u for u in s.uses if u >= boundary), default=len(problem.ops)) for s in kept])
@@ -207,9 +207,10 @@ class _Relaxation:
         A step that several recipes need is shared out among them by bytes, so that no choice is charged for more than
         it runs (the fractional knapsack of these prices is then below every choice of recipes).
         """
-        nbytes, runs = self.recipe_bytes[mask], self.runs[mask]
-        shared = np.maximum(1.0, nbytes @ runs)
-        price = runs @ (self.durations[: self.problem.boundary] / shared)  # ns per byte
+        count, among = len(mask), mask[self.runs_of]
+        runs_of, runs, nbytes = self.runs_of[among], self.runs[among], self.recipe_bytes[mask]
+        shared = np.maximum(1.0, np.bincount(runs, self.recipe_bytes[runs_of], self.durations.size))
+        price = np.bincount(runs_of, (self.durations / shared)[runs], count)[mask]  # ns per byte
         order = np.argsort(price)
         freed = np.concatenate([[0.0], np.cumsum(nbytes[order])])
         return freed, np.concatenate([[0.0], np.cumsum(nbytes[order] * price[order])])

@@ -43,8 +43,8 @@ from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import first_parameters, has_offloaded, keep_resident
 from tencache_fx.planning.parameter_search import choose_parameters, costs_of
 from tencache_fx.planning.plan import Plan
-from tencache_fx.planning.planner import POLICIES, floor_bytes
-from tencache_fx.planning.problem import Problem
+from tencache_fx.planning.planner import POLICIES, floor_bytes, least_step_ns
+from tencache_fx.planning.problem import Kind, Problem
 from tencache_fx.planning.recompute import recompute
 from tencache_fx.planning.recompute_bound import least_floor_bytes
 from tencache_fx.planning.recompute_search import RecomputeSearch
@@ -72,21 +72,32 @@ def plan_region(captured: Problem, policy: str) -> tuple[Problem, Plan]:
     """
     evaluator = Evaluator(captured)
     names = _choose_recomputed(evaluator) if policy == "joint" else ()
-    planned: list[tuple[int, Problem, Plan]] = []
+    planned: list[tuple[int, bool, Problem, Plan]] = []
     refusals: list[tuple[int, bool, BudgetError]] = []
-    for recomputed in dict.fromkeys((names, ()) if moves_too_much(captured) else ((), names)):
-        if planned and not recomputed:
-            break  # that has no plan, and it takes long to say why
+    for recomputed in dict.fromkeys((names, ())):
+        if planned and _cannot_gain(captured, planned[0][0]):
+            break
         base = Candidate(policy=policy, recomputed=recomputed)
         try:
             chosen = _settle(evaluator, base)
         except BudgetError as refusal:
             refusals.append((floor_bytes(evaluator.problem_for(base)), bool(recomputed), refusal))
         else:
-            planned.append((costs_of(evaluator, chosen).step_ns, *evaluator.stated(chosen)))
+            planned.append((costs_of(evaluator, chosen).step_ns, bool(recomputed), *evaluator.stated(chosen)))
     if not planned:
         raise min(refusals, key=lambda each: each[:2])[2]
-    return min(planned, key=lambda each: each[0])[1:]
+    return min(planned, key=lambda each: each[:2])[2:]
+
+
+def _cannot_gain(captured: Problem, known_ns: int) -> bool:
+    """Whether nothing that recomputes nothing is as fast as `known_ns`; to plan it, or to say why not, takes long.
+
+    Without offloaded parameters there is more room than beside any that are pinned, and no copy of others.
+    """
+    if moves_too_much(captured):
+        return True
+    others = (each for each in captured.storages if each.kind not in (Kind.FETCHED, Kind.STORED))
+    return least_step_ns(replace(captured, storages=tuple(others), recipes=(), collectives=())) > known_ns
 
 
 def policy_floor_bytes(captured: Problem, policy: str) -> int:

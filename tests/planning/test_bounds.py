@@ -9,12 +9,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from outcomes import Outcomes
-from problems import GIB, links, make_region, make_storage, moving_problems, problems, transformer
+from problems import GIB, links, make_region, make_storage, moving_problems, offloaded_weights, problems, transformer
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning import search
 from tencache_fx.planning.bounds import _Relaxation, joint_lower_bound_ns, moves_too_much
+from tencache_fx.planning.evaluation import Candidate, Evaluator
 from tencache_fx.planning.liveness import live_bytes
+from tencache_fx.planning.parameter_schedule import keep_resident, step_ns
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.planner import lower_bound_ns
 from tencache_fx.planning.problem import Budgets, Kind, Problem, Recipe, Step
@@ -233,3 +235,35 @@ def test_what_moves_too_much_is_not_planned_if_recomputing_helps(monkeypatch: py
     assert found[1].recomputed
     monkeypatch.setattr(search, "moves_too_much", lambda problem: False)
     assert plan_region(problem, "joint") == found
+
+
+@SEEN.reaching(0.1, "moves", "fits")
+@settings(max_examples=150, deadline=None)
+@given(problem=st.one_of(problems(), moving_problems()))
+def test_what_cannot_gain_is_no_faster(problem: Problem) -> None:
+    """Whatever is pinned on the device: without offloaded parameters there is more room, and less to copy."""
+    try:
+        plan = make_plan(problem, "joint")
+    except BudgetError:
+        assume(False)
+    planned_for = keep_resident(problem, plan.resident, plan.updated_here)
+    SEEN.note("moves" if plan.transfers else "fits")
+    assert not search._cannot_gain(problem, step_ns(planned_for, plan.forecast))
+
+
+def test_what_cannot_gain_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = offloaded_weights(transformer(layers=6))
+    problem = replace(problem, recipes=recipes_of_matmuls(problem), links=links(10**7))
+    problem = problem.within(device_bytes=policy_floor_bytes(problem, "joint") * 5 // 4)
+    settled, settle = [], search._settle
+
+    def noted(evaluator: Evaluator, base: Candidate) -> Candidate:
+        settled.append(bool(base.recomputed))
+        return settle(evaluator, base)
+
+    monkeypatch.setattr(search, "_settle", noted)
+    found = plan_region(problem, "joint")
+    assert settled == [True]
+    monkeypatch.setattr(search, "_cannot_gain", lambda captured, known_ns: False)
+    assert plan_region(problem, "joint") == found
+    assert settled == [True, True, False]
