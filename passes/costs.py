@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from tencache_fx.hardware.op_timing import Call, OpCost, describe_call
-from tencache_fx.hardware.rates import Roofline
+from tencache_fx.hardware.roofline import Roofline
 from tencache_fx.ops import arguments_of
 from tencache_fx.passes.collectives import begins_collective
 from tencache_fx.passes.graphs import RegionGraphs

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from tencache_fx.errors import OptionError, TencacheError
 from tencache_fx.fitting import PREFIX
-from tencache_fx.fitting.other_process import Request, largest_captured
+from tencache_fx.fitting.workload import Workload, read_settings
 from tencache_fx.garbage import seldom_collected
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Problem
@@ -260,19 +260,17 @@ def _fit(arguments: argparse.Namespace) -> str:
     load = {each: value for each, value in load.items() if value is not None}
     device, texts, name = arguments.device, arguments.set, arguments.factory
     if name.startswith(PREFIX):
-        load["config"] = name.removeprefix(PREFIX)
-        request = Request(load=load, settings=texts, device=device, options=given, profile=profile)
-        several = "micro_batch" not in load and not load.keys().isdisjoint(("tokens", "samples"))
-        with largest_captured(request) if several else contextlib.nullcontext() as largest:
-            from tencache_fx.fitting.fitness import Workload, fit_config, read_settings  # here: needs torch
+        from tencache_fx.fitting.config_fit import fit_config  # here: the planner is for this command only
+        from tencache_fx.fitting.other_process import other_process
 
-            work = Workload(settings=read_settings(texts), **load)
-            found = fit_config(work, device, given, profile=profile, largest=largest)
+        work = Workload(config=name.removeprefix(PREFIX), settings=read_settings(texts), **load)
+        with other_process() if work.is_searched else contextlib.nullcontext() as other:
+            found = fit_config(work, device, given, profile=profile, other=other)
     elif load:
         option = next(iter(load)).replace("_", "-")
         raise OptionError(f"--{option} is for {PREFIX}CONFIG; have {name} make its inputs as large as they are to be.")
     else:
-        from tencache_fx.fitting.fitness import fit_factory, read_settings  # here: needs torch
+        from tencache_fx.fitting.fitness import fit_factory  # here: needs torch
 
         settings = read_settings(texts)
         found = fit_factory(name, device, given, profile=profile, settings=settings, inputs=arguments.input)

@@ -18,6 +18,7 @@ from tencache_fx.hardware.copies import copy_rates
 from tencache_fx.hardware.disk import Disk, filesystem_id, filesystem_type, joint_rates
 from tencache_fx.hardware.profiles import DeviceProfile, write_profile
 from tencache_fx.hardware.rates import known_rates
+from tencache_fx.hardware.roofline import Roofline
 from tencache_fx.model_state.arguments import find_device
 from tencache_fx.options import Options
 from tencache_fx.planning.problem import Links
@@ -63,7 +64,7 @@ class Report:
     device_name: str
     device_space: Space
     matmul_per_s: tuple[tuple[str, int], ...]
-    roofline: rates_module.Roofline
+    roofline: Roofline
     links: Links
     pageable: tuple[int, int] | None
     pin_ns: int | None
@@ -282,7 +283,7 @@ def _measure(device: torch.device, options: Options) -> Report:
     )
 
 
-def _matmul_rates(device: torch.device, roofline: rates_module.Roofline) -> tuple[tuple[str, int], ...]:
+def _matmul_rates(device: torch.device, roofline: Roofline) -> tuple[tuple[str, int], ...]:
     rates = dict(roofline.flops_per_s)
     if device.type == "cuda":
         with _float32_as("tf32"):

@@ -47,7 +47,8 @@ def capture(compiler: str, batch: int) -> Problem:
     import tencache_fx
     from examples.bench.models import Decoder
     from tencache_fx.hardware.cache import cached
-    from tencache_fx.hardware.rates import Roofline, device_key
+    from tencache_fx.hardware.rates import device_key
+    from tencache_fx.hardware.roofline import Roofline
 
     cpu = torch.device("cpu")
     roofline = Roofline(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tencache_fx.fitting.model_figures import ModelFigures, nbytes_of, state_bytes_of
+from tencache_fx.fitting.model_figures import ModelFigures
 from tencache_fx.fitting.target import Target
 from tencache_fx.options import Options
 from tencache_fx.planning.liveness import live_bytes
@@ -32,8 +32,8 @@ def estimate_of(plans: Sequence[RegionPlan], figures: ModelFigures, target: Targ
     options, made = target.options, [each.planned for each in plans if each.planned]
     resident = {name for _, plan in made for name in plan.resident}
     here = {name for _, plan in made for name in plan.updated_here}
-    here_bytes = sum(state_bytes_of(figures.parameters[name]) for name in here)
-    staying_bytes = sum(nbytes_of(figures.parameters[name]) for name in resident)
+    here_bytes = sum(figures.by_name[name].state_bytes for name in here)
+    staying_bytes = sum(figures.by_name[name].nbytes for name in resident)
     loads = [loads_of(*each) for each in made]
     return Fit(
         device=target.name,
@@ -121,7 +121,7 @@ def _all_on_device_bytes(captured: Sequence[Problem], figures: ModelFigures) -> 
         kept = keep_resident(problem, read)
         end = Step(len(kept.ops))
         storages = tuple(replace(s, death=end) if s.kind is Kind.STORED else s for s in kept.storages)
-        others = [figures.parameters[name] for name in figures.offloaded - read]
-        others_bytes = sum(nbytes_of(p) * (2 if p.requires_grad else 1) for p in others)
+        others = [figures.by_name[name] for name in figures.offloaded - read]
+        others_bytes = sum(each.nbytes * (2 if each.trained else 1) for each in others)
         most.append(int(live_bytes(replace(kept, storages=storages)).max(initial=0)) + others_bytes)
     return max(most) + figures.plain_state_bytes

@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tencache_fx import compat
 from tencache_fx.errors import OptionError
+from tencache_fx.fitting.model_figures import ModelFigures, ParameterFigures
+from tencache_fx.model_state.offloading import is_adapted, should_offload
 from tencache_fx.option_values import nearest
 
 
@@ -163,6 +165,34 @@ def _fake(tensor: Tensor, device: torch.device, mode: FakeTensorMode) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, tensor.requires_grad)
     return empty.requires_grad_(tensor.requires_grad)
+
+
+def figures_of(made: FactoryResult) -> ModelFigures:
+    """Return what a model takes, real or fake; of parameters that are tied, the first name counts.
+
+    Raises `OptionError` where it is made for parameters that cannot be offloaded.
+    """
+    model, adapts = made.model, is_adapted(made.model)
+    beside = (*model.buffers(), *tree_leaves((made.inputs, made.named_inputs)))
+    tensors = {id(value): value for value in beside if isinstance(value, Tensor)}
+    return ModelFigures(
+        parameters=tuple(
+            ParameterFigures(
+                name=name,
+                numbers=parameter.numel(),
+                nbytes=_bytes(parameter),
+                trained=parameter.requires_grad,
+                offloaded=should_offload(parameter, name, adapts=adapts),
+                in_float32=parameter.dtype is torch.float32,
+            )
+            for name, parameter in model.named_parameters()
+        ),
+        beside_bytes=sum(map(_bytes, tensors.values())),
+    )
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _find(name: str) -> Callable[[], Any]:

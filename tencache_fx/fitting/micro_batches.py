@@ -6,6 +6,7 @@ quick estimate of its step; those that promise most are planned, until none is l
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning.bounds import joint_lower_bound_ns
@@ -14,10 +15,24 @@ from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Kind, Op, Problem, Storage
 from tencache_fx.planning.search import plan_region, policy_floor_bytes
 from tencache_fx.reporting.fit_report import Setting
+from tencache_fx.serialization import MOST
 
 _MOST_SETTINGS = 8
 _MOST_PLANS = 3
 _CLOSE = 1.1  # estimates count no stalls, of which smaller micro-batches have more
+
+
+Planned = tuple[Problem, Plan] | BudgetError
+
+
+class Planner(Protocol):
+    """Plans one problem at a time, while this process does something else."""
+
+    def begin_plan(self, captured: Problem, policy: str) -> None:
+        """Begin to plan as `plan_region` does."""
+
+    def planned(self) -> Planned | None:
+        """Wait for what comes of it; None if nothing does."""
 
 
 class NotEvenError(ValueError):
@@ -88,27 +103,30 @@ def _is_alike(low: Problem, high: Problem) -> bool:
     return low.recipes == high.recipes and all(replace(b, nbytes=a.nbytes) == a for a, b in pairs)
 
 
-def find_setting(problems: Callable[[int], Problem], samples: int, tried: Sequence[int], policy: str) -> Found:
+def find_setting(
+    problems: Callable[[int], Problem], samples: int, tried: Sequence[int], policy: str, other: Planner | None = None
+) -> Found:
     """Return the fastest way to take `samples` through, of these micro-batches.
 
     The largest one of those that promise about the fastest step is planned first, then, as long as there may be a
-    faster one, a neighbour of those that are. At most three are planned; the others' times are estimates.
+    faster one, a neighbour of those that are. At most three are planned; the others' times are estimates. While one is
+    planned, `other` plans what is likely to come next; what then does not is as if it had not been planned.
     """
     captured = {each: replace(problems(each), accumulation=samples // each) for each in tried}
     settings = {each: _estimated(problem, each, policy) for each, problem in captured.items()}
     hopeful = [each for each in tried if not settings[each].refusal]
-    planned: dict[int, tuple[Problem, Plan]] = {}
-    for _ in range(_MOST_PLANS):
+    plans, planned = _Plans(captured, policy, other), dict[int, tuple[Problem, Plan]]()
+    for left in reversed(range(_MOST_PLANS)):
         if (chosen := _next(hopeful, settings, planned)) is None:
             break
-        setting = settings[chosen]
-        try:
-            problem, plan = plan_region(captured[chosen], policy)
-        except BudgetError as refusal:
-            settings[chosen] = replace(setting, refusal=str(refusal), step_ns=0)
+        if left and (likely := _likely_next(hopeful, settings, planned, chosen)) is not None:
+            plans.prepare(chosen, likely)
+        setting, made = settings[chosen], plans.find(chosen)
+        if isinstance(made, BudgetError):
+            settings[chosen] = replace(setting, refusal=str(made), step_ns=0)
             hopeful.remove(chosen)
             continue
-        planned[chosen] = problem, plan
+        planned[chosen] = problem, plan = made
         took_ns, peak_bytes = step_ns(problem, plan.forecast), plan.forecast.peak_bytes
         settings[chosen] = replace(setting, planned=True, step_ns=took_ns, peak_bytes=peak_bytes)
     if planned:
@@ -123,6 +141,42 @@ def find_setting(problems: Callable[[int], Problem], samples: int, tried: Sequen
     )
 
 
+class _Plans:
+    """The plans of settings, or why there are none: made here, or by another planner at the same time."""
+
+    def __init__(self, captured: Mapping[int, Problem], policy: str, other: Planner | None) -> None:
+        self._captured, self._policy, self._other = captured, policy, other
+        self._elsewhere: int | None = None  # what the other one plans
+        self._made: dict[int, Planned] = {}
+
+    def prepare(self, chosen: int, likely: int) -> None:
+        """Use the time until `chosen` is planned: have the other one plan `likely`, or plan that while it is busy."""
+        if self._other is None or likely in self._made:
+            return
+        if self._elsewhere is None and chosen not in self._made:
+            self._other.begin_plan(self._captured[likely], self._policy)
+            self._elsewhere = likely
+        elif self._elsewhere == chosen:
+            self._made[likely] = self._plan_here(likely)
+
+    def find(self, micro_batch: int) -> Planned:
+        """Return the plan of a setting."""
+        if micro_batch == self._elsewhere:
+            assert self._other is not None
+            self._elsewhere = None
+            if (made := self._other.planned()) is not None:
+                self._made[micro_batch] = made
+        if micro_batch not in self._made:
+            self._made[micro_batch] = self._plan_here(micro_batch)
+        return self._made[micro_batch]
+
+    def _plan_here(self, micro_batch: int) -> Planned:
+        try:
+            return plan_region(self._captured[micro_batch], self._policy)
+        except BudgetError as refusal:
+            return refusal
+
+
 def _next(hopeful: Sequence[int], settings: Mapping[int, Setting], planned: Collection[int]) -> int | None:
     """Return the micro-batch to plan next; None if none of the others may be faster than the fastest so far."""
     rest = [each for each in hopeful if each not in planned]
@@ -132,10 +186,22 @@ def _next(hopeful: Sequence[int], settings: Mapping[int, Setting], planned: Coll
         least_ns = min(settings[each].step_ns for each in rest)
         return max(each for each in rest if settings[each].step_ns <= least_ns * _CLOSE)
     best = min(planned, key=lambda each: settings[each].step_ns)
-    place = hopeful.index(best)
-    near = [each for each in hopeful[max(0, place - 1) : place + 2] if each in rest]
-    faster = [each for each in near if settings[each].step_ns < settings[best].step_ns]
+    faster = [each for each in _near(hopeful, best) if each in rest and settings[each].step_ns < settings[best].step_ns]
     return min(faster, key=lambda each: settings[each].step_ns, default=None)
+
+
+def _likely_next(
+    hopeful: Sequence[int], settings: Mapping[int, Setting], planned: Collection[int], chosen: int
+) -> int | None:
+    """Return what `_next` does once `chosen` is planned, if that is no faster than what is; None if it may be none."""
+    if planned:
+        return _next(hopeful, {**settings, chosen: replace(settings[chosen], step_ns=MOST)}, {*planned, chosen})
+    return min(_near(hopeful, chosen), key=lambda each: settings[each].step_ns, default=None)
+
+
+def _near(hopeful: Sequence[int], micro_batch: int) -> list[int]:
+    place = hopeful.index(micro_batch)
+    return [each for each in hopeful[max(0, place - 1) : place + 2] if each != micro_batch]
 
 
 def _estimated(captured: Problem, micro_batch: int, policy: str) -> Setting:

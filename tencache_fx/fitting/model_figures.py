@@ -1,55 +1,65 @@
-"""What a model's parameters, gradients and optimizer state take, by where they would be."""
+"""What a model's parameters, gradients and optimizer state take, by where they would be. No torch here."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-
-from tencache_fx.fitting.fake_model import FactoryResult
-from tencache_fx.model_state.offloading import is_adapted, should_offload
 from tencache_fx.planning.problem import STATE_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterFigures:
+    """One parameter: how many `numbers` and bytes it has, whether it is trained, and whether it would be offloaded."""
+
+    name: str
+    numbers: int
+    nbytes: int
+    trained: bool
+    offloaded: bool
+    in_float32: bool
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of AdamW's state for it, if it is offloaded and trained."""
+        return STATE_BYTES * self.numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFigures:
-    """A model's parameters by name, of which those of `offloaded` would be; what it is called with stays on the device.
+    """A model's parameters; what it is called with, and its buffers, of `beside_bytes`, stay on the device."""
 
-    Raises `OptionError` where it is made for parameters that cannot be offloaded.
-    """
-
-    parameters: Mapping[str, Tensor]
-    offloaded: frozenset[str]
+    parameters: tuple[ParameterFigures, ...]
     beside_bytes: int
 
-    @staticmethod
-    def of(made: FactoryResult) -> "ModelFigures":
-        """Return those of a model, real or fake; of parameters that are tied, the first name counts."""
-        parameters = dict(made.model.named_parameters())
-        adapts = is_adapted(made.model)
-        beside = {id(value): value for value in _beside(made.model, (made.inputs, made.named_inputs))}
-        return ModelFigures(
-            parameters=parameters,
-            offloaded=frozenset(name for name, p in parameters.items() if should_offload(p, name, adapts=adapts)),
-            beside_bytes=sum(map(nbytes_of, beside.values())),
-        )
+    @cached_property
+    def by_name(self) -> dict[str, ParameterFigures]:
+        """The parameters by name."""
+        return {each.name: each for each in self.parameters}
+
+    @cached_property
+    def offloaded(self) -> frozenset[str]:
+        """The names of those that would be offloaded."""
+        return frozenset(each.name for each in self.parameters if each.offloaded)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any is trained."""
+        return any(each.trained for each in self.parameters)
 
     @property
     def count(self) -> int:
         """How many numbers the parameters have."""
-        return sum(p.numel() for p in self.parameters.values())
+        return sum(each.numbers for each in self.parameters)
 
     @property
     def nbytes(self) -> int:
         """The bytes of all parameters."""
-        return sum(map(nbytes_of, self.parameters.values()))
+        return sum(each.nbytes for each in self.parameters)
 
     @property
     def offloaded_bytes(self) -> int:
         """The bytes of those that would be offloaded."""
-        return sum(nbytes_of(self.parameters[name]) for name in self.offloaded)
+        return sum(each.nbytes for each in self.parameters if each.offloaded)
 
     @property
     def kept_bytes(self) -> int:
@@ -59,12 +69,12 @@ class ModelFigures:
     @property
     def offloaded_state_bytes(self) -> int:
         """The state of AdamW for those that would be offloaded and are trained."""
-        return sum(map(state_bytes_of, self._trained(self.offloaded)))
+        return _state_bytes(each for each in self.parameters if each.offloaded)
 
     @property
     def kept_state_bytes(self) -> int:
         """The state of AdamW for those that would not be, and are trained."""
-        return sum(map(state_bytes_of, self._trained(self.parameters.keys() - self.offloaded)))
+        return _state_bytes(each for each in self.parameters if not each.offloaded)
 
     @property
     def held_bytes(self) -> int:
@@ -74,22 +84,9 @@ class ModelFigures:
     @property
     def plain_state_bytes(self) -> int:
         """The state of AdamW if nothing were offloaded: fp32 weights are their own masters."""
-        trained = self._trained(self.parameters)
-        return sum(p.numel() * (8 if p.dtype is torch.float32 else STATE_BYTES) for p in trained)
-
-    def _trained(self, names: Iterable[str]) -> list[Tensor]:
-        return [p for name in names if (p := self.parameters[name]).requires_grad]
+        trained = (each for each in self.parameters if each.trained)
+        return sum(each.numbers * (8 if each.in_float32 else STATE_BYTES) for each in trained)
 
 
-def nbytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor that need not have any."""
-    return tensor.numel() * tensor.element_size()
-
-
-def state_bytes_of(parameter: Tensor) -> int:
-    """Return the bytes of AdamW's state for a parameter that is offloaded."""
-    return STATE_BYTES * parameter.numel()
-
-
-def _beside(model: nn.Module, inputs: Any) -> list[Tensor]:
-    return [value for value in (*model.buffers(), *tree_leaves(inputs)) if isinstance(value, Tensor)]
+def _state_bytes(parameters: Iterable[ParameterFigures]) -> int:
+    return sum(each.state_bytes for each in parameters if each.trained)

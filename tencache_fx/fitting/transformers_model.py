@@ -5,7 +5,6 @@ transformers is optional: `find_config` says so where it is missing.
 
 import copy
 import importlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from tencache_fx import compat
 from tencache_fx.errors import OptionError
 from tencache_fx.fitting import PREFIX
 from tencache_fx.fitting.fake_model import FactoryResult, MetaDeviceMode, reason_of
+from tencache_fx.fitting.workload import Workload
 from tencache_fx.option_values import listed, nearest
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -107,11 +107,12 @@ class ConfiguredModel:
         return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def find_config(name: str, settings: Mapping[str, object], *, dtype: str, sequence: int | None) -> ConfiguredModel:
-    """Return the model that the configuration `name`, such as "LlamaConfig", stands for with these settings.
+def find_config(load: Workload) -> ConfiguredModel:
+    """Return the model that a configuration, such as "LlamaConfig", stands for with the settings of a workload.
 
     Raises `OptionError` if transformers is not installed, or for what it does not know.
     """
+    name, settings, dtype, sequence = load.config, load.settings, load.dtype, load.sequence
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
@@ -147,21 +148,6 @@ def find_config(name: str, settings: Mapping[str, object], *, dtype: str, sequen
         sequence=0 if is_image else sequence or min(longest, _LONGEST),
         depths={each: depth for each in _DEPTHS if isinstance(depth := getattr(config, each, None), int)},
     )
-
-
-def read_setting(text: str) -> tuple[str, object]:
-    """Return the name and the value of "name=value", which is JSON, or else text; raises `OptionError` without a "=".
-
-    >>> read_setting("hidden_size=4096"), read_setting("hidden_act=gelu")
-    (('hidden_size', 4096), ('hidden_act', 'gelu'))
-    """
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise OptionError(f"{text!r} sets nothing; give NAME=VALUE, such as hidden_size=4096.")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, {"True": True, "False": False, "None": None}.get(value, value)
 
 
 def _maker_of(name: str, config: object) -> str:

@@ -13,11 +13,11 @@ from tencache_fx import compat
 from tencache_fx.errors import OptionError, TencacheError, UsageError
 from tencache_fx.fitting.dry_run import DryRegion, DryRun, WouldBeOffloaded
 from tencache_fx.fitting.estimate import RegionPlan, estimate_of, least_device_bytes
-from tencache_fx.fitting.fake_model import FactoryResult, fake_model
-from tencache_fx.fitting.model_figures import ModelFigures, nbytes_of, state_bytes_of
+from tencache_fx.fitting.fake_model import FactoryResult, fake_model, figures_of
+from tencache_fx.fitting.model_figures import ParameterFigures
 from tencache_fx.fitting.target import Target
-from tencache_fx.hardware.device_memory import is_input
 from tencache_fx.model_state.modules import parameters_read_by, watch
+from tencache_fx.planning.external import is_input
 from tencache_fx.planning.plan import Plan, TransferKind
 from tencache_fx.planning.problem import Kind, Problem
 from tencache_fx.region.environment import Environment
@@ -35,8 +35,9 @@ class Trial:
     def __init__(self, made: FactoryResult, target: Target, mode: FakeTensorMode) -> None:
         self._made, self._target, self._mode = fake_model(made, target.device, mode), target, mode
         self._settings = compat.inductor_settings(None, dict(target.options.inductor))
-        self.figures = ModelFigures.of(self._made)
-        self._names = {id(p): name for name, p in self.figures.parameters.items() if name in self.figures.offloaded}
+        self.figures = figures_of(self._made)
+        named = self._made.model.named_parameters()
+        self._names = {id(p): name for name, p in named if name in self.figures.offloaded}
         for module in self._made.model.modules():
             if any(id(p) in self._names for p in parameters_read_by(module)):
                 watch(module)  # its hooks decide the order of a region's inputs, by whose names the cache knows it
@@ -70,7 +71,7 @@ class Trial:
                 f"torch.compile found nothing to compile for {self._target.name}; see TORCH_LOGS=graph_breaks."
             )
         if loss_fn:
-            _check_loss(returned, trains=any(p.requires_grad for p in self.figures.parameters.values()))
+            _check_loss(returned, trains=self.figures.trains)
 
     def _plan(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Plan one region, and go on: the backend that `torch.compile` is given."""
@@ -78,8 +79,8 @@ class Trial:
         if main_device(inputs) != target.device:
             return gm.forward
         names = {index: self._names[id(value)] for index, value in enumerate(inputs) if id(value) in self._names}
-        offloaded = {index: _would_be_offloaded(name, figures.parameters[name]) for index, name in names.items()}
-        elsewhere = (figures.parameters[name] for name in figures.offloaded - set(names.values()))
+        offloaded = {index: _would_be_offloaded(figures.by_name[name]) for index, name in names.items()}
+        elsewhere = (figures.by_name[name] for name in figures.offloaded - set(names.values()))
         state_bytes = figures.offloaded_state_bytes
         environment = Environment(
             roofline=target.rates.roofline,
@@ -89,7 +90,7 @@ class Trial:
             usage=Usage(
                 host_acquired_bytes=figures.offloaded_bytes
                 + state_bytes
-                + sum(nbytes_of(p) for p in elsewhere if p.requires_grad),
+                + sum(each.nbytes for each in elsewhere if each.trained),
                 state_acquired_bytes=state_bytes,
             ),
             measures=False,
@@ -180,5 +181,5 @@ def _left_bytes(problem: Problem, plan: Plan) -> int:
     return sum(s.nbytes for s in (*left, *resident) if s.name not in away)
 
 
-def _would_be_offloaded(name: str, parameter: Tensor) -> WouldBeOffloaded:
-    return WouldBeOffloaded(name=name, nbytes=nbytes_of(parameter), state_bytes=state_bytes_of(parameter))
+def _would_be_offloaded(parameter: ParameterFigures) -> WouldBeOffloaded:
+    return WouldBeOffloaded(name=parameter.name, nbytes=parameter.nbytes, state_bytes=parameter.state_bytes)

@@ -2,14 +2,12 @@
 
 import logging
 import os
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tencache_fx.hardware.capacity import device_space
-from tencache_fx.planning.problem import Kind, Step, Storage
 
 log = logging.getLogger("tencache_fx")
 
@@ -92,24 +90,6 @@ def forget_peak(device: torch.device) -> None:
     """Let `peak_held_bytes` begin anew from what is held now; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def is_input(storage: Storage) -> bool:
-    """Whether `storage` is a parameter or an input, which exists before the region runs."""
-    return storage.birth == Step(0) and storage.kind in (Kind.PARAMETER, Kind.INPUT)
-
-
-def input_bytes(storages: Iterable[Storage]) -> int:
-    """Return the bytes of the parameters and inputs among `storages`."""
-    return sum(storage.nbytes for storage in storages if is_input(storage))
-
-
-def external_bytes(held_bytes: int, input_bytes: int) -> int:
-    """Return how many of the bytes held when the region was compiled are not its own inputs.
-
-    On a CPU device, where nothing is counted, 0: there the budget covers what the region itself holds.
-    """
-    return max(0, held_bytes - input_bytes)
 
 
 def avoid_fragmentation(device: torch.device) -> None:

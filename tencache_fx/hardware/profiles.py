@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tencache_fx.errors import OptionError
-from tencache_fx.hardware.rates import Roofline
+from tencache_fx.hardware.roofline import Roofline
 from tencache_fx.planning.problem import Links
 from tencache_fx.serialization import Positive, from_json, to_json
 

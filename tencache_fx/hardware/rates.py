@@ -11,7 +11,6 @@ import platform
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -20,9 +19,9 @@ import torch
 from tencache_fx.hardware.cache import cached, kept
 from tencache_fx.hardware.copies import LINK_BYTES, copy_pairs, copy_rates, cuda_copy_rates, kernels
 from tencache_fx.hardware.disk import Disk, filesystem_id, joint_rates, measure_disk
+from tencache_fx.hardware.roofline import KnownRates, Roofline, dtype_name
 from tencache_fx.hardware.timing import cpu_seconds, cuda_seconds, per_second
 from tencache_fx.planning.problem import Links
-from tencache_fx.serialization import Positive
 from tencache_fx.stages import CALIBRATION, STAGES
 from tencache_fx.units import format_rate
 
@@ -36,39 +35,6 @@ _CPU_RUNS_S = 0.2  # one kernel on a CPU is timed for so long: some have no fast
 _SMALL_BYTES = _MiB  # a copy so small shows what it costs beyond its bytes
 _ATTAINABLE = (9, 10)  # of the rate of one large kernel or copy, what a graph of many gets
 _BESIDE_KERNELS = (49, 50)  # of the rate of copies beside kernels, what copies of a plan get
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roofline:
-    """Compute rates of a device: FLOP/s by dtype name ("bfloat16"), memory traffic (read + write), and small costs.
-
-    `launch_ns` is what a kernel costs the device beyond its work, `issue_ns` what it costs the thread that issues it:
-    a device whose kernels are shorter than that waits for them. On a CPU both are one, and `issue_ns` is 0.
-    """
-
-    flops_per_s: tuple[tuple[str, Positive], ...]
-    memory_bytes_per_s: Positive
-    launch_ns: int
-    issue_ns: int
-
-    def check(self) -> None:
-        """Raise `ValueError` for rates of no dtype at all."""
-        if not self.flops_per_s:
-            raise ValueError("flops_per_s has no rate.")
-
-    @property
-    def of_gpu(self) -> bool:
-        """Whether these are the rates of a GPU, which has a thread to issue its kernels."""
-        return self.issue_ns > 0
-
-    def flops_rate(self, dtype: torch.dtype) -> int:
-        """Return the FLOP/s of matmul-class work in `dtype`; one that was not measured counts as the slowest."""
-        rates = dict(self.flops_per_s)
-        return rates.get(_dtype_name(dtype), min(rates.values()))
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # With `calibrate=False`: what a modest machine reaches. A PCIe 3 x16 link, a SATA-class disk, an older device.
@@ -190,15 +156,6 @@ def roofline(device: torch.device, *, calibrate: bool, renew: bool = False) -> R
     return cached(device_key("roofline", device), Roofline, measure, renew=renew)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownRates:
-    """What is known of a machine without measuring; `measured` says whether it was measured earlier."""
-
-    roofline: Roofline
-    links: Links
-    measured: bool
-
-
 def known_rates(device: torch.device, spill_dirs: Sequence[Path], *, calibrate: bool, has_disk: bool) -> KnownRates:
     """Return the rates that were measured earlier, or else the fixed ones; nothing is measured.
 
@@ -279,7 +236,7 @@ def _measure_roofline(device: torch.device) -> Roofline:
     cuda = device.type == "cuda"
     # float32 first: the slowest, it also brings the device's clock up for the others.
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if cuda else (torch.float32, torch.bfloat16)
-    flops = [(_dtype_name(dtype), _attainable(_matmul_rate(device, dtype, 4096 if cuda else 768))) for dtype in dtypes]
+    flops = [(dtype_name(dtype), _attainable(_matmul_rate(device, dtype, 4096 if cuda else 768))) for dtype in dtypes]
     source = torch.zeros((120 if cuda else 32) * _MiB // 4, device=device)  # more than any cache holds
     target = torch.empty_like(source)
     tiny = target[:1]

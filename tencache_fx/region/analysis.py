@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from tencache_fx.hardware.op_timing import kept_costs, time_calls
-from tencache_fx.hardware.rates import Roofline
+from tencache_fx.hardware.roofline import Roofline
 from tencache_fx.options import Options
 from tencache_fx.passes.addmm_fusion import sink_products
 from tencache_fx.passes.buffer_reuse import InPlace, hold_fused_operands, reuse_in_place

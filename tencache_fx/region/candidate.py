@@ -10,7 +10,6 @@ from torch import fx
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.hardware.collective_rates import group_facts
-from tencache_fx.hardware.device_memory import external_bytes, input_bytes
 from tencache_fx.model_state.disk_state import line_bytes
 from tencache_fx.model_state.shard import UNKNOWN
 from tencache_fx.passes.code_interface import Interface
@@ -21,6 +20,7 @@ from tencache_fx.passes.parameter_markers import write_markers
 from tencache_fx.passes.pause import is_barrier, write_pause
 from tencache_fx.passes.recipes import recomputed_nodes, with_recipes
 from tencache_fx.passes.symbols import unbacked_sizes
+from tencache_fx.planning.external import external_bytes, input_bytes, least_spill_bytes
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import keep_resident, step_ns
 from tencache_fx.planning.plan import Plan
@@ -41,11 +41,9 @@ from tencache_fx.region.parameter_facts import ParameterFacts
 from tencache_fx.region.reservations import Reservation, StatedProblem
 from tencache_fx.region.source import RegionSource
 from tencache_fx.tensors import upper_bound
-from tencache_fx.units import PAGE_BYTES
 
 log = logging.getLogger("tencache_fx")
 
-_BUDGET_PARTS = 4096  # a storage smaller than one of so many parts of the budget is not worth a transfer
 ForwardBackward = tuple[fx.GraphModule, fx.GraphModule]
 """A region's forward and backward."""
 
@@ -359,7 +357,7 @@ class RegionPlanner:
             links=self._environment.links,
             budgets=self.budgets(item.storage for item in known.storages),
             barriers=tuple(Step(k) for k, node in enumerate(capture.nodes) if fuses and is_barrier(node)),
-            min_spill_bytes=max(PAGE_BYTES, (options.device_budget or 0) // _BUDGET_PARTS),
+            min_spill_bytes=least_spill_bytes(options.device_budget),
             accumulation=self.accumulation,
             updates_in_backward=self.updates_in_backward,
             collectives=state_collectives(known, of_gpu=self._environment.roofline.of_gpu),

@@ -18,9 +18,9 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tencache_fx.errors import TencacheError
-from tencache_fx.hardware.device_memory import is_input
 from tencache_fx.passes.lifetimes import StorageNodes, formula_of
 from tencache_fx.passes.symbols import evaluate, storage_places, symbol_places
+from tencache_fx.planning.external import is_input
 from tencache_fx.planning.liveness import device_changes, live_bytes
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.pool_sizing import host_buffers, pool_classes, total_bytes

@@ -7,7 +7,7 @@ import torch
 
 from tencache_fx.hardware import rates
 from tencache_fx.hardware.device_memory import allocate_workspaces, held_bytes
-from tencache_fx.hardware.rates import Roofline
+from tencache_fx.hardware.roofline import Roofline
 from tencache_fx.model_state.parameter_store import has_parameters_on_disk
 from tencache_fx.options import Options
 from tencache_fx.planning.problem import Links

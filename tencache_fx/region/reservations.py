@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from tencache_fx.errors import BudgetError
-from tencache_fx.hardware.device_memory import external_bytes
+from tencache_fx.planning.external import external_bytes
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.planner import floor_bytes

@@ -12,7 +12,8 @@ from tencache_fx.hardware import disk
 from tencache_fx.hardware.capacity import Space
 from tencache_fx.hardware.disk import Disk
 from tencache_fx.hardware.profiles import find_profile
-from tencache_fx.hardware.rates import Roofline, known_rates
+from tencache_fx.hardware.rates import known_rates
+from tencache_fx.hardware.roofline import Roofline
 from tencache_fx.planning.problem import Links
 
 pytestmark = pytest.mark.usefixtures("cache_folder")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from tencache_fx.hardware.op_timing import OpCost
-from tencache_fx.hardware.rates import Roofline
+from tencache_fx.hardware.roofline import Roofline
 from tencache_fx.passes.costs import _with_waits, estimate_ops, find_calls, measure_traffic, measured_scratch
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.inductor_model import InductorModel, Traffic

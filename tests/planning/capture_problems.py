@@ -28,7 +28,8 @@ from captured import POLICIES, Run, planned, read_problem, read_runs, write_prob
 import tencache_fx
 from examples.bench.models import Decoder
 from tencache_fx.hardware.cache import cached
-from tencache_fx.hardware.rates import Roofline, device_key
+from tencache_fx.hardware.rates import device_key
+from tencache_fx.hardware.roofline import Roofline
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import first_parameters, keep_resident
 from tencache_fx.planning.problem import Budgets, Links, Problem

@@ -17,7 +17,8 @@ from torch._dynamo.utils import counters
 import tencache_fx
 from tencache_fx.errors import BudgetError
 from tencache_fx.hardware.cache import cached
-from tencache_fx.hardware.rates import Roofline, device_key
+from tencache_fx.hardware.rates import device_key
+from tencache_fx.hardware.roofline import Roofline
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Links, Step
 from tencache_fx.planning.recalibration import PhaseTimes, Scales, correct, fit_scales, forecast_phases, reconsider

@@ -3,7 +3,8 @@
 import torch
 
 from tencache_fx.hardware.cache import cached
-from tencache_fx.hardware.rates import Roofline, device_key
+from tencache_fx.hardware.rates import device_key
+from tencache_fx.hardware.roofline import Roofline
 from tencache_fx.planning.problem import Links
 
 

@@ -21,7 +21,8 @@ from tencache_fx.errors import BudgetError, OptionError
 from tencache_fx.hardware.cache import cached, kept
 from tencache_fx.hardware.disk import Disk
 from tencache_fx.hardware.op_timing import OpCost
-from tencache_fx.hardware.rates import FIXED_LINKS, FIXED_ROOFLINE, Roofline, device_key, known_rates
+from tencache_fx.hardware.rates import FIXED_LINKS, FIXED_ROOFLINE, device_key, known_rates
+from tencache_fx.hardware.roofline import Roofline
 from tencache_fx.planning.explain import find_reasons
 from tencache_fx.planning.plan import CopyIn
 from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Step, Storage

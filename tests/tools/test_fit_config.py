@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tencache_fx
 from tencache_fx.cli import main
 from tencache_fx.errors import BudgetError, OptionError
-from tencache_fx.fitting import fitness
+from tencache_fx.fitting import few_layers, fitness
+from tencache_fx.fitting.captures import whole_problem
+from tencache_fx.fitting.config_fit import capture_largest, fit_config
 from tencache_fx.fitting.fake_model import FactoryResult
-from tencache_fx.fitting.fitness import Workload, capture_largest, fit_config
-from tencache_fx.fitting.micro_batches import NotEvenError, between, find_setting
-from tencache_fx.fitting.other_process import Request, largest_captured
+from tencache_fx.fitting.micro_batches import NotEvenError, Planned, between, find_setting
+from tencache_fx.fitting.other_process import other_process
 from tencache_fx.fitting.repetition import NotRepeatedError, repeat_layers
 from tencache_fx.fitting.target import Target
+from tencache_fx.fitting.transformers_model import ConfiguredModel
 from tencache_fx.fitting.trial import Trial
+from tencache_fx.fitting.workload import Request, Workload
 from tencache_fx.hardware.profiles import PROFILES, find_profile, write_profile
 from tencache_fx.planning.parameter_schedule import step_ns
 from tencache_fx.planning.problem import Problem
@@ -130,6 +134,23 @@ def test_micro_batches_in_between_are_as_captured_ones() -> None:
         between(low, captured(5), (2, 8), 6)
 
 
+class Beside:
+    """Another planner, which answers, or has ended."""
+
+    def __init__(self, *, answers: bool) -> None:
+        self.answers, self.asked = answers, list[Problem]()
+
+    def begin_plan(self, captured: Problem, policy: str) -> None:
+        assert policy == "joint"
+        self.asked.append(captured)
+
+    def planned(self) -> Planned | None:
+        try:
+            return plan_region(self.asked[-1], "joint") if self.answers else None
+        except BudgetError as refusal:
+            return refusal
+
+
 def test_the_setting_that_is_found_is_the_fastest_of_all() -> None:
     tried = [1, 2, 4, 8, 16]
     low, high = captured(4, rows=1024), captured(4, rows=8192)
@@ -139,6 +160,10 @@ def test_the_setting_that_is_found_is_the_fastest_of_all() -> None:
 
     found = find_setting(problems, 16, tried, "joint")
     assert found.planned is not None
+    for answers in (True, False):
+        other = Beside(answers=answers)
+        assert find_setting(problems, 16, tried, "joint", other) == found
+        assert other.asked
     assert sum(setting.planned for setting in found.settings) <= 3
     steps_ns = []
     for micro_batch in tried:
@@ -154,12 +179,13 @@ def test_the_setting_that_is_found_is_the_fastest_of_all() -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS]
 )
-def test_few_layers_tell_what_all_of_them_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_layers_tell_what_all_of_them_do(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sequence = None if name == "ViTConfig" else 256
     load = Workload(config=name, settings=CONFIGS[name], micro_batch=16, sequence=sequence)
     given = GIVEN | {"device_budget": "200MiB"}
     few = fit_config(load, None, given, profile="h100")
-    monkeypatch.setattr(fitness.ConfiguredModel, "shorter", lambda model, units: (model, 1))
+    monkeypatch.setattr(ConfiguredModel, "shorter", lambda model, units: (model, 1))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     every = fit_config(load, None, given, profile="h100")
     assert (few.traced, every.traced) == ("4 of 8 layers", "all layers")
     assert few.fits
@@ -171,59 +197,85 @@ def test_few_layers_tell_what_all_of_them_do(name: str, monkeypatch: pytest.Monk
 @needs_transformers
 def test_two_micro_batches_are_traced_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[int] = []
-    make = fitness.ConfiguredModel.make
+    make = ConfiguredModel.make
 
-    def counted(model: fitness.ConfiguredModel, micro_batch: int) -> object:
+    def counted(model: ConfiguredModel, micro_batch: int) -> object:
         if model.depths["num_hidden_layers"] < 8:
             traced.append(micro_batch)
         return make(model, micro_batch)
 
-    monkeypatch.setattr(fitness.ConfiguredModel, "make", counted)
+    monkeypatch.setattr(ConfiguredModel, "make", counted)
     load = Workload(config="LlamaConfig", settings=CONFIGS["LlamaConfig"], samples=16, sequence=256)
     found = fit_config(load, None, GIVEN | {"device_budget": "200MiB"}, profile="h100")
     assert [setting.micro_batch for setting in found.settings] == [1, 2, 4, 8, 16]
     assert traced == [2, 16]
 
 
-def request(config: str, device: str | None = None) -> Request:
-    settings = [f"{name}={value}" for name, value in CONFIGS["LlamaConfig"].items()]
-    load = {"config": config, "sequence": 64, "samples": 8}
-    return Request(load=load, settings=settings, device=device, options=GIVEN, profile="h100")
-
-
-@needs_transformers
-def test_another_process_captures_the_largest_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+def request(device: str | None = None, **given: str) -> Request:
     load = Workload(config="LlamaConfig", settings=CONFIGS["LlamaConfig"], sequence=64, samples=8)
-    with largest_captured(request("LlamaConfig")) as largest:
-        assert largest is not None
-        expected = capture_largest(load, None, GIVEN, profile="h100")
-        assert largest() == expected
-    captured: list[int] = []
-    problem = fitness._Depth.problem
-
-    def noted(self: Any, micro_batch: int) -> Problem:
-        captured.append(micro_batch)
-        return problem(self, micro_batch)
-
-    monkeypatch.setattr(fitness._Depth, "problem", noted)
-    found = fit_config(load, None, GIVEN, profile="h100", largest=lambda: expected)
-    assert captured == [2]
-    assert fit_config(load, None, GIVEN, profile="h100", largest=lambda: None) == found
-    assert captured == [2, 2, 8]
+    return Request(load=load, device=device, options=GIVEN | given, profile="h100")
 
 
 @needs_transformers
-def test_what_another_process_cannot_capture_is_captured_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_captures_and_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    with largest_captured(request("LlamaConfig", device="cuda:9")) as largest:
-        assert largest is not None
-        assert largest() is None
-    with largest_captured(request("LlamaConfig")) as largest:
+    asked = request()
+    with other_process() as other:
+        assert other is not None
+        other.begin_capture(asked)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # it keeps what it captures elsewhere
+        capture = capture_largest(asked)
+        assert other.captured() == capture
+        problem = whole_problem(capture, Target.find(None, "h100", GIVEN))
+        other.begin_plan(problem, "joint")
+        assert other.planned() == plan_region(problem, "joint")
+        other.begin_plan(problem.within(device_bytes=1), "joint")
+        assert isinstance(other.planned(), BudgetError)
+
+
+@needs_transformers
+def test_what_another_process_cannot_do_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    expected = fit_config(request().load, None, GIVEN, profile="h100")
+    with other_process() as other:
+        assert other is not None
+        other.begin_capture(request(device="cuda:9"))
+        assert other.captured() is None  # it has ended
+        other.begin_plan(captured(4), "joint")
+        assert other.planned() is None
+        assert fit_config(request().load, None, GIVEN, profile="h100", other=other) == expected
+    with other_process() as other:
         pass  # it ends with the context, whatever it does by then
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    with largest_captured(request("LlamaConfig")) as largest:
-        assert largest is None
+    with other_process() as other:
+        assert other is None
+
+
+@needs_transformers
+def test_what_was_captured_is_kept_for_all_budgets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    load, other_budget = request().load, GIVEN | {"device_budget": "80MiB", "host_budget": "4GiB"}
+    found = [fit_config(load, None, given, profile="h100") for given in (GIVEN, other_budget)]
+    with monkeypatch.context() as patch:
+        patch.setattr(few_layers, "capture_layers", None)
+        assert [fit_config(load, None, given, profile="h100") for given in (GIVEN, other_budget)] == found
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert fit_config(load, None, other_budget, profile="h100") == found[1]
+
+
+@needs_transformers
+def test_what_is_kept_needs_no_torch() -> None:
+    asked = ["fit", "hf:LlamaConfig", "--set", *(f"{name}={value}" for name, value in CONFIGS["LlamaConfig"].items())]
+    asked += ["--sequence", "64", "--samples", "8", "--device-profile", "h100", "--device-budget", "48MiB"]
+    asked += ["--host-budget", "8GiB"]
+    assert main(asked) == 0
+    code = f"import sys; from tencache_fx.cli import main; sys.exit(main({asked}) or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@needs_transformers
+def test_what_follows_from_this_machine_is_not_kept(cache_folder: Path) -> None:
+    fit_config(replace(request().load, samples=1), "cpu", GIVEN)
+    assert not list(cache_folder.glob("fit*"))
 
 
 def test_garbage_is_looked_for_seldom_while_the_command_works(monkeypatch: pytest.MonkeyPatch) -> None:

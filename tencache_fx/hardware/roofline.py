@@ -1,0 +1,53 @@
+"""Compute rates of a device, and what is known of a machine. No torch here: a command may answer without it."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tencache_fx.planning.problem import Links
+from tencache_fx.serialization import Positive
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """Compute rates of a device: FLOP/s by dtype name ("bfloat16"), memory traffic (read + write), and small costs.
+
+    `launch_ns` is what a kernel costs the device beyond its work, `issue_ns` what it costs the thread that issues it:
+    a device whose kernels are shorter than that waits for them. On a CPU both are one, and `issue_ns` is 0.
+    """
+
+    flops_per_s: tuple[tuple[str, Positive], ...]
+    memory_bytes_per_s: Positive
+    launch_ns: int
+    issue_ns: int
+
+    def check(self) -> None:
+        """Raise `ValueError` for rates of no dtype at all."""
+        if not self.flops_per_s:
+            raise ValueError("flops_per_s has no rate.")
+
+    @property
+    def of_gpu(self) -> bool:
+        """Whether these are the rates of a GPU, which has a thread to issue its kernels."""
+        return self.issue_ns > 0
+
+    def flops_rate(self, dtype: "torch.dtype") -> int:
+        """Return the FLOP/s of matmul-class work in `dtype`; one that was not measured counts as the slowest."""
+        rates = dict(self.flops_per_s)
+        return rates.get(dtype_name(dtype), min(rates.values()))
+
+
+def dtype_name(dtype: "torch.dtype") -> str:
+    """Return the name of a dtype, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownRates:
+    """What is known of a machine without measuring; `measured` says whether it was measured earlier."""
+
+    roofline: Roofline
+    links: Links
+    measured: bool
