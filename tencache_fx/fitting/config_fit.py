@@ -15,7 +15,7 @@ from tencache_fx.fitting.captures import Capture, Sample, figures_between, key_o
 from tencache_fx.fitting.estimate import RegionPlan, estimate_of, least_device_bytes
 from tencache_fx.fitting.micro_batches import NotEvenError, Planner, between, divisors, find_setting
 from tencache_fx.fitting.model_figures import ModelFigures
-from tencache_fx.fitting.repetition import UNITS, NotRepeatedError
+from tencache_fx.fitting.repetition import ENDS, NotRepeatedError
 from tencache_fx.fitting.target import Target
 from tencache_fx.fitting.workload import Request, Workload
 from tencache_fx.hardware.cache import cached, kept
@@ -99,7 +99,7 @@ class _Captures:
     def __init__(self, load: Workload, target: Target) -> None:
         self.load, self.target = load, target
         self.other: Helper | None = None
-        self._units: list[int | None] = [*UNITS, None]
+        self._layers_at_ends: list[int | None] = [*ENDS, None]
         self._found: dict[int, tuple[Capture, Problem]] = {}
         self._between: dict[int, Problem] = {}
 
@@ -136,7 +136,7 @@ class _Captures:
         if key is None or (sample := kept(key, Sample)) is None:
             return False
         self.sequence = sample.sequence
-        return all(self._kept(micro_batch, UNITS[0]) is not None for micro_batch in self._ends)
+        return all(self._kept(micro_batch, ENDS[0]) is not None for micro_batch in self._ends)
 
     def problem(self, micro_batch: int) -> Problem:
         """Return the problem at a micro-batch."""
@@ -172,25 +172,25 @@ class _Captures:
 
     def _captured(self, micro_batch: int) -> tuple[Capture, Problem]:
         while True:
-            capture = self._capture(micro_batch, self._units[0])
+            capture = self._capture(micro_batch, self._layers_at_ends[0])
             try:
                 return capture, whole_problem(capture, self.target)
             except NotRepeatedError:
                 if capture.is_whole:
                     raise
-                self._units.pop(0)
+                self._layers_at_ends.pop(0)
 
-    def _capture(self, micro_batch: int, units: int | None) -> Capture:
-        """Return the model captured with so many units of layers of one kind, with all for None."""
+    def _capture(self, micro_batch: int, ends: int | None) -> Capture:
+        """Return the model captured with so many layers at each end of those that repeat, with all for None."""
 
         def capture() -> Capture:
             from tencache_fx.fitting.few_layers import capture_layers  # here: needs torch
 
-            return capture_layers(self.load, self.target, micro_batch, units)
+            return capture_layers(self.load, self.target, micro_batch, ends)
 
-        key = key_of("fitcapture", self.load, self.target, micro_batch, units)
+        key = key_of("fitcapture", self.load, self.target, micro_batch, ends)
         return capture() if key is None else cached(key, Capture, capture)
 
-    def _kept(self, micro_batch: int, units: int) -> Capture | None:
-        key = key_of("fitcapture", self.load, self.target, micro_batch, units)
+    def _kept(self, micro_batch: int, ends: int) -> Capture | None:
+        key = key_of("fitcapture", self.load, self.target, micro_batch, ends)
         return None if key is None else kept(key, Capture)

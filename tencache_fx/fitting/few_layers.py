@@ -14,13 +14,13 @@ from tencache_fx.fitting.trial import Trial
 from tencache_fx.fitting.workload import Workload
 
 
-def capture_layers(load: Workload, target: Target, micro_batch: int, units: int | None) -> Capture:
-    """Return the model captured at a micro-batch with so many units of layers of one kind, with all for None.
+def capture_layers(load: Workload, target: Target, micro_batch: int, ends: int | None) -> Capture:
+    """Return the model captured at a micro-batch with so many layers at each end of two units; with all for None.
 
     Raises `UsageError` if it cannot be captured, and `OptionError` if its graph breaks.
     """
     model = find_config(load)
-    few, unit = (model, 1) if units is None else model.shorter(units)
+    few, unit = (model, 1) if ends is None else model.shorter(ends)
     capturing = replace(target, options=replace(target.options, policy="none", dump_dir=None))
     torch.compiler.reset()  # it would count as one more size of the same code
     trial = Trial(few.make(micro_batch), capturing, FakeTensorMode())

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 
 from tencache_fx.planning.problem import Kind, Op, Problem, Recipe, Step, Storage
 
-UNITS = (4, 6)
-"""How many units of layers of one kind may stand for all: more, where the ends make themselves felt further in."""
+ENDS = (1, 2)
+"""How many layers may be at each end of the two units that stand for all: more, where ends are felt further in."""
 
 _Layer = tuple[str, int]
 _MOST_PLACES = 5_000  # where copies may go in that are looked at
@@ -88,7 +88,7 @@ class _Stretch:
 
 
 def repeat_layers(problem: Problem, stack: str, unit: int, copies: int) -> Problem:
-    """Return `problem` with `copies` more units of `unit` layers of the list `stack`, of which it has four or more.
+    """Return `problem` with `copies` more units of `unit` layers of the list `stack`, of which it has two between others.
 
     Names of copies end in "~" and their number; parameters have the names that they have with so many layers. Raises
     `NotRepeatedError` if two units between the first and the last are not alike.

@@ -73,15 +73,16 @@ class ConfiguredModel:
             ) from error
         return FactoryResult(model=model.train(), inputs=(), named_inputs=inputs, loss_fn=_loss_of)
 
-    def shorter(self, units: int) -> "tuple[ConfiguredModel, int]":
-        """Return the same model with so many units of layers, and how many layers are in one; itself if it has fewer.
+    def shorter(self, ends: int) -> "tuple[ConfiguredModel, int]":
+        """Return the same model with two units of layers, so many layers before and behind them, and a unit's layers.
 
-        A unit is what repeats: layers of several kinds, where these take turns.
+        A unit is what repeats: layers of several kinds, where these take turns. A model that has fewer stays itself.
         """
         unit = max((_period(kinds) for kinds in self._kinds()), default=1)
         config, depths = copy.deepcopy(self.config), dict(self.depths)
+        least = 2 * (unit + ends)
         for name, depth in self.depths.items():
-            depths[name] = min(depth, units * unit + depth % unit)
+            depths[name] = min(depth, least + (depth - least) % unit)
         if depths == self.depths:
             return self, unit
         for key, value in list(vars(config).items()):

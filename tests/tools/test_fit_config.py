@@ -184,7 +184,7 @@ def test_few_layers_tell_what_all_of_them_do(name: str, monkeypatch: pytest.Monk
     load = Workload(config=name, settings=CONFIGS[name], micro_batch=16, sequence=sequence)
     given = GIVEN | {"device_budget": "200MiB"}
     few = fit_config(load, None, given, profile="h100")
-    monkeypatch.setattr(ConfiguredModel, "shorter", lambda model, units: (model, 1))
+    monkeypatch.setattr(ConfiguredModel, "shorter", lambda model, ends: (model, 1))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     every = fit_config(load, None, given, profile="h100")
     assert (few.traced, every.traced) == ("4 of 8 layers", "all layers")
