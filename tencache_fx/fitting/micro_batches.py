@@ -13,7 +13,8 @@ from tencache_fx.planning.bounds import joint_lower_bound_ns
 from tencache_fx.planning.parameter_schedule import host_memory_ns, step_ns
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Kind, Op, Problem, Storage
-from tencache_fx.planning.search import plan_region, policy_floor_bytes
+from tencache_fx.planning.search import policy_floor_bytes
+from tencache_fx.region.kept_plans import kept_region_plan
 from tencache_fx.reporting.fit_report import Setting
 from tencache_fx.serialization import MOST
 
@@ -172,7 +173,7 @@ class _Plans:
 
     def _plan_here(self, micro_batch: int) -> Planned:
         try:
-            return plan_region(self._captured[micro_batch], self._policy)
+            return kept_region_plan(self._captured[micro_batch], self._policy)
         except BudgetError as refusal:
             return refusal
 

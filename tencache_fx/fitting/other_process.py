@@ -19,7 +19,7 @@ from tencache_fx.fitting.workload import Request
 from tencache_fx.garbage import seldom_collected
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Problem
-from tencache_fx.planning.search import plan_region
+from tencache_fx.region.kept_plans import kept_region_plan
 
 
 class OtherProcess:
@@ -79,7 +79,7 @@ def _do(task: Any) -> Any:
     if isinstance(task, Request):
         return capture_largest(task)
     try:
-        return plan_region(*task)
+        return kept_region_plan(*task)
     except BudgetError as refusal:
         return refusal.with_traceback(None)
 

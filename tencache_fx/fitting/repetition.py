@@ -88,7 +88,7 @@ class _Stretch:
 
 
 def repeat_layers(problem: Problem, stack: str, unit: int, copies: int) -> Problem:
-    """Return `problem` with `copies` more units of `unit` layers of the list `stack`, of which it has two between others.
+    """Return `problem` with `copies` more units of `unit` layers of the list `stack`, where two are between others.
 
     Names of copies end in "~" and their number; parameters have the names that they have with so many layers. Raises
     `NotRepeatedError` if two units between the first and the last are not alike.

@@ -17,7 +17,8 @@ from tencache_fx.hardware.cache import cached, digest_sources
 from tencache_fx.planning.parameter_schedule import keep_resident
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Budgets, Links, Problem
-from tencache_fx.planning.search import choose_for_region, make_plan
+from tencache_fx.planning.recompute import recompute
+from tencache_fx.planning.search import choose_for_region, make_plan, plan_region
 from tencache_fx.planning.step import Visit
 from tencache_fx.planning.step_recompute import Recomputed, choose_for_step
 from tencache_fx.planning.tuning import TUNING, Tuning
@@ -44,15 +45,34 @@ def kept_plan(problem: Problem, policy: str, *, tuning: Tuning = TUNING) -> Plan
     """Return what `make_plan` does: read, if it was made before. Its `BudgetError` is not kept."""
 
     def holds(plan: Plan) -> bool:
-        try:
-            verify_plan(keep_resident(problem, plan.resident, plan.updated_here), plan)
-        except InvariantError as error:
-            log.warning("a plan that was kept is not for this problem, and is made again: %s", str(error))
-            return False
-        return True
+        return _holds(plan, keep_resident(problem, plan.resident, plan.updated_here))
 
     key = _key("plan", policy, tuning, _lasting(problem))
     return cached(key, Plan, lambda: make_plan(problem, policy, tuning=tuning), accept=holds)
+
+
+def kept_region_plan(captured: Problem, policy: str) -> tuple[Problem, Plan]:
+    """Return what `plan_region` does: read, if it was made before. Its `BudgetError` is not kept."""
+
+    def problem_for(plan: Plan) -> Problem:
+        return keep_resident(recompute(captured, plan.recomputed), plan.resident, plan.updated_here)
+
+    def holds(plan: Plan) -> bool:
+        names = {recipe.name for recipe in captured.recipes}
+        return names.issuperset(plan.recomputed) and _holds(plan, problem_for(plan))
+
+    key = _key("regionplan", policy, TUNING, _lasting(captured))
+    plan = cached(key, Plan, lambda: plan_region(captured, policy)[1], accept=holds)
+    return problem_for(plan), plan
+
+
+def _holds(plan: Plan, problem: Problem) -> bool:
+    try:
+        verify_plan(problem, plan)
+    except InvariantError as error:
+        log.warning("a plan that was kept is not for this problem, and is made again: %s", str(error))
+        return False
+    return True
 
 
 def kept_choice(problem: Problem) -> tuple[str, ...]:

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from outcomes import Outcomes
-from problems import GIB, links, make_region, make_storage, moving_problems, offloaded_weights, problems, transformer
+from problems import (
+    GIB,
+    links,
+    make_region,
+    make_storage,
+    moving_problems,
+    offloaded_weights,
+    problems,
+    recipes_of_matmuls,
+    transformer,
+)
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning import search
@@ -149,13 +159,6 @@ def test_a_step_that_two_recipes_share_is_counted_once() -> None:
     assert joint_lower_bound_ns(problem) == 500 + (100 + 80) + (100 + 20) // 2
     everything = recompute(problem, ["a", "b"])
     assert sum(op.duration_ns for op in everything.ops) == 500 + 300
-
-
-def recipes_of_matmuls(problem: Problem) -> tuple[Recipe, ...]:
-    """Every saved activation that a single forward step makes, from what the step reads besides."""
-    kept = (s for s in problem.storages if s.kind is Kind.ACTIVATION and s.spillable)
-    saved = (s for s in kept if s.birth < problem.boundary <= s.uses[-1])
-    return tuple(Recipe(name=s.name, steps=(s.birth,)) for s in saved)
 
 
 def test_more_memory_lowers_the_bound_and_recipes_do_too() -> None:

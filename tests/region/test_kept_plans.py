@@ -12,17 +12,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from problems import GIB, PLENTY, crowded_region, trained_offloaded, transformer
+from problems import (
+    GIB,
+    PLENTY,
+    crowded_region,
+    links,
+    offloaded_weights,
+    recipes_of_matmuls,
+    trained_offloaded,
+    transformer,
+)
 
 from tencache_fx import planning
 from tencache_fx.errors import BudgetError
 from tencache_fx.hardware.cache import cached, digest_sources
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Problem
-from tencache_fx.planning.search import make_plan
+from tencache_fx.planning.search import make_plan, plan_region, policy_floor_bytes
 from tencache_fx.planning.tuning import TUNING
 from tencache_fx.region import kept_plans
-from tencache_fx.region.kept_plans import kept_plan
+from tencache_fx.region.kept_plans import kept_plan, kept_region_plan
 
 SMALL = transformer(layers=1, device_bytes=4 * GIB)
 PROBLEMS = {
@@ -87,6 +96,25 @@ def test_a_problem_is_planned_once(name: str, made: list[Problem]) -> None:
     assert first.transfers
     assert kept_plan(problem, "joint") == first
     assert made == [problem]
+
+
+def recomputing() -> Problem:
+    problem = offloaded_weights(transformer(layers=3))
+    problem = replace(problem, recipes=recipes_of_matmuls(problem), links=links(10**7))
+    return problem.within(device_bytes=policy_floor_bytes(problem, "joint") * 5 // 4)
+
+
+@pytest.mark.parametrize("problem", [recomputing(), PROBLEMS["parameters"]], ids=["recomputing", "parameters"])
+def test_a_region_is_planned_once(problem: Problem, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = kept_region_plan(problem, "joint")
+    assert first == plan_region(problem, "joint")
+    assert first[1].recomputed or not problem.recipes
+    monkeypatch.setattr(kept_plans, "plan_region", None)
+    assert kept_region_plan(problem, "joint") == first
+    (file,) = cache_folder.glob("regionplan-*")
+    file.write_text(file.read_text().replace(first[1].transfers[0].name, "another"))
+    monkeypatch.setattr(kept_plans, "plan_region", plan_region)
+    assert kept_region_plan(problem, "joint") == first
 
 
 CHANGES: dict[str, Callable[[Problem], Problem]] = {

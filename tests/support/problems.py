@@ -18,6 +18,7 @@ from tencache_fx.planning.problem import (
     Links,
     Op,
     Problem,
+    Recipe,
     Step,
     Storage,
     Tier,
@@ -445,6 +446,13 @@ def transformer(
         budgets=Budgets(device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes),
         min_spill_bytes=1 << 20,
     )
+
+
+def recipes_of_matmuls(problem: Problem) -> tuple[Recipe, ...]:
+    """Every saved activation that a single forward step makes, from what the step reads besides."""
+    kept = (s for s in problem.storages if s.kind is Kind.ACTIVATION and s.spillable)
+    saved = (s for s in kept if s.birth < problem.boundary <= s.uses[-1])
+    return tuple(Recipe(name=s.name, steps=(s.birth,)) for s in saved)
 
 
 def offloaded_weights(problem: Problem) -> Problem:
