@@ -106,12 +106,14 @@ class _Captures:
     @functools.cached_property
     def sequence(self) -> int:
         """The tokens of a sample, 0 for images."""
-        from tencache_fx.fitting.transformers_model import find_config  # here: needs torch
+
+        def sample() -> Sample:
+            from tencache_fx.fitting.transformers_model import find_config  # here: needs torch
+
+            return Sample(sequence=find_config(self.load).sequence)
 
         key = key_of("fitsample", self.load, self.target)
-        if key is None:
-            return find_config(self.load).sequence
-        return cached(key, Sample, lambda: Sample(sequence=find_config(self.load).sequence)).sequence
+        return (sample() if key is None else cached(key, Sample, sample)).sequence
 
     @functools.cached_property
     def tried(self) -> Sequence[int]:

@@ -253,7 +253,8 @@ def test_what_another_process_cannot_do_is_done_here(monkeypatch: pytest.MonkeyP
 
 @needs_transformers
 def test_what_was_captured_is_kept_for_all_budgets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    load, other_budget = request().load, GIVEN | {"device_budget": "80MiB", "host_budget": "4GiB"}
+    load = replace(request().load, samples=None, micro_batch=2)
+    other_budget = GIVEN | {"device_budget": "80MiB", "host_budget": "4GiB"}
     found = [fit_config(load, None, given, profile="h100") for given in (GIVEN, other_budget)]
     with monkeypatch.context() as patch:
         patch.setattr(few_layers, "capture_layers", None)
@@ -265,7 +266,7 @@ def test_what_was_captured_is_kept_for_all_budgets(monkeypatch: pytest.MonkeyPat
 @needs_transformers
 def test_what_is_kept_needs_no_torch() -> None:
     asked = ["fit", "hf:LlamaConfig", "--set", *(f"{name}={value}" for name, value in CONFIGS["LlamaConfig"].items())]
-    asked += ["--sequence", "64", "--samples", "8", "--device-profile", "h100", "--device-budget", "48MiB"]
+    asked += ["--sequence", "64", "--micro-batch", "2", "--device-profile", "h100", "--device-budget", "48MiB"]
     asked += ["--host-budget", "8GiB"]
     assert main(asked) == 0
     code = f"import sys; from tencache_fx.cli import main; sys.exit(main({asked}) or 'torch' in sys.modules)"
