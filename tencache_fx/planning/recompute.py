@@ -76,9 +76,9 @@ def _placed(
     everything = set().union(*whole.values())
     wanted: dict[int, set[Step]] = {}
     for name in names:
-        results = {result for step in whole[name] for result in naming.get(step, ())}
-        steps = whole[name] | (results & everything)  # named as soon as they are there (torch: `raise_getitems`)
-        wanted.setdefault(problem.first_late_use(storages[name]), set()).update(steps)
+        wanted.setdefault(problem.first_late_use(storages[name]), set()).update(whole[name])
+    for steps in wanted.values():  # named as soon as they are there (torch: `raise_getitems`)
+        steps |= {result for step in steps for result in naming.get(step, ())} & everything
     done: set[Step] = set()
     placed: dict[int, list[Step]] = {}
     for need in sorted(wanted):
