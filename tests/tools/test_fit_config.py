@@ -10,7 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ import tencache_fx
 from tencache_fx.cli import main
 from tencache_fx.errors import BudgetError, OptionError
 from tencache_fx.fitting import few_layers, fitness
-from tencache_fx.fitting.captures import whole_problem
-from tencache_fx.fitting.config_fit import capture_largest, fit_config
+from tencache_fx.fitting.captures import Capture, whole_problem
+from tencache_fx.fitting.config_fit import _Captures, capture_largest, fit_config
 from tencache_fx.fitting.fake_model import FactoryResult
 from tencache_fx.fitting.micro_batches import NotEvenError, Planned, between, find_setting
 from tencache_fx.fitting.other_process import other_process
@@ -132,6 +132,17 @@ def test_micro_batches_in_between_are_as_captured_ones() -> None:
     assert sum(op.duration_ns for op in found.ops) == pytest.approx(sum(op.duration_ns for op in whole.ops), rel=0.01)
     with pytest.raises(NotEvenError):
         between(low, captured(5), (2, 8), 6)
+
+
+def test_where_a_small_micro_batch_is_unlike_the_next_one_takes_its_place() -> None:
+    captures = _Captures(Workload(config="any", samples=16), Target.find(None, "h100", GIVEN))
+    captures.sequence = 1
+    problems = {2: captured(5), 4: captured(4, rows=1 << 15), 16: captured(4, rows=1 << 17)}
+    captures._found = {each: (cast(Capture, None), problem) for each, problem in problems.items()}
+    found = {each: captures.problem(each) for each in captures.tried}
+    assert list(found) == [1, 2, 4, 8, 16]
+    assert {each: found[each] for each in problems} == problems
+    assert all(found[each] == between(problems[4], problems[16], (4, 16), each) for each in (1, 8))
 
 
 class Beside:
