@@ -62,6 +62,9 @@ def compile_on_parts(
         *arrays, numbers = tensors
         count = len(arrays[0])
         whole = count // BLOCK * BLOCK
+        if count == whole <= _PIECE:
+            compiled(*in_rows(tensors))
+            return
         for start in range(0, whole, _PIECE):
             some = slice(start, min(start + _PIECE, whole))
             pieces = [part.of(array, some) for part, array in zip(parts, arrays, strict=True)]

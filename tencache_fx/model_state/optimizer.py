@@ -20,6 +20,8 @@ from torch.optim.optimizer import ParamsT
 
 from tencache_fx import compat
 from tencache_fx.errors import OptionError, UsageError
+from tencache_fx.model_state.device_updates import DeviceUpdate, update_on_device
+from tencache_fx.model_state.group_options import GroupOptions
 from tencache_fx.model_state.host_gradient import HostGradient, HostGradientBuffer
 from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.modules import engine_of, roomy_engine
@@ -40,7 +42,6 @@ from tencache_fx.model_state.update import (
     read_later,
     run_piece,
     unhook,
-    update_here,
     weakly,
 )
 from tencache_fx.planning.problem import Tier
@@ -138,23 +139,36 @@ class OffloadedOptimizer(OptimizerState):
         for parameter in todo:
             if parameter.grad.is_sparse:
                 raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
-        self._make_states(todo)
-        pairs = [(p, found) for p in todo if (found := find_offloaded(p)) is not None]
-        without = [p for p in todo if find_offloaded(p) is None]
-        small = {p: None for p in without if self._places.of(p, None) is Tier.DEVICE}
-        large = [p for p in without if p not in small]
-        gradients = {p: p.grad if each.updated_on_device else gradient_on_host(p, p.grad) for p, each in pairs}
-        with self._open_rounds(large) as rounds:
-            pairs.sort(key=lambda pair: pair[1].updated_on_device)  # those on the host go on during the others
-            for parameter, offloaded in pairs:
-                self._update(parameter, offloaded, gradients.pop(parameter))
-                offloaded.gradient.end_started()
-            for parameter in (p for p in self._urgency if p.grad is None):
-                if (frozen := find_offloaded(parameter)) is not None:
-                    frozen.evict()
-            self._update_without(rounds, small)
+        with self._same_options():
+            self._make_states(todo)
+            pairs = [(p, found) for p in todo if (found := find_offloaded(p)) is not None]
+            without = [p for p in todo if find_offloaded(p) is None]
+            small = {p: None for p in without if self._places.of(p, None) is Tier.DEVICE}
+            large = [p for p in without if p not in small]
+            gradients: dict[Tensor, Tensor] = {
+                p: p.grad if each.updated_on_device else gradient_on_host(p, p.grad) for p, each in pairs
+            }
+            with self._open_rounds(large) as rounds:
+                for parameter, offloaded in pairs:  # first those on the host: these go on during the others
+                    if not offloaded.updated_on_device:
+                        self._update(parameter, offloaded, gradients.pop(parameter))
+                update_on_device(self._device_update(p, gradients[p], find_offloaded(p)) for p in gradients)
+                for parameter in (p for p in self._urgency if p.grad is None):
+                    if (frozen := find_offloaded(parameter)) is not None:
+                        frozen.evict()
+                self._update_without(rounds, small)
         self._group_of = {}
         return loss
+
+    @contextlib.contextmanager
+    def _same_options(self) -> Iterator[None]:
+        """Take the options of groups as they are now for as long as this lasts: their texts are made once."""
+        taken = [(GroupOptions.of(group), group["params"]) for group in self.param_groups]
+        self._taken = {parameter: options for options, parameters in taken for parameter in parameters}
+        try:
+            yield
+        finally:
+            self._taken = {}
 
     def _make_states(self, todo: Iterable[Tensor]) -> None:
         """Make the state of those that have none, before anything is updated: there may be no room for it."""
@@ -183,10 +197,7 @@ class OffloadedOptimizer(OptimizerState):
             for engine, opened, here in rounds:
                 with compat.any_number_of_compilations():  # for dtypes, lengths of 1, numbers of threads, ...
                     work_on_host(engine, opened, self._pieces(here, updated), run_piece)
-            for parameter in small:
-                assert parameter.grad is not None
-                self._update_here(parameter, parameter.grad, None)
-                updated.append(parameter)
+            update_on_device(self._device_update(parameter, parameter.grad, None, updated) for parameter in small)
         except BaseException as error:
             count = len(small) + sum(len(here) for *_, here in rounds)
             error.add_note(
@@ -236,28 +247,50 @@ class OffloadedOptimizer(OptimizerState):
     def _update(self, parameter: Tensor, offloaded: OffloadedParameter, gradient: Tensor) -> None:
         """Begin the update of an offloaded parameter, on the host or the device; it has no later readers."""
         if offloaded.updated_on_device:
-            offloaded.load()
-            change = gradient.buffer.device() if isinstance(gradient, HostGradient) else gradient
-            self._update_here(parameter, change, offloaded)
-            offloaded.mark_device_newer()
-        else:
-            readers = engine_of(parameter.device).streams.record_compute()
-            self._begin(parameter, offloaded, gradient_on_host(parameter, gradient).buffer, readers)
+            update_on_device([self._device_update(parameter, gradient, offloaded)])
+            return
+        readers = engine_of(parameter.device).streams.record_compute()
+        self._begin(parameter, offloaded, gradient_on_host(parameter, gradient).buffer, readers)
+        offloaded.gradient.end_started()
 
-    def _update_here(self, parameter: Tensor, gradient: Tensor, offloaded: OffloadedParameter | None) -> None:
-        """Update a parameter whose state is on its device, behind what that has been given so far."""
+    def _device_update(
+        self,
+        parameter: Tensor,
+        gradient: Tensor | None,
+        offloaded: OffloadedParameter | None,
+        updated: list[Tensor] | None = None,
+    ) -> DeviceUpdate:
+        """Return the update of a parameter whose state is on its device; it is added to `updated` once that is done."""
+        assert gradient is not None
+        if offloaded is not None:
+            offloaded.load()
+        if isinstance(gradient, HostGradient):
+            gradient = gradient.buffer.device()
         self._ready(parameter)
         held, step = self._states[parameter], self._next(parameter)
         assert isinstance(held, State)
-        change = flat(dense_like(parameter, gradient.to(parameter.dtype)))
-        fresh = offloaded is None or self._is_fresh(parameter, offloaded)
-        update_here(change=change, weight=flat(parameter.data), arrays=held.arrays, step=step, fresh=fresh)
-        self._count(parameter, step.after)
-        if offloaded is None:
-            increment_version(parameter)
-        else:
-            offloaded.count_update()
-        engine_of(parameter.device).stats.add(updates=1, device_updates=1)
+
+        def done() -> None:
+            self._count(parameter, step.after)
+            if offloaded is None:
+                increment_version(parameter)
+            else:
+                self._take_weight(parameter, offloaded)
+                offloaded.mark_device_newer()
+                offloaded.count_update()
+                offloaded.gradient.end_started()
+            engine_of(parameter.device).stats.add(updates=1, device_updates=1)
+            if updated is not None:
+                updated.append(parameter)
+
+        return DeviceUpdate(
+            change=flat(dense_like(parameter, gradient.to(parameter.dtype))),
+            weight=flat(parameter.data),
+            state=held,
+            step=step,
+            fresh=offloaded is None or self._is_fresh(parameter, offloaded),
+            done=done,
+        )
 
     def _begin(
         self, parameter: Tensor, offloaded: OffloadedParameter, buffer: HostGradientBuffer, readers: Event | None
@@ -281,6 +314,7 @@ class OffloadedOptimizer(OptimizerState):
             count=partial(self._count, parameter, step.after),
             stats=engine.stats,
         )
+        self._take_weight(parameter, offloaded)
         updates = parameters_of(engine).updates
         update.prepare(updates)
         offloaded.sync_host()

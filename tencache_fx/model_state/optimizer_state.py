@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.model_state.disk_state import DiskState
+from tencache_fx.model_state.group_options import GroupOptions
 from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.optimizer_checks import find_misfit
@@ -37,6 +38,7 @@ class OptimizerState(torch.optim.Optimizer):
             Tensor, tuple[weakref.ref[OffloadedParameter], int]
         ] = {}  # of each record, as the last step left it
         self._group_of: dict[Tensor, dict[str, Any]] = {}  # as far as it has been asked for
+        self._taken: Mapping[Tensor, GroupOptions] = {}  # the options of each, while a step goes by these
         self._groups: list[tuple[int, int]] = []  # which groups that is of, and how large they were
         self._urgency: dict[Tensor, int] = {}  # by the order in which the next forward will read, as far as is known
         self._rule = rule
@@ -70,6 +72,7 @@ class OptimizerState(torch.optim.Optimizer):
         self._state = self.__dict__.pop("state")  # it came with the others
         self._written, self._versions, self._states = {}, {}, {}
         self._places, self._urgency, self._group_of, self._groups = StatePlacement(), {}, {}, []
+        self._taken = {}
         for group in self.param_groups:
             self._place(group)
 
@@ -144,7 +147,9 @@ class OptimizerState(torch.optim.Optimizer):
             self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         return parameter in self._group_of
 
-    def _group(self, parameter: Tensor) -> dict[str, Any]:
+    def _group(self, parameter: Tensor) -> Mapping[str, Any]:
+        if parameter in self._taken:
+            return self._taken[parameter]
         assert self._is_in_a_group(parameter)
         return self._group_of[parameter]
 
@@ -157,10 +162,13 @@ class OptimizerState(torch.optim.Optimizer):
         return self._rule.step(self._group(parameter), parameter.dim(), scalars, held.made, count)
 
     def _is_fresh(self, parameter: Tensor, offloaded: OffloadedParameter) -> bool:
-        """Return whether the weight may have been set since its master was made; asked once for each update."""
+        """Return whether the weight may have been set since its master was made, or last taken over."""
         reference, version = self._versions.get(parameter, (None, -1))
-        self._versions[parameter] = weakref.ref(offloaded), offloaded.version
         return reference is None or reference() is not offloaded or version != offloaded.version
+
+    def _take_weight(self, parameter: Tensor, offloaded: OffloadedParameter) -> None:
+        """Note that the master has been made of the weight as it is now."""
+        self._versions[parameter] = weakref.ref(offloaded), offloaded.version
 
     def _count(self, parameter: Tensor, scalars: Mapping[str, Any]) -> None:
         """Note that a parameter has been updated, and what the class then has of it."""

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from tencache_fx.errors import OptionError
 from tencache_fx.model_state.decoded_update import Arrange, compile_on_parts, on_parts
 from tencache_fx.model_state.eight_bit_form import SIGNED_8BIT, UNSIGNED_8BIT
+from tencache_fx.model_state.group_options import GroupOptions, exactly
 from tencache_fx.model_state.kernel_source import UncoveredError
 from tencache_fx.model_state.native_kernel import NativeFunctions, NativeKernel
 from tencache_fx.model_state.step_tracing import TracedStep, trace_step
@@ -51,7 +52,7 @@ _CPU = torch.device("cpu")
 _STAGE = "the optimizer's kernels"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
     """One step: `numbers`, fp32, are for `kernel`, and the first of them multiplies the gradient.
 
@@ -63,13 +64,6 @@ class Step:
     kernel: "Kernel"
     initial: Mapping[str, float]
     after: Mapping[str, Any]
-
-
-class Options(dict[str, Any]):
-    """Options by name, as the key of a cache."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(repr(self))
 
 
 class Rule:
@@ -90,6 +84,8 @@ class Rule:
         self._given = given
         self._arrays: dict[tuple[object, ...], Mapping[str, StoredForm]] = {}
         self._first: dict[tuple[object, ...], tuple[Kernel, ...]] = {}
+        self._alike: dict[tuple[object, ...], int] = {}  # a number of dimensions of what does so in its first two steps
+        self._traced_as: dict[tuple[object, ...], int] = {}  # the dimensions of what is traced, by those asked for
         self._steps: dict[tuple[object, ...], Step] = {}
         self._kernels: dict[tuple[object, ...], Kernel] = {}
 
@@ -116,9 +112,11 @@ class Rule:
                 raise OptionError(f"what {name} does depends on a parameter's size; use another optimizer.")
             kept = {MASTER: FP32, **self._forms(first, second, elements)}
             if len(self._arrays) >= _MOST_STEPS:
-                self._arrays.clear()
-                self._first.clear()
+                for cache in (self._arrays, self._first, self._traced_as, self._alike):
+                    cache.clear()
             self._first[key] = self._kernel(first, kept), self._kernel(second, kept)
+            does = GroupOptions.of(group).text, *((each.key, each.numbers) for each in (first, second))
+            self._traced_as[key] = self._alike.setdefault(does, dim)
             self._arrays[key] = MappingProxyType(kept)
         return self._arrays[key]
 
@@ -143,7 +141,8 @@ class Rule:
         """Return a step of a parameter in a group, of which the class has `scalars` and has `made` so many arrays."""
         arrays = self.arrays(group, dim, elements)
         names = tuple(name for name in arrays if name in made and name != MASTER)
-        key = _options_key(group), dim, _exactly(scalars), names, self._is_small(elements)
+        dim = self._traced_as[self._first_key(group, dim, elements)]  # one trace does where the first two are the same
+        key = GroupOptions.of(group).text, dim, exactly(scalars), names, self._is_small(elements)
         if key not in self._steps:
             traced = self._trace(group, (2,) * max(0, dim - 1) + (4,), scalars, names)
             self._check_signs(traced, arrays)
@@ -162,7 +161,7 @@ class Rule:
 
     def _first_key(self, group: Mapping[str, Any], dim: int, elements: int) -> tuple[object, ...]:
         """Return what decides on the arrays and the first steps of such parameters of a group."""
-        return _options_key(group, float_digits=False), dim, self._is_small(elements)
+        return GroupOptions.of(group).outline, dim, self._is_small(elements)
 
     def _forms(self, first: TracedStep, second: TracedStep, elements: int) -> dict[str, StoredForm]:
         """Return the forms of arrays, given the first two steps."""
@@ -201,7 +200,7 @@ class Rule:
 
 
 @functools.cache
-def rule_of(optimizer_class: type[torch.optim.Optimizer], state_dtype: StateDtype, given: Options) -> Rule:
+def rule_of(optimizer_class: type[torch.optim.Optimizer], state_dtype: StateDtype, given: GroupOptions) -> Rule:
     """Return the rule of a class, which all its optimizers share, and so its kernels; raises what `Rule` raises."""
     return Rule(optimizer_class, state_dtype, given)
 
@@ -220,7 +219,7 @@ def find_rule(
     except (RuntimeError, TypeError, ValueError) as error:
         name, said = optimizer_class.__name__, str(error).rstrip(".")
         raise OptionError(f"{name} cannot be made with these options: {said}; correct them.") from error
-    given = Options({name: value for name, value in options.items() if name not in defaults})
+    given = GroupOptions({name: value for name, value in options.items() if name not in defaults})
     return rule_of(optimizer_class, state_dtype, given), defaults  # type: ignore[arg-type]
 
 
@@ -360,21 +359,3 @@ def _staged(update: Callable[..., None]) -> Callable[..., None]:
         gradient.copy_(written)
 
     return staged
-
-
-def _options_key(group: Mapping[str, Any], *, float_digits: bool = True) -> str:
-    """Return a text that differs where the options of two groups do; without `float_digits`, or where one is 0."""
-    options = {name: value for name, value in group.items() if name != "params"}
-    return _exactly(options if float_digits else {name: _is_there(value) for name, value in options.items()})
-
-
-def _is_there(value: Any) -> Any:
-    """Return an option without the digits of its numbers: an array may be there or not for a momentum of 0, say."""
-    if isinstance(value, tuple | list):
-        return [_is_there(each) for each in value]
-    return bool(value) if isinstance(value, float | Tensor) else value
-
-
-def _exactly(values: Mapping[str, Any]) -> str:
-    """Return all digits of all values: a tensor's own text has a few of them."""
-    return repr([(name, each.tolist() if isinstance(each, Tensor) else each) for name, each in values.items()])

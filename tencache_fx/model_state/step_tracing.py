@@ -5,6 +5,7 @@ else it computes, from its step count, its learning rate and so on, is a number 
 numbers as an input. So the graph is compiled once, and its numbers are found anew for each step.
 """
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +57,7 @@ def trace_step(
     options = {
         name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
     }
-    with torch.no_grad(), torch.device("cpu"):
+    with torch.no_grad(), _on_cpu():
         weight, gradient, *more = (torch.zeros(shape, dtype=torch.float32) for _ in range(2 + len(names)))
         weight, arrays = torch.nn.Parameter(weight), dict(zip(names, more, strict=True))
         weight.grad = gradient
@@ -96,6 +97,11 @@ def trace_step(
         numbers=tuple(recorder.numbers),
         scalars={name: value for name, value in state.items() if name not in made and value is not None},
     )
+
+
+def _on_cpu() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which new tensors are on the CPU: none where they are anyway, for it looks at each call."""
+    return contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def _accepted(optimizer_class: type, options: Mapping[str, Any]) -> dict[str, Any]:

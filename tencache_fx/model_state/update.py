@@ -153,20 +153,6 @@ class ParameterUpdate:
         self.stats.add(h2d_bytes=self.offloaded.finish_update())
 
 
-@torch.no_grad()
-def update_here(*, change: Tensor, weight: Tensor, arrays: Sequence[Tensor], step: Step, fresh: bool) -> None:
-    """Update a parameter all of whose state is on its device, on the caller's stream: `weight` by `change`, both [n].
-
-    `arrays`, `step` and `fresh` are as for `ParameterUpdate`.
-    """
-    if fresh:
-        set_master(arrays[0], weight)
-    numbers = step.numbers
-    if weight.is_cuda:
-        numbers = numbers.pin_memory().to(weight.device, non_blocking=True)
-    step.kernel.compiled(weight.dtype, weight.device)(change, weight, *arrays, numbers)
-
-
 def flat(dense: Tensor) -> Tensor:
     """Return a dense tensor's elements [n] in the order they have in memory, without a copy."""
     return dense.as_strided((dense.numel(),), (1,))

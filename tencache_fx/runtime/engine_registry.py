@@ -56,18 +56,28 @@ class Registry:
             self._engines = {index: engine for index, engine in self._engines.items() if not engine.closed}
             return tuple(engine for engine in self._engines.values() if not engine.inherited)
 
+    def engine_of(self, device: torch.device) -> Engine | None:
+        """Return the open engine of a device, if there is one: asked for often, so without the lock.
+
+        The dict that it looks at is replaced by others, and never changed.
+        """
+        for engine in self._engines.values():
+            if engine.device == device and not engine.closed and not engine.inherited:
+                return engine
+        return None
+
     def inherited_engines(self) -> tuple[Engine, ...]:
         """Return the engines that the process from which this one was forked had open."""
         return tuple(engine for engine in self._engines.values() if engine.inherited and not engine.closed)
 
     def install(self, engine: Engine) -> None:
         """Make `engine` its device's; raises `InvariantError` when the device has another open one."""
-        if any(other.device == engine.device for other in self.open_engines()):
+        if self.engine_of(engine.device) is not None:
             raise InvariantError(f"{engine.device} has an open engine already; call tencache_fx.close() first.")
         with self._lock:
             engine.id = self._count
             self._count += 1
-            self._engines[engine.id] = engine
+            self._engines = {**self._engines, engine.id: engine}
 
     def points_of(self, engine: Engine) -> SwapPoints:
         """Return the swap points of an engine, made when they are first asked for."""
@@ -83,7 +93,7 @@ class Registry:
 
     def expected_indices(self, device: torch.device) -> tuple[int, int]:
         """Return the indices of a device's engine and its swap points: those there are, or will be if opened next."""
-        engine, count = next((each for each in self.open_engines() if each.device == device), None), self._count
+        engine, count = self.engine_of(device), self._count
         points = (each for each in self.open_points() if each.engine is engine)
         here = next((each.id for each in points), None)
         return (count, count + 1) if engine is None else (engine.id, count if here is None else here)
@@ -202,8 +212,7 @@ def _expect_disk_rates(engine: Engine, spill_dirs: Sequence[Path]) -> None:
 
 def find_engine(device: torch.device) -> Engine | None:
     """Return the open engine of `device`, if there is one."""
-    device = resolve_device(device)
-    return next((engine for engine in engines() if engine.device == device), None)
+    return _REGISTRY.engine_of(resolve_device(device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

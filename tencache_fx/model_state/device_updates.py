@@ -1,0 +1,89 @@
+"""Updates of parameters all of whose state is on their device: small ones many at a time, in one pass over copies.
+
+A model has hundreds of small parameters: norms, biases, adapters. By itself each takes a few kernels and their calls,
+during which the device, and the threads that update other parameters, wait for the host.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from tencache_fx.model_state.host_state import State
+from tencache_fx.model_state.step_kernel import Step
+from tencache_fx.model_state.stored_form import BLOCK
+from tencache_fx.model_state.update import set_master
+
+JOINT_ELEMENTS = 1 << 21
+"""Elements that are copied and updated together at most: what that takes besides, some 50 MB, is in no plan."""
+
+# Of a parameter that is copied: a larger one takes longer to copy, twice, than to call by itself.
+_MOST_ELEMENTS = MappingProxyType({"cuda": 1 << 18, "cpu": 1 << 13})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeviceUpdate:
+    """An update of the elements `weight` by `change`, both [n] in the parameter's dtype, with its `state` and `step`.
+
+    `fresh` says that the weight may have been set since its master was made. `done` is called once the update is on the
+    device's queue.
+    """
+
+    change: Tensor
+    weight: Tensor
+    state: State
+    step: Step
+    fresh: bool
+    done: Callable[[], None]
+
+    @property
+    def joins(self) -> bool:
+        """Whether it may be one of several: state that is kept in blocks must end where a block does."""
+        count = len(self.weight)
+        in_blocks = all(form.is_elementwise for form in self.state.forms.values()) or count % BLOCK == 0
+        return count <= _MOST_ELEMENTS[self.weight.device.type] and in_blocks
+
+
+def update_on_device(updates: Iterable[DeviceUpdate]) -> None:
+    """Carry out updates of parameters on their devices, behind what the caller's streams have been given so far.
+
+    Which of them run together changes no bit.
+    """
+    numbers: dict[tuple[Step, torch.device], Tensor] = {}
+    alike: dict[tuple[Step, torch.device, torch.dtype], list[DeviceUpdate]] = defaultdict(list)
+    for update in updates:
+        place = update.step, update.weight.device
+        if place not in numbers:
+            numbers[place] = _sent(update.step.numbers, update.weight.device)
+        if not update.joins:
+            _run([update], numbers[place])
+            continue
+        waiting = alike[*place, update.weight.dtype]
+        if sum(len(each.weight) for each in waiting) + len(update.weight) > JOINT_ELEMENTS:
+            _run(waiting, numbers[place])
+            waiting.clear()
+        waiting.append(update)
+    for (step, device, _), waiting in alike.items():
+        _run(waiting, numbers[step, device])
+
+
+def _run(updates: Sequence[DeviceUpdate], numbers: Tensor) -> None:
+    """Update parameters of one dtype and device that take the same step."""
+    columns = list(zip(*((each.change, each.weight, *each.state.arrays) for each in updates), strict=True))
+    change, weight, *arrays = (torch.cat(column) if len(column) > 1 else column[0] for column in columns)
+    if any(each.fresh for each in updates):  # of the others the master says the same
+        set_master(arrays[0], weight)
+    updates[0].step.kernel.compiled(weight.dtype, weight.device)(change, weight, *arrays, numbers)
+    if len(updates) > 1:
+        for column, joint in zip(columns[1:], (weight, *arrays), strict=True):
+            torch._foreach_copy_(column, joint.split([len(each) for each in column]))
+    for each in updates:
+        each.done()
+
+
+def _sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """Return a step's numbers on the device of its parameters."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
