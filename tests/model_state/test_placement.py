@@ -1,7 +1,9 @@
 """Where updates run and state is: on the host, through the device, on the device; the same training each way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +12,15 @@ from faulty_streams import FaultyCpuStreams
 from harness import Block
 from problems import trained_offloaded
 from tied_model import ROOMY, TIGHT, TIGHT_BF16, batch, compiled, network, small_plan, train, trained, weights
-from torch import Tensor, nn
+from torch import nn
 
 import tencache_fx
 from tencache_fx.api import regions
 from tencache_fx.errors import InvariantError
-from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
+from tencache_fx.model_state import optimizer as optimizer_module
+from tencache_fx.model_state.device_updates import DeviceUpdate, update_on_device
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
+from tencache_fx.model_state.update_queue import Updates
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.evaluation import Candidate
 from tencache_fx.planning.parameter_schedule import (
@@ -234,13 +238,23 @@ def test_updates_that_run_by_themselves_are_begun_first(monkeypatch: pytest.Monk
     model = tencache_fx.offload(nn.Sequential(*(Block(160) for _ in range(3))))
     optimizer, begun = AdamW(model.parameters()), []
     options = {"device_budget": "2MB", "compiler": "eager", "calibrate": False, "recompute": "none"}
-    run, begin = torch.compile(model, backend="tencache", options=options), AdamW._update
+    run, begin, update_here = (
+        torch.compile(model, backend="tencache", options=options),
+        Updates.submit,
+        update_on_device,
+    )
 
-    def note(self: AdamW, parameter: Tensor, home: OffloadedParameter, gradient: Tensor) -> None:
-        begun.append(home.updated_on_device)
-        begin(self, parameter, home, gradient)
+    def note_begun(self: Updates, *args: Any, **kwargs: Any) -> "Future[None]":
+        begun.append(False)
+        return begin(self, *args, **kwargs)
 
-    monkeypatch.setattr(AdamW, "_update", note)
+    def note_here(updates: Iterable[DeviceUpdate]) -> None:
+        some = list(updates)
+        begun.extend([True] * sum(each.weight.numel() == 160 * 160 for each in some))  # of small ones none is offloaded
+        update_here(some)
+
+    monkeypatch.setattr(Updates, "submit", note_begun)
+    monkeypatch.setattr(optimizer_module, "update_on_device", note_here)
     run(torch.randn(8, 160)).square().mean().backward()
     optimizer.step()
     optimizer.state_dict()
