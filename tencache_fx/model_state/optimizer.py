@@ -8,6 +8,7 @@ there already, and the update runs by itself: `step` returns at once, and the ne
 
 import contextlib
 import warnings
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -140,23 +141,22 @@ class OffloadedOptimizer(OptimizerState):
             if parameter.grad.is_sparse:
                 raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
         with self._same_options():
-            self._make_states(todo)
-            pairs = [(p, found) for p in todo if (found := find_offloaded(p)) is not None]
-            without = [p for p in todo if find_offloaded(p) is None]
-            small = {p: None for p in without if self._places.of(p, None) is Tier.DEVICE}
-            large = [p for p in without if p not in small]
-            gradients: dict[Tensor, Tensor] = {
-                p: p.grad if each.updated_on_device else gradient_on_host(p, p.grad) for p, each in pairs
-            }
+            found = {p: find_offloaded(p) for p in todo}
+            self._make_states(found)
+            here = {p: each for p, each in found.items() if self._is_updated_here(p, each)}
+            on_host = deque(
+                (p, each, gradient_on_host(p, p.grad))
+                for p, each in found.items()
+                if each is not None and p not in here and p.grad is not None
+            )
+            large = [p for p, each in found.items() if each is None and p not in here]
             with self._open_rounds(large) as rounds:
-                for parameter, offloaded in pairs:  # first those on the host: these go on during the others
-                    if not offloaded.updated_on_device:
-                        self._update(parameter, offloaded, gradients.pop(parameter))
-                update_on_device(self._device_update(p, gradients[p], find_offloaded(p)) for p in gradients)
+                while on_host:  # these go on during the others
+                    self._update_on_host(*on_host.popleft())
                 for parameter in (p for p in self._urgency if p.grad is None):
                     if (frozen := find_offloaded(parameter)) is not None:
                         frozen.evict()
-                self._update_without(rounds, small)
+                self._update_now(here, rounds)
         self._group_of = {}
         return loss
 
@@ -170,13 +170,19 @@ class OffloadedOptimizer(OptimizerState):
         finally:
             self._taken = {}
 
-    def _make_states(self, todo: Iterable[Tensor]) -> None:
+    def _make_states(self, todo: Mapping[Tensor, OffloadedParameter | None]) -> None:
         """Make the state of those that have none, before anything is updated: there may be no room for it."""
-        for parameter in todo:
+        for parameter, offloaded in todo.items():
             if parameter not in self._states:
-                if (offloaded := find_offloaded(parameter)) is not None:
+                if offloaded is not None:
                     offloaded.wait_update()
-                self._ready(parameter)
+                self._ready(parameter, offloaded)
+
+    def _is_updated_here(self, parameter: Tensor, offloaded: OffloadedParameter | None) -> bool:
+        """Return whether all that a parameter's update needs is on its device."""
+        if offloaded is not None:
+            return offloaded.updated_on_device
+        return self._places.of(parameter, None, None) is Tier.DEVICE
 
     @contextlib.contextmanager
     def _open_rounds(self, large: Collection[Tensor]) -> Iterator[_Rounds]:
@@ -190,19 +196,19 @@ class OffloadedOptimizer(OptimizerState):
                 rounds.append((engine, opened, here))
             yield rounds
 
-    def _update_without(self, rounds: _Rounds, small: Collection[Tensor]) -> None:
-        """Update parameters that are not offloaded, with state on the host, and then small ones; returns when done."""
+    def _update_now(self, here: Mapping[Tensor, OffloadedParameter | None], rounds: _Rounds) -> None:
+        """Update parameters whose state is on their device, and then those of the rounds; returns when done."""
         updated: list[Tensor] = []
         try:
-            for engine, opened, here in rounds:
+            update_on_device(self._device_update(p, offloaded, p.grad, updated) for p, offloaded in here.items())
+            for engine, opened, some in rounds:
                 with compat.any_number_of_compilations():  # for dtypes, lengths of 1, numbers of threads, ...
-                    work_on_host(engine, opened, self._pieces(here, updated), run_piece)
-            update_on_device(self._device_update(parameter, parameter.grad, None, updated) for parameter in small)
+                    work_on_host(engine, opened, self._pieces(some, updated), run_piece)
         except BaseException as error:
-            count = len(small) + sum(len(here) for *_, here in rounds)
+            count = len(here) + sum(len(some) for *_, some in rounds)
             error.add_note(
-                f"Of {count} parameters {len(updated)} have been updated, large ones first, in order, and their "
-                "state counts one step more; the next one may be updated in part, the others are as they were."
+                f"Of {count} parameters {len(updated)} have been updated, those on the device first, and their state "
+                "counts one step more; the next one may be updated in part, the others are as they were."
             )
             raise
 
@@ -226,7 +232,10 @@ class OffloadedOptimizer(OptimizerState):
             engine = engine_of(parameter.device)
             engine.stats.add(h2d_bytes=offloaded.set_readers(engine.streams.record_compute()))
         if begun is None:
-            self._update(parameter, offloaded, gradient)
+            if offloaded.updated_on_device:
+                update_on_device([self._device_update(parameter, offloaded, gradient, [])])
+            else:
+                self._update_on_host(parameter, offloaded, gradient_on_host(parameter, gradient))
         elif not isinstance(gradient, HostGradient) or gradient.buffer is not begun:
             raise UsageError(
                 f"{offloaded.name} was updated by a gradient that is a part of it only: it is read in a compiled "
@@ -244,21 +253,17 @@ class OffloadedOptimizer(OptimizerState):
             self._begin(parameter, offloaded, buffer, None)
             offloaded.gradient.begun_by = buffer
 
-    def _update(self, parameter: Tensor, offloaded: OffloadedParameter, gradient: Tensor) -> None:
-        """Begin the update of an offloaded parameter, on the host or the device; it has no later readers."""
-        if offloaded.updated_on_device:
-            update_on_device([self._device_update(parameter, gradient, offloaded)])
-            return
-        readers = engine_of(parameter.device).streams.record_compute()
-        self._begin(parameter, offloaded, gradient_on_host(parameter, gradient).buffer, readers)
+    def _update_on_host(self, parameter: Tensor, offloaded: OffloadedParameter, gradient: HostGradient) -> None:
+        """Begin the update of an offloaded parameter in host memory; it has no later readers."""
+        self._begin(parameter, offloaded, gradient.buffer, engine_of(parameter.device).streams.record_compute())
         offloaded.gradient.end_started()
 
     def _device_update(
         self,
         parameter: Tensor,
-        gradient: Tensor | None,
         offloaded: OffloadedParameter | None,
-        updated: list[Tensor] | None = None,
+        gradient: Tensor | None,
+        updated: list[Tensor],
     ) -> DeviceUpdate:
         """Return the update of a parameter whose state is on its device; it is added to `updated` once that is done."""
         assert gradient is not None
@@ -266,9 +271,10 @@ class OffloadedOptimizer(OptimizerState):
             offloaded.load()
         if isinstance(gradient, HostGradient):
             gradient = gradient.buffer.device()
-        self._ready(parameter)
+        self._ready(parameter, offloaded)
         held, step = self._states[parameter], self._next(parameter)
         assert isinstance(held, State)
+        stats = engine_of(parameter.device).stats
 
         def done() -> None:
             self._count(parameter, step.after)
@@ -279,9 +285,8 @@ class OffloadedOptimizer(OptimizerState):
                 offloaded.mark_device_newer()
                 offloaded.count_update()
                 offloaded.gradient.end_started()
-            engine_of(parameter.device).stats.add(updates=1, device_updates=1)
-            if updated is not None:
-                updated.append(parameter)
+            stats.add(updates=1, device_updates=1)
+            updated.append(parameter)
 
         return DeviceUpdate(
             change=flat(dense_like(parameter, gradient.to(parameter.dtype))),
@@ -302,7 +307,7 @@ class OffloadedOptimizer(OptimizerState):
         factor = None if buffer.factor is None else read_later(engine, buffer.factor)
         offloaded.wait_update()
         offloaded.evict()  # loaded by a module that ran by itself, whose backward is over
-        self._ready(parameter)
+        self._ready(parameter, offloaded)
         held, step = self._states[parameter], self._next(parameter)
         update = ParameterUpdate(
             offloaded=offloaded,
@@ -329,7 +334,7 @@ class OffloadedOptimizer(OptimizerState):
     def _pieces(self, todo: Iterable[Tensor], updated: list[Tensor]) -> Iterator[Piece[PieceUpdate]]:
         """Yield the pieces, parameter by parameter; `updated` has the parameters whose last piece is done."""
         for parameter in todo:
-            self._ready(parameter)
+            self._ready(parameter, None)
             assert parameter.grad is not None
             gradient = flat(dense_like(parameter, parameter.grad.to(parameter.dtype)))
             weight = flat(parameter.data)  # whose version is its own: pieces arrive whenever they do

@@ -128,7 +128,7 @@ class OptimizerState(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._states, self._group_of = {}, {}
         for parameter, saved in saved_of.items():
-            self._keep(parameter, saved, self._places.of(parameter, None))
+            self._keep(parameter, saved, self._places.of(parameter, find_offloaded(parameter), None))
         self._written, self._versions = {}, {}
 
     def _wait_updates(self) -> None:
@@ -173,18 +173,25 @@ class OptimizerState(torch.optim.Optimizer):
     def _count(self, parameter: Tensor, scalars: Mapping[str, Any]) -> None:
         """Note that a parameter has been updated, and what the class then has of it."""
         held = self._states[parameter]
-        held.made = frozenset(held.forms)
-        self._state[parameter].update(on_cpu(scalars), **shown_of(held))
+        state, is_first = self._state[parameter], len(held.made) < len(held.forms)
+        if is_first:
+            held.made = frozenset(held.forms)
+            state.update(shown_of(held))
+        state.update(on_cpu(scalars))
 
     def _arrays(self, parameter: Tensor) -> Mapping[str, StoredForm]:
         return self._rule.arrays(self._group(parameter), parameter.dim(), parameter.numel())
 
-    def _ready(self, parameter: Tensor) -> dict[str, Any]:
+    def _place_state(self, parameter: Tensor) -> None:
+        """Move a parameter's state to where it is to be now."""
+        self._ready(parameter, find_offloaded(parameter))
+
+    def _ready(self, parameter: Tensor, offloaded: OffloadedParameter | None) -> dict[str, Any]:
         """Return the parameter's state, made at its first step, in the order the parameter has in memory now."""
         state: dict[str, Any] = self._state[parameter]
-        offloaded, held = find_offloaded(parameter), self._states.get(parameter)
+        held = self._states.get(parameter)
         self._leave_former(parameter, offloaded)
-        place, arrays = self._places.of(parameter, held), self._arrays(parameter)
+        place, arrays = self._places.of(parameter, offloaded, held), self._arrays(parameter)
         right = held is not None and held.layout == (parameter.size(), parameter.stride()) and held.place == place
         if held is None or not right or not is_in(held, state) or held.forms != arrays:
             if (misfit := find_misfit(parameter, state, arrays)) is not None:
@@ -192,7 +199,7 @@ class OptimizerState(torch.optim.Optimizer):
             state = self._keep(parameter, saved_of(held, state, arrays), place)
         if offloaded is not None:
             offloaded.optimizer_state = weakref.ref(self._states[parameter])
-            offloaded.place_state = weakly(self._ready, parameter)
+            offloaded.place_state = weakly(self._place_state, parameter)
         if offloaded is not None or place is Tier.DEVICE:
             self._written.pop(parameter, None)  # the weight goes on without it
             return state

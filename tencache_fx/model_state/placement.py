@@ -12,6 +12,7 @@ from tencache_fx.errors import BudgetError
 from tencache_fx.model_state.disk_state import DiskState, flat_as, line_bytes
 from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.modules import engine_of, roomy_engine
+from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.offloading import LEAST_BYTES
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.staged_update import round_shape
@@ -35,9 +36,8 @@ class StatePlacement:
         if (offloaded := find_offloaded(parameter)) is not None:
             offloaded.state_bytes = nbytes
 
-    def of(self, parameter: Tensor, held: State | DiskState | None) -> Tier:
-        """Return where a parameter's state is to be, given where it is now."""
-        offloaded = find_offloaded(parameter)
+    def of(self, parameter: Tensor, offloaded: OffloadedParameter | None, held: State | DiskState | None) -> Tier:
+        """Return where a parameter's state is to be, given the record of one that is offloaded, and where it is now."""
         if offloaded is None:  # for a small one the host would wait, and the device then for the host
             stays = parameter.nbytes < LEAST_BYTES or parameter in parameters_of(engine_of(parameter.device)).kept
             return Tier.DEVICE if stays else Tier.HOST
@@ -61,7 +61,7 @@ class StatePlacement:
         updated = [p for p, each in found.items() if each is not None and not each.updated_on_device]
         gradient_bytes = sum(round_up(p.nbytes, PAGE_BYTES) for p in updated)  # some may be there already
         gradient_bytes = max(0, gradient_bytes - pool.held_for(Use.GRADIENT))
-        others = [p for p, each in found.items() if each is None and self.of(p, None) is Tier.HOST]
+        others = [p for p, each in found.items() if each is None and self.of(p, None, None) is Tier.HOST]
         round_bytes = math.prod(round_shape([p.nbytes for p in others]))
         room_bytes = pool.room_bytes - gradient_bytes - line_bytes(pool.budget_bytes) - round_bytes
         for parameter in updated:
