@@ -4,7 +4,7 @@ A model has hundreds of small parameters: norms, biases, adapters. By itself eac
 during which the device, and the threads that update other parameters, wait for the host.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -42,7 +42,7 @@ class DeviceUpdate:
     @property
     def joins(self) -> bool:
         """Whether it may be one of several: state that is kept in blocks must end where a block does."""
-        count = len(self.weight)
+        count = self.weight.numel()
         in_blocks = all(form.is_elementwise for form in self.state.forms.values()) or count % BLOCK == 0
         return count <= _MOST_ELEMENTS[self.weight.device.type] and in_blocks
 
@@ -54,6 +54,7 @@ def update_on_device(updates: Iterable[DeviceUpdate]) -> None:
     """
     numbers: dict[tuple[Step, torch.device], Tensor] = {}
     alike: dict[tuple[Step, torch.device, torch.dtype], list[DeviceUpdate]] = defaultdict(list)
+    waiting: Counter[tuple[Step, torch.device, torch.dtype]] = Counter()  # elements
     for update in updates:
         place = update.step, update.weight.device
         if place not in numbers:
@@ -61,13 +62,14 @@ def update_on_device(updates: Iterable[DeviceUpdate]) -> None:
         if not update.joins:
             _run([update], numbers[place])
             continue
-        waiting = alike[*place, update.weight.dtype]
-        if sum(len(each.weight) for each in waiting) + len(update.weight) > JOINT_ELEMENTS:
-            _run(waiting, numbers[place])
-            waiting.clear()
-        waiting.append(update)
-    for (step, device, _), waiting in alike.items():
-        _run(waiting, numbers[step, device])
+        kind, count = (*place, update.weight.dtype), update.weight.numel()
+        if waiting[kind] + count > JOINT_ELEMENTS:
+            _run(alike.pop(kind), numbers[place])
+            del waiting[kind]
+        alike[kind].append(update)
+        waiting[kind] += count
+    for (step, device, _), some in alike.items():
+        _run(some, numbers[step, device])
 
 
 def _run(updates: Sequence[DeviceUpdate], numbers: Tensor) -> None:
@@ -79,7 +81,7 @@ def _run(updates: Sequence[DeviceUpdate], numbers: Tensor) -> None:
     updates[0].step.kernel.compiled(weight.dtype, weight.device)(change, weight, *arrays, numbers)
     if len(updates) > 1:
         for column, joint in zip(columns[1:], (weight, *arrays), strict=True):
-            torch._foreach_copy_(column, joint.split([len(each) for each in column]))
+            torch._foreach_copy_(column, joint.split([each.numel() for each in column]))
     for each in updates:
         each.done()
 
