@@ -4,7 +4,7 @@ A model has hundreds of small parameters: norms, biases, adapters. By itself eac
 during which the device, and the threads that update other parameters, wait for the host.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.step_kernel import Step
 from tencache_fx.model_state.stored_form import BLOCK
 from tencache_fx.model_state.update import set_master
+from tencache_fx.tensors import storage_key
 
 JOINT_ELEMENTS = 1 << 21
 """Elements that are copied and updated together at most: what that takes besides, some 50 MB, is in no plan."""
@@ -53,8 +54,7 @@ def update_on_device(updates: Iterable[DeviceUpdate]) -> None:
     Which of them run together changes no bit.
     """
     numbers: dict[tuple[Step, torch.device], Tensor] = {}
-    alike: dict[tuple[Step, torch.device, torch.dtype], list[DeviceUpdate]] = defaultdict(list)
-    waiting: Counter[tuple[Step, torch.device, torch.dtype]] = Counter()  # elements
+    waiting: dict[tuple[Step, torch.device, torch.dtype], _Waiting] = defaultdict(_Waiting)
     for update in updates:
         place = update.step, update.weight.device
         if place not in numbers:
@@ -62,14 +62,32 @@ def update_on_device(updates: Iterable[DeviceUpdate]) -> None:
         if not update.joins:
             _run([update], numbers[place])
             continue
-        kind, count = (*place, update.weight.dtype), update.weight.numel()
-        if waiting[kind] + count > JOINT_ELEMENTS:
-            _run(alike.pop(kind), numbers[place])
-            del waiting[kind]
-        alike[kind].append(update)
-        waiting[kind] += count
-    for (step, device, _), some in alike.items():
-        _run(some, numbers[step, device])
+        kind = *place, update.weight.dtype
+        if not waiting[kind].takes(update):
+            _run(waiting.pop(kind).updates, numbers[place])
+        waiting[kind].add(update)
+    for (step, device, _), some in waiting.items():
+        _run(some.updates, numbers[step, device])
+
+
+class _Waiting:
+    """Updates that are to run together."""
+
+    def __init__(self) -> None:
+        self.updates: list[DeviceUpdate] = []
+        self._elements = 0
+        self._storages: set[int] = set()
+
+    def takes(self, update: DeviceUpdate) -> bool:
+        """Return whether there is room for another: one that shares memory has to see what those before it write."""
+        is_apart = storage_key(update.weight) not in self._storages
+        return not self.updates or (is_apart and self._elements + update.weight.numel() <= JOINT_ELEMENTS)
+
+    def add(self, update: DeviceUpdate) -> None:
+        """Add one that it takes."""
+        self.updates.append(update)
+        self._elements += update.weight.numel()
+        self._storages.add(storage_key(update.weight))
 
 
 def _run(updates: Sequence[DeviceUpdate], numbers: Tensor) -> None:

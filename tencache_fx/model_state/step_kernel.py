@@ -84,7 +84,6 @@ class Rule:
         self._given = given
         self._arrays: dict[tuple[object, ...], Mapping[str, StoredForm]] = {}
         self._first: dict[tuple[object, ...], tuple[Kernel, ...]] = {}
-        self._traced_as: dict[tuple[object, ...], int] = {}  # the dimensions of what is traced, by those asked for
         self._steps: dict[tuple[object, ...], Step] = {}
         self._kernels: dict[tuple[object, ...], Kernel] = {}
 
@@ -98,8 +97,9 @@ class Rule:
         """
         key = self._first_key(group, dim, elements)
         if key not in self._arrays:
-            first, second = self._first_two(group, dim)
-            again = self._trace(group, _shape(dim, 4), {}, ())
+            small, other = ((2,) * max(0, dim - 1) + (each,) for each in (3, 4))
+            first, again = (self._trace(group, shape, {}, ()) for shape in (small, other))
+            second = self._trace(group, small, first.scalars, first.names)
             name = self._class.__name__
             if second.names != first.names:
                 raise OptionError(
@@ -110,10 +110,9 @@ class Rule:
                 raise OptionError(f"what {name} does depends on a parameter's size; use another optimizer.")
             kept = {MASTER: FP32, **self._forms(first, second, elements)}
             if len(self._arrays) >= _MOST_STEPS:
-                for cache in (self._arrays, self._first, self._traced_as):
-                    cache.clear()
+                self._arrays.clear()
+                self._first.clear()
             self._first[key] = self._kernel(first, kept), self._kernel(second, kept)
-            self._traced_as[key] = self._find_alike(group, dim, elements, (first, second))
             self._arrays[key] = MappingProxyType(kept)
         return self._arrays[key]
 
@@ -138,10 +137,9 @@ class Rule:
         """Return a step of a parameter in a group, of which the class has `scalars` and has `made` so many arrays."""
         arrays = self.arrays(group, dim, elements)
         names = tuple(name for name in arrays if name in made and name != MASTER)
-        dim = self._traced_as[self._first_key(group, dim, elements)]  # one trace does where the first two are the same
         key = GroupOptions.of(group).text, dim, exactly(scalars), names, self._is_small(elements)
         if key not in self._steps:
-            traced = self._trace(group, _shape(dim, 4), scalars, names)
+            traced = self._trace(group, (2,) * max(0, dim - 1) + (4,), scalars, names)
             self._check_signs(traced, arrays)
             if len(self._steps) >= _MOST_STEPS:
                 self._steps.clear()
@@ -152,21 +150,6 @@ class Rule:
                 after=traced.scalars,
             )
         return self._steps[key]
-
-    def _first_two(self, group: Mapping[str, Any], dim: int) -> tuple[TracedStep, TracedStep]:
-        """Return the first two steps of a parameter of so many dimensions."""
-        first = self._trace(group, _shape(dim, 3), {}, ())
-        return first, self._trace(group, _shape(dim, 3), first.scalars, first.names)
-
-    def _find_alike(
-        self, group: Mapping[str, Any], dim: int, elements: int, first_two: tuple[TracedStep, TracedStep]
-    ) -> int:
-        """Return a number of dimensions for which the first two steps are the same: `dim` if there is no other yet."""
-        outline, _, is_small = self._first_key(group, dim, elements)
-        known = {like for (other, _, small), like in self._traced_as.items() if (other, small) == (outline, is_small)}
-        does = [(each.key, each.numbers) for each in first_two]
-        alike = (k for k in known if [(each.key, each.numbers) for each in self._first_two(group, k)] == does)
-        return next(alike, dim)
 
     def _is_small(self, elements: int) -> bool:
         return self._state_dtype == "8bit" and elements < LEAST_8BIT
@@ -209,11 +192,6 @@ class Rule:
                 raise OptionError(f"{self._class.__name__} cannot update an offloaded parameter: {error}") from error
             self._kernels[key] = kernel
         return self._kernels[key]
-
-
-def _shape(dim: int, last: int) -> tuple[int, ...]:
-    """Return the shape of a few elements of so many dimensions."""
-    return (2,) * max(0, dim - 1) + (last,)
 
 
 @functools.cache

@@ -473,3 +473,34 @@ def test_state_of_two_dtypes_can_be_saved(monkeypatch: pytest.MonkeyPatch, count
     file.seek(0)
     found, state = torch.load(file)["state"][0], optimizer.state[parameter]
     assert all(torch.equal(found[name], state[name]) for name in ("master", "exp_avg", "exp_avg_sq"))
+
+
+class LateDecay(torch.optim.Optimizer):
+    """Plain descent, with decay of matrices only, from the third step on."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                if state["step"] > 2 and parameter.dim() > 1:
+                    parameter.mul_(1 - 0.5 * group["lr"])
+                parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+def test_a_class_may_come_to_treat_matrices_otherwise() -> None:
+    found = []
+    for make in (partial(OffloadedOptimizer, optimizer_class=LateDecay), LateDecay):
+        parameters = [nn.Parameter(torch.ones(size)) for size in ((4,), (4, 4))]
+        optimizer = make(parameters)
+        for _ in range(5):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        found.append([parameter.detach().clone() for parameter in parameters])
+    assert all(torch.allclose(ours, torchs) for ours, torchs in zip(*found, strict=True))
+    assert not torch.allclose(found[1][0][0], found[1][1][0, 0])
