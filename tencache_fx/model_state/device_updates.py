@@ -54,7 +54,7 @@ def update_on_device(updates: Iterable[DeviceUpdate]) -> None:
     Which of them run together changes no bit.
     """
     numbers: dict[tuple[Step, torch.device], Tensor] = {}
-    waiting: dict[tuple[Step, torch.device, torch.dtype], _Waiting] = defaultdict(_Waiting)
+    waiting: dict[tuple[Step, torch.device, torch.dtype, bool], _Waiting] = defaultdict(_Waiting)
     for update in updates:
         place = update.step, update.weight.device
         if place not in numbers:
@@ -62,11 +62,11 @@ def update_on_device(updates: Iterable[DeviceUpdate]) -> None:
         if not update.joins:
             _run([update], numbers[place])
             continue
-        kind = *place, update.weight.dtype
+        kind = *place, update.weight.dtype, update.fresh
         if not waiting[kind].takes(update):
             _run(waiting.pop(kind).updates, numbers[place])
         waiting[kind].add(update)
-    for (step, device, _), some in waiting.items():
+    for (step, device, *_), some in waiting.items():
         _run(some.updates, numbers[step, device])
 
 
@@ -91,10 +91,10 @@ class _Waiting:
 
 
 def _run(updates: Sequence[DeviceUpdate], numbers: Tensor) -> None:
-    """Update parameters of one dtype and device that take the same step."""
+    """Update parameters of one dtype and device, all of them fresh or none, that take the same step."""
     columns = list(zip(*((each.change, each.weight, *each.state.arrays) for each in updates), strict=True))
     change, weight, *arrays = (torch.cat(column) if len(column) > 1 else column[0] for column in columns)
-    if any(each.fresh for each in updates):  # of the others the master says the same
+    if updates[0].fresh:
         set_master(arrays[0], weight)
     updates[0].step.kernel.compiled(weight.dtype, weight.device)(change, weight, *arrays, numbers)
     if len(updates) > 1:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class GroupOptions(dict[str, Any]):
-    """GroupOptions by name, as they are when this is made: the key of a cache.
+    """A group's options by name, without its parameters, as they are when this is made: the key of a cache.
 
     Its texts are made once: a step asks for them for each parameter.
     """

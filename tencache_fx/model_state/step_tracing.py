@@ -101,7 +101,7 @@ def trace_step(
 
 def _on_cpu() -> contextlib.AbstractContextManager[object]:
     """Return a context in which new tensors are on the CPU: none where they are anyway, for it looks at each call."""
-    return contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    return contextlib.nullcontext() if torch.empty(0).device.type == "cpu" else torch.device("cpu")
 
 
 def _accepted(optimizer_class: type, options: Mapping[str, Any]) -> dict[str, Any]:
