@@ -62,7 +62,7 @@ def compile_on_parts(
         *arrays, numbers = tensors
         count = len(arrays[0])
         whole = count // BLOCK * BLOCK
-        if count == whole <= _PIECE:
+        if 0 < count == whole <= _PIECE:
             compiled(*in_rows(tensors))
             return
         for start in range(0, whole, _PIECE):

@@ -23,6 +23,8 @@ def check_params(params: object) -> None:
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise `OptionError` if a group has parameters that cannot be used."""
+    if len(set(group["params"])) < len(group["params"]):
+        raise OptionError("a parameter is in a group twice, and would be updated twice; give each one once.")
     for parameter in group["params"]:
         if is_lazy(parameter):
             raise OptionError(

@@ -74,8 +74,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             check_group(group)
-            if len(set(group["params"])) < len(group["params"]):
-                raise OptionError("a parameter is in a group twice, and would be updated twice; give each one once.")
             for parameter in group["params"]:
                 _check_whole(find_offloaded(parameter))
                 self._made_for([nn.Parameter(torch.empty_like(parameter, device="meta"))], group)

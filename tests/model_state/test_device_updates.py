@@ -43,7 +43,7 @@ def one_by_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(device_updates, "_MOST_ELEMENTS", {"cpu": -1})
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(
     st.lists(
         st.tuples(st.sampled_from(SIZES), st.sampled_from((torch.float32, torch.bfloat16))), min_size=1, max_size=12

@@ -341,6 +341,12 @@ def test_what_cannot_be_used_is_refused(parameter: Tensor, options: dict[str, ob
         AdamW([parameter.detach().requires_grad_()], **options)
 
 
+def test_a_parameter_that_is_given_twice_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(8))
+    with pytest.warns(UserWarning, match="duplicate parameters"), pytest.raises(OptionError, match="in a group twice"):
+        AdamW([weight, weight])
+
+
 def test_a_parameter_without_a_size_is_refused() -> None:
     with pytest.raises(OptionError, match="no size yet, as it is of a lazy module; call the model with a batch first"):
         AdamW(nn.LazyLinear(4).parameters())
