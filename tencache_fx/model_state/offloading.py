@@ -98,6 +98,7 @@ class Offloading:
                     should_offload(parameter, name, adapts=self._adapts)
                 sizes[parameter] = name, parameter.nbytes if group is None else local_bytes(parameter, group)
         self.nbytes = sum(nbytes for _, nbytes in sizes.values())
+        parameters_of(engine).updates.wait()  # the last of a model that is gone still hold its memory
         engine.object_buffers.drain()
         self._places = choose_places(engine, sizes, weights)
         in_memory = [nbytes for each, (_, nbytes) in sizes.items() if not self._places[each].on_disk]

@@ -224,6 +224,10 @@ class _Ahead:
             with contextlib.suppress(Exception):  # whoever waits for the task gets it
                 _end(*self._under_way.popleft())
 
+    def wait(self) -> None:
+        """Block until all tasks noted so far are done, and the thread has let go of them."""
+        self._thread.submit(_nothing).result()
+
     def stop(self) -> None:
         """Finish, and join the thread."""
         self._thread.shutdown(wait=True)
@@ -293,6 +297,13 @@ class Updates:
             self._on_device.note()
         return task.future
 
+    def wait(self) -> None:
+        """Block until all updates submitted so far are done, and no thread holds what they are of."""
+        threads = [self._on_disk] if self._on_device is None else [self._on_disk, self._on_device]
+        for each in threads:
+            each.wait()
+        self._on_host.submit(_nothing).result()
+
     def stop(self) -> None:
         """Finish all work, and join the threads."""
         self._on_host.shutdown(wait=True)
@@ -306,6 +317,10 @@ class Updates:
         if (task := self._shared.take()) is not None:
             task.run(task.update.on_host)
             task.future.set_result(None)
+
+
+def _nothing() -> None:
+    """Be the work of a thread that has done all it was given before."""
 
 
 def _end(task: _Task, begun: Begun) -> None:

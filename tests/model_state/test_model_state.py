@@ -1,6 +1,7 @@
 """Models with offloaded parameters: the same training as without, whatever copies and updates do meanwhile."""
 
 import io
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import collect
 from faulty_streams import FaultyCpuStreams
 from tied_model import HIDDEN, ROOMY, TIGHT, TIGHT_BF16, batch, compiled, network, train, trained, weights
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ import tencache_fx
 from tencache_fx.api import regions
 from tencache_fx.errors import BudgetError, InvariantError, OptionError, UsageError
 from tencache_fx.model_state.host_gradient import HostGradient
+from tencache_fx.model_state.modules import roomy_engine
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.update import ParameterUpdate
 from tencache_fx.optim import AdamW
@@ -223,6 +226,32 @@ def test_host_memory_too_small_for_it_is_refused() -> None:
         with pytest.raises(BudgetError, match="offloaded parameters"):
             tencache_fx.offload(network())
     finally:
+        tencache_fx.configure(reset=True)
+
+
+def test_a_model_is_given_the_memory_of_one_that_is_gone_while_its_last_updates_go_on() -> None:
+    nbytes = sum(parameter.nbytes for parameter in network().parameters())
+    tencache_fx.configure(host_budget=nbytes * 9 // 2)  # parameters, gradients and state of one model
+    gate = threading.Event()
+
+    class Held:
+        def on_host(self) -> None:
+            assert gate.wait(30)
+
+    try:
+        model = tencache_fx.offload(network())
+        optimizer = AdamW(model.parameters())
+        engine = roomy_engine(torch.device("cpu"))
+        model(batch(0)).sum().backward()
+        parameters_of(engine).updates.submit(Held(), -1, lambda: True)
+        optimizer.step()
+        assert engine.pool.acquired_bytes > 3.5 * nbytes, "one more has no room"
+        del model, optimizer
+        collect()
+        threading.Timer(0.1, gate.set).start()
+        tencache_fx.offload(network())
+    finally:
+        gate.set()
         tencache_fx.configure(reset=True)
 
 

@@ -1,7 +1,9 @@
 """Pieces that pass through the device, and two threads that share the work: nothing is lost, mixed up, or left."""
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -114,6 +116,25 @@ def test_a_failure_beside_others_leaves_nothing_unfinished(streams: FaultyCpuStr
         assert future.exception(30) is None or "injected" in str(future.exception())
     updates.stop()
     assert sorted(line.split()[0] for line in done) == ["0", "1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_whoever_waits_finds_all_done_and_let_go(streams: FaultyCpuStreams, on_device: bool) -> None:  # noqa: FBT001
+    updates, done = Updates(streams), []
+    if on_device:
+        updates.open_room(8 << 20)
+    begin = threading.Event()
+    noted = [Noted(f"{index}", done) for index in range(20)]
+    held = [weakref.ref(each) for each in noted]
+    for each in noted:
+        updates.submit(each, 0, begin.is_set)
+    del each, noted
+    threading.Timer(0.05, begin.set).start()
+    updates.wait()
+    assert len(done) == 20
+    gc.collect()
+    assert not any(each() for each in held)
+    updates.stop()
 
 
 def test_room_that_is_too_small_to_be_of_use_is_not_taken(streams: FaultyCpuStreams) -> None:
