@@ -6,7 +6,8 @@ from dataclasses import replace
 from itertools import chain, combinations
 
 import pytest
-from hypothesis import assume, given, settings
+from drawn import drawn_cases
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from outcomes import Outcomes
 from problems import (
@@ -63,7 +64,7 @@ def plan_or_none(problem: Problem, policy: str) -> Plan | None:
 
 
 @SEEN.reaching(0.4, "recomputed", "stalls")
-@settings(max_examples=300, deadline=None)
+@drawn_cases(300)
 @given(problem=problems_with_recipes())
 def test_no_plan_of_any_choice_of_recipes_beats_the_bound(problem: Problem) -> None:
     bound = joint_lower_bound_ns(problem)
@@ -78,7 +79,7 @@ def test_no_plan_of_any_choice_of_recipes_beats_the_bound(problem: Problem) -> N
 
 
 @SEEN.reaching(0.25, "recomputes", "said")
-@settings(max_examples=60, deadline=None)
+@drawn_cases(60)
 @given(problem=problems_with_recipes(), data=st.data())
 def test_without_links_the_best_choice_of_recipes_does_not_beat_the_bound(
     problem: Problem, data: st.DataObject
@@ -97,7 +98,7 @@ def test_without_links_the_best_choice_of_recipes_does_not_beat_the_bound(
     assert bound <= best_ns
 
 
-@settings(max_examples=100, deadline=None)
+@drawn_cases(100)
 @given(problem=problems_with_recipes())
 def test_joint_never_beats_the_bound(problem: Problem) -> None:
     try:
@@ -108,7 +109,7 @@ def test_joint_never_beats_the_bound(problem: Problem) -> None:
     assert planned_for == recompute(problem, plan.recomputed)
 
 
-@settings(max_examples=100, deadline=None)
+@drawn_cases(100)
 @given(problem=problems())
 def test_without_recipes_the_bound_is_one_for_transfers_alone(problem: Problem) -> None:
     """And as good as the plain one, but for the steps it skips and the cells it rounds down to."""
@@ -119,7 +120,7 @@ def test_without_recipes_the_bound_is_one_for_transfers_alone(problem: Problem) 
     assert 0.97 * lower_bound_ns(problem) - 1 <= bound <= plan.forecast.makespan_ns
 
 
-@settings(max_examples=100, deadline=None)
+@drawn_cases(100)
 @given(problem=problems_with_recipes())
 def test_steps_are_passed_over_only_where_they_do_not_matter(problem: Problem) -> None:
     passing, every = joint_lower_bound_ns(problem), _Relaxation.at
@@ -214,7 +215,7 @@ def test_planning_a_region_imports_no_torch() -> None:
 
 
 @SEEN.reaching(0.1, "moves too much", "has a plan")
-@settings(max_examples=150, deadline=None)
+@drawn_cases(150)
 @given(problem=st.one_of(problems(), moving_problems()), share=st.floats(0, 1))
 def test_what_moves_too_much_has_no_plan(problem: Problem, share: float) -> None:
     peak, limit = int(live_bytes(problem).max(initial=0)), problem.budgets.device_bytes
@@ -241,7 +242,7 @@ def test_what_moves_too_much_is_not_planned_if_recomputing_helps(monkeypatch: py
 
 
 @SEEN.reaching(0.1, "moves", "fits")
-@settings(max_examples=150, deadline=None)
+@drawn_cases(150)
 @given(problem=st.one_of(problems(), moving_problems()))
 def test_what_cannot_gain_is_no_faster(problem: Problem) -> None:
     """Whatever is pinned on the device: without offloaded parameters there is more room, and less to copy."""

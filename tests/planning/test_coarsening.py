@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 from captured import read_problem, read_runs
-from hypothesis import HealthCheck, given, settings
+from drawn import drawn_cases
+from hypothesis import HealthCheck, given
 from programs import tight_problems
 
 from tencache_fx.planning import search
@@ -51,7 +52,7 @@ def test_a_coarser_problem_takes_as_long_and_needs_as_much(name: str) -> None:
     assert len(coarsen(problem, STRETCHES).problem.ops) * 2 <= len(problem.ops)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@drawn_cases(200, suppress_health_check=[HealthCheck.too_slow])
 @given(problem=tight_problems(most_forward=14, most_backward=14))
 def test_any_problem_can_be_coarser(problem: Problem) -> None:
     check_kept(problem, 4)

@@ -5,7 +5,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from drawn import drawn_cases
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from problems import (
     links,
@@ -99,7 +100,7 @@ def test_a_schedule_by_hand():
     assert ideal_ns(one_by_one(problem)) == 210 + 270
 
 
-@settings(max_examples=100, deadline=None)
+@drawn_cases(100)
 @given(case=problems_with_swaps(), data=st.data())
 def test_the_link_runs_one_after_the_other_and_waits_end_behind_it(
     case: tuple[Problem, tuple[Transfer, ...]], data: st.DataObject
@@ -122,7 +123,7 @@ def test_the_link_runs_one_after_the_other_and_waits_end_behind_it(
     assert replay.ideal_ns <= in_turn.makespan_ns
 
 
-@settings(max_examples=60, deadline=None)
+@drawn_cases(60)
 @given(problem=problems(), data=st.data())
 def test_collectives_that_take_no_time_change_no_plan(problem: Problem, data: st.DataObject):
     alone = scaled(data.draw(with_collectives(problem)), ranks=1)
@@ -136,7 +137,7 @@ def test_collectives_that_take_no_time_change_no_plan(problem: Problem, data: st
     verify_plan(alone, plan)
 
 
-@settings(max_examples=60, deadline=None)
+@drawn_cases(60)
 @given(problem=problems(), data=st.data())
 def test_no_plan_beats_the_bounds(problem: Problem, data: st.DataObject):
     problem = data.draw(with_collectives(problem))
@@ -161,7 +162,7 @@ def holds(transfer: Transfer | None, storage: Storage, step: int) -> bool:
     return storage.birth <= step < transfer.freed_at or transfer.needed_at <= step < storage.death
 
 
-@settings(max_examples=150, deadline=None)
+@drawn_cases(150)
 @given(data=st.data(), policy=st.sampled_from(("10cache", "teraio", "joint")))
 def test_plans_leave_alone_what_collectives_use(data: st.DataObject, policy: str):
     """Told step by step, not by the checker: what is under way has all that it uses, and leaves none of its results."""
@@ -182,7 +183,7 @@ def test_plans_leave_alone_what_collectives_use(data: st.DataObject, policy: str
             assert name not in transfers or transfers[name].copy_out_after >= each.needed_at
 
 
-@settings(max_examples=100, deadline=None)
+@drawn_cases(100)
 @given(data=st.data())
 def test_collectives_have_what_they_use_whatever_runs_again(data: st.DataObject):
     problem = data.draw(using_collectives(data.draw(tight_problems())))

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from drawn import drawn_cases
+from hypothesis import assume, given
 from outcomes import Outcomes
 from problems import GIB, links, transformer
 from test_bounds import problems_with_recipes, recipes_of_matmuls
@@ -156,7 +157,7 @@ def test_what_a_recipe_needs_is_held_longer() -> None:
 
 
 @SEEN.reaching(0.7, "fits")
-@settings(max_examples=50, deadline=None)
+@drawn_cases(50)
 @given(problem=problems_with_recipes())
 def test_no_choice_that_fits_beats_the_bound(problem: Problem) -> None:
     try:

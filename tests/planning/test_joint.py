@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from drawn import drawn_cases
 from harness import EAGER, compiled, entering_bytes, faulty_engine, planned_floor, problems_of, train
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from outcomes import Outcomes
 from problems import PLENTY, links, offloaded_weights, transformer
 from programs import tight_problems, transformer_recipes
@@ -143,7 +144,7 @@ def plan_or_none(problem: Problem, policy: str) -> tuple[Problem, Plan] | None:
 
 
 @SEEN.reaching(0.2, "recomputed")
-@settings(max_examples=70, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@drawn_cases(70, suppress_health_check=[HealthCheck.too_slow])
 @given(problem=tight_problems(most_forward=14, most_backward=14))
 def test_joint_is_never_slower_and_fits_wherever_another_does(problem: Problem) -> None:
     joint = plan_or_none(problem, "joint")
@@ -161,7 +162,7 @@ def test_joint_is_never_slower_and_fits_wherever_another_does(problem: Problem) 
         assert joint[1].forecast.ideal_ns == sum(op.duration_ns for op in problem.ops)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@drawn_cases(60, suppress_health_check=[HealthCheck.too_slow])
 @given(problem=tight_problems())
 def test_every_name_chosen_has_a_recipe_and_what_fits_is_left_alone(problem: Problem) -> None:
     names = choose_recomputed(problem)

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from drawn import drawn_cases
+from hypothesis import example, given
 from hypothesis import strategies as st
 from outcomes import Outcomes
 from problems import (
@@ -80,7 +81,7 @@ def test_minimal_swaps_are_the_longest(problem: Problem) -> None:
     assert not swaps
 
 
-@settings(max_examples=200)
+@drawn_cases(200)
 @given(problem=problems())
 def test_floor_is_between_its_bound_and_the_peak(problem: Problem) -> None:
     """No plan beats the bound in which a storage is away during all its inactive intervals."""
@@ -117,7 +118,7 @@ def stores_in_turns() -> Problem:
 
 
 @SEEN.reaching(0.3, "late stores")
-@settings(max_examples=500)
+@drawn_cases(500)
 @example(problem=stores_in_turns(), more_bytes=0, lead=0.0)
 @given(problem=moving_problems(), more_bytes=st.integers(0, 9), lead=st.sampled_from((0.0, 1.0, 4.0)))
 def test_parameters_are_scheduled_within_a_budget_that_has_room_for_the_floor(

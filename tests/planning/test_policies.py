@@ -6,7 +6,8 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import assume, given, settings
+from drawn import drawn_cases
+from hypothesis import assume, given
 from outcomes import Outcomes
 from problems import GIB, PLENTY, boundary_bytes, crowded_region, links, moving_problems, problems, transformer
 from work import counted_calls
@@ -46,7 +47,7 @@ def held(problem: Problem, transfers: tuple[Transfer, ...], step: int) -> int:
 
 
 @SEEN.reaching(0.2, "with transfers", "with disk")
-@settings(max_examples=200, deadline=None)
+@drawn_cases(200)
 @given(problem=problems())
 def test_plan_keeps_every_rule_or_the_budget_is_refused(problem: Problem) -> None:
     for policy in SPILLING:
@@ -55,7 +56,7 @@ def test_plan_keeps_every_rule_or_the_budget_is_refused(problem: Problem) -> Non
 
 @pytest.mark.slow
 @SEEN.reaching(0.2, "with transfers", "with disk")
-@settings(max_examples=1000, deadline=None)
+@drawn_cases(1000)
 @given(problem=problems())
 def test_plans_of_many_regions_keep_every_rule(problem: Problem) -> None:
     for policy in SPILLING:
@@ -81,7 +82,7 @@ def check_plan(policy: str, problem: Problem) -> None:
 
 
 @SEEN.reaching(0.2, "loaded")
-@settings(max_examples=60, deadline=None)
+@drawn_cases(60)
 @given(problem=moving_problems())
 def test_parameters_and_gradients_are_transferred_by_every_rule(problem: Problem) -> None:
     for policy in POLICIES:
@@ -90,7 +91,7 @@ def test_parameters_and_gradients_are_transferred_by_every_rule(problem: Problem
 
 @pytest.mark.slow
 @SEEN.reaching(0.2, "loaded")
-@settings(max_examples=500, deadline=None)
+@drawn_cases(500)
 @given(problem=moving_problems())
 def test_parameters_and_gradients_of_many_regions_are_transferred_by_every_rule(problem: Problem) -> None:
     for policy in POLICIES:
@@ -138,7 +139,7 @@ def test_plans_of_crowded_regions_keep_every_rule(seeds: range) -> None:
     assert sum(makespans["teraio"]) < sum(makespans["10cache"])
 
 
-@settings(max_examples=50, deadline=None)
+@drawn_cases(50)
 @given(problem=problems())
 def test_a_region_that_fits_is_left_alone(problem: Problem) -> None:
     peak = int(live_bytes(problem).max())
@@ -148,7 +149,7 @@ def test_a_region_that_fits_is_left_alone(problem: Problem) -> None:
         assert plan.forecast.makespan_ns == plan.forecast.ideal_ns == plan.forecast.lower_bound_ns
 
 
-@settings(max_examples=50, deadline=None)
+@drawn_cases(50)
 @given(problem=problems())
 def test_none_refuses_what_does_not_fit(problem: Problem) -> None:
     peak = int(live_bytes(problem).max())

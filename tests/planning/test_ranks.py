@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from drawn import drawn_cases
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from problems import trained_offloaded
 
@@ -161,7 +162,7 @@ def test_a_product_that_runs_again_reads_what_the_backward_gathers() -> None:
     assert [each.duration_ns for each in after.collectives] == [each.duration_ns for each in problem.collectives]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@drawn_cases(60, suppress_health_check=list(HealthCheck))
 @given(count=st.integers(2, 7), ranks=st.sampled_from((2, 8, 16)), more=st.integers(0, 6), data=st.data())
 def test_bounds_hold_where_products_run_again(count: int, ranks: int, more: int, data: st.DataObject) -> None:
     problem = spread(products(count), cluster(ranks))
@@ -182,7 +183,7 @@ def test_bounds_hold_where_products_run_again(count: int, ranks: int, more: int,
         each.check()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@drawn_cases(60, suppress_health_check=list(HealthCheck))
 @given(
     count=st.integers(1, 7),
     ranks=st.sampled_from((1, 2, 3, 8, 16, 512)),

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from drawn import drawn_cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from outcomes import Outcomes
@@ -80,7 +81,7 @@ def pinning(draw: st.DrawFn, problem: Problem) -> tuple[tuple[str, ...], tuple[s
 
 
 @SEEN.reaching(0.3, "planned")
-@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
+@drawn_cases(150, suppress_health_check=SLOW)
 @given(problem=trainings(), data=st.data())
 def test_no_plan_beats_the_bounds(problem: Problem, data: st.DataObject) -> None:
     names = some_recipes(data.draw, problem)
@@ -120,7 +121,7 @@ def test_links_need_no_less_however_long_both_are_busy(
     assert least <= both_ns + left_out / solo_out + left_in / solo_in + 1e-9
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
+@drawn_cases(150, suppress_health_check=SLOW)
 @given(problem=trainings(), data=st.data())
 def test_no_choice_needs_less_than_the_least_floor(problem: Problem, data: st.DataObject) -> None:
     resident, here = pinning(data.draw, problem)
@@ -166,7 +167,7 @@ class Unpruned(RecomputeSearch):
 
 
 @SEEN.reaching(0.08, "pruned")
-@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+@drawn_cases(100, suppress_health_check=SLOW)
 @given(problem=trainings(), data=st.data())
 def test_a_search_of_unlimited_length_finds_the_same_without_bounds(problem: Problem, data: st.DataObject) -> None:
     resident, here = pinning(data.draw, problem)
@@ -197,7 +198,7 @@ def test_the_bound_spares_most_plans_where_copies_take_the_memory_that_updates_w
 
 
 @SEEN.reaching(0.05, "passed over")
-@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+@drawn_cases(100, suppress_health_check=SLOW)
 @given(problem=trainings())
 def test_shares_that_are_passed_over_are_too_slow(problem: Problem) -> None:
     class Checked(parameter_search._Tried):

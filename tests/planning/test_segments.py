@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from drawn import drawn_cases
+from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 from problems import PLENTY, links
 from programs import tight_problems
@@ -82,7 +83,7 @@ def test_a_chain_is_recomputed_layer_by_layer() -> None:
     assert search.best_score.over_bytes > 0
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@drawn_cases(60, suppress_health_check=[HealthCheck.too_slow])
 @given(problem=tight_problems(most_forward=12, most_backward=12), data=st.data())
 def test_no_plan_beats_what_is_passed_over_for(problem: Problem, data: st.DataObject) -> None:
     limit = problem.budgets.device_bytes

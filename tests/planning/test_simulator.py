@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from drawn import drawn_cases
+from hypothesis import given
 from hypothesis import strategies as st
 from problems import links, make_swap, problems_with_swaps, with_collectives
 
@@ -107,7 +108,7 @@ def ticking_replay(problem: Problem, transfers: tuple[Transfer, ...], staging: i
 _AWAITED = {"release": "out", "wait": "in", "await": "collective"}
 
 
-@settings(max_examples=500, deadline=None)
+@drawn_cases(500)
 @given(case=problems_with_swaps(), staging=st.integers(1, 3), latency=st.integers(0, 3), data=st.data())
 def test_agrees_with_the_ticking_replay(case: Case, staging: int, latency: int, data: st.DataObject) -> None:
     problem, transfers = case
@@ -122,7 +123,7 @@ def test_agrees_with_the_ticking_replay(case: Case, staging: int, latency: int, 
     assert replay.ideal_ns == ticking_replay(problem, (), staging)[0][-1]
 
 
-@settings(max_examples=100, deadline=None)
+@drawn_cases(100)
 @given(case=problems_with_swaps())
 def test_each_swap_is_told_in_order(case: Case) -> None:
     problem, transfers = case
@@ -137,7 +138,7 @@ def test_each_swap_is_told_in_order(case: Case) -> None:
         assert swap.out_end_ns <= replay.starts_ns[transfer.freed_at]
 
 
-@settings(max_examples=100, deadline=None)
+@drawn_cases(100)
 @given(case=problems_with_swaps())
 def test_a_second_training_step_repeats_the_first(case: Case) -> None:
     """Two steps in a row take twice as long: why one replay is the steady state."""

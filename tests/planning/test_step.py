@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import drawn_cases
+from hypothesis import given
 from hypothesis import strategies as st
 from outcomes import Outcomes
 
@@ -187,7 +188,7 @@ def joined(visits: list[Visit], share: float) -> tuple[StepProblem, int]:
 
 
 @SEEN.reaching(0.5, "with transfers")
-@settings(max_examples=150, deadline=None)
+@drawn_cases(150)
 @given(rounds(), st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]), st.sampled_from(["teraio", "10cache", "joint"]))
 def test_a_schedule_holds_no_more_than_its_plan(visits, share, policy):
     step, limit = joined(visits, share)
@@ -207,7 +208,7 @@ def test_a_schedule_holds_no_more_than_its_plan(visits, share, policy):
 
 
 @SEEN.reaching(0.3, "aligned")
-@settings(max_examples=150, deadline=None)
+@drawn_cases(150)
 @given(rounds(), st.sampled_from([0.2, 0.5, 0.8]), st.sampled_from(["teraio", "10cache", "joint"]))
 def test_an_aligned_plan_is_what_its_schedule_does(visits, share, policy):
     """The points at which the graphs can act are fewer than the steps: the plan knows that."""
@@ -227,7 +228,7 @@ def test_an_aligned_plan_is_what_its_schedule_does(visits, share, policy):
     assert align(step, plan).transfers == plan.transfers
 
 
-@settings(max_examples=60, deadline=None)
+@drawn_cases(60)
 @given(rounds())
 def test_the_problem_is_what_the_runs_hold(visits):
     """With nothing away, and with everything away, the problem counts what carrying it out counts."""
@@ -401,7 +402,7 @@ def test_a_schedule_says_where_a_storage_goes(tier):
     assert set(away.values()) == {tier}
 
 
-@settings(max_examples=60, deadline=None)
+@drawn_cases(60)
 @given(region=regions(), data=st.data())
 def test_a_region_holds_what_its_code_does_behind_each_op(region: SwapRegion, data: st.DataObject) -> None:
     """Whatever the code holds, a region says as much of the steps behind the op, and no less than its graphs do."""

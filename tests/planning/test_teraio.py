@@ -5,7 +5,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import drawn_cases
+from hypothesis import given
 from hypothesis import strategies as st
 from outcomes import Outcomes
 from problems import crowded_region, moving_problems, problems, transformer
@@ -61,7 +62,7 @@ def check_choices(problem: Problem, share: float, *, latest_first: bool) -> None
 @pytest.mark.parametrize("share", [1.0, TUNING.enough_of_best_score])
 def test_what_is_chosen_is_the_best_or_nearly(share: float) -> None:
     @SEEN.reaching(0.5, "compared")
-    @settings(max_examples=150, deadline=None)
+    @drawn_cases(150)
     @given(problem=problems(), latest_first=st.booleans())
     def best(problem: Problem, *, latest_first: bool) -> None:
         check_choices(problem, share, latest_first=latest_first)
@@ -143,7 +144,7 @@ def test_the_first_variant_of_joint_is_teraio() -> None:
 
 
 @SEEN.reaching(0.3, "planned")
-@settings(max_examples=100, deadline=None)
+@drawn_cases(100)
 @given(problem=moving_problems())
 def test_joint_is_the_same_whether_the_plan_of_teraio_is_known(problem: Problem) -> None:
     def plan(policy: str, known: Plan | None = None) -> Plan | None:

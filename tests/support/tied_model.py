@@ -1,5 +1,6 @@
 """A small model with tied, frozen and large parameters, and its training, with homes and without."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -79,7 +80,9 @@ def trained(
     return found
 
 
+@functools.cache
 def small_plan() -> tuple[object, Plan]:
+    """Return a problem and its plan, with offloaded parameters; both are frozen values."""
     model = tencache_fx.offload(network())
     train(model, compiled(model), AdamW(model.parameters()), range(1))
     record = regions()[-1]

@@ -27,6 +27,7 @@ WAITED = {
     "one_fails_behind_a_reducer": COMPILE,
 }
 LEFT = {"one_is_killed": "has ended (process ", "one_ends_early": "has ended."}
+SET_FREE = "one_fails_and_the_other_is_set_free"
 GOES_ON = (
     "all_fail_and_go_on",
     "one_fails_and_tries_again",
@@ -36,19 +37,30 @@ GOES_ON = (
 )
 
 
+QUICK = {"one_fails_in_the_backward", "one_is_killed"}
+
+
+def cases(names):
+    """Give a test each of `names`; most of them nightly."""
+    marked = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize("case", marked)
+
+
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory):
-    """How each of two ranks has ended, by case."""
+def ends(request, tmp_path_factory):
+    """How each of two ranks has ended, by case: those of the tests that are to run."""
+    items = (item for item in request.session.items if item.module is request.module and hasattr(item, "callspec"))
+    names = {SET_FREE, *(item.callspec.params["case"] for item in items)}
     folder = tmp_path_factory.mktemp("ranks")
     paths = [str(ROOT), str(ROOT / "tests"), str(SUPPORT), *sys.path]
     settings = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, str(SUPPORT / "failing_ranks.py"), str(folder)]
+    command = [sys.executable, str(SUPPORT / "failing_ranks.py"), str(folder), *sorted(names)]
     ran = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=LIMIT_S)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return json.loads(ran.stdout)
 
 
-@pytest.mark.parametrize("case", WAITED)
+@cases(WAITED)
 def test_who_waits_for_a_rank_that_fails_and_lives_on_ends_and_says_why(ends, case):
     waits, _ = ends[case]["said"]
     assert f"rank 0: rank 1 of 2 {WAITED[case]}" in waits, waits[-3000:]
@@ -58,12 +70,12 @@ def test_who_waits_for_a_rank_that_fails_and_lives_on_ends_and_says_why(ends, ca
 
 
 def test_whose_collectives_could_be_aborted_hears_of_it_when_it_goes_on(ends):
-    waits, _ = ends["one_fails_and_the_other_is_set_free"]["said"]
+    waits, _ = ends[SET_FREE]["said"]
     assert "RankError: rank 1 of 2 failed in an optimizer's step: RuntimeError: this closure fails." in waits
-    assert ends["one_fails_and_the_other_is_set_free"]["codes"][0] == 0
+    assert ends[SET_FREE]["codes"][0] == 0
 
 
-@pytest.mark.parametrize("case", LEFT)
+@cases(LEFT)
 def test_who_loses_the_connection_to_a_rank_is_told_which(ends, case):
     waits, _ = ends[case]["said"]
     assert "RuntimeError: " in waits
@@ -71,7 +83,7 @@ def test_who_loses_the_connection_to_a_rank_is_told_which(ends, case):
     assert ends[case]["codes"][0] == 1
 
 
-@pytest.mark.parametrize("case", GOES_ON)
+@cases(GOES_ON)
 def test_nobody_ends_who_waits_for_nobody_or_for_one_that_goes_on(ends, case):
     lived_on = case == "one_fails_and_nobody_waits"
     assert ends[case]["codes"] == [0, -signal.SIGKILL if lived_on else 0], ends[case]["said"]

@@ -19,7 +19,7 @@ STEPS = 4
 ROOMY = 1 << 25
 ONCE: Options = {"repeated_layers": "once", "host_budget": 1 << 28}
 
-QUICK = ("gpt2-dropout", "llama", "two-kinds", "residual")
+QUICK = ("gpt2-dropout", "two-kinds", "residual")
 each_model = pytest.mark.parametrize(
     "each",
     [pytest.param(each, marks=() if each.case.name in QUICK else pytest.mark.slow, id=each.case.name) for each in ALL],

@@ -245,6 +245,7 @@ def test_the_nightly_run_names_what_fails(capfd: pytest.CaptureFixture[str]) -> 
     assert capfd.readouterr().out.endswith("10 of 10 were not run.\n")
 
 
+@pytest.mark.slow
 def test_the_nightly_run_trains_loops() -> None:
     """As many as there are processes, each of its own."""
     assert main(["--seeds", "0-1", "--processes", "2"]) == 0

@@ -18,7 +18,7 @@ ROOMY = 1 << 25  # no step needs so much; of more, 8 KiB would not be worth an o
 OF_TORCH = frozenset({"convnet", "convnet-autocast", "lstm", "lstm-default", "views", "turned-dropout"})
 """Cases whose parts are torch's own modules: torch 2.11 does not compile these by themselves, and they save little."""
 
-QUICK = frozenset({"t5", "gpt2-dropout", "gpt2-breaks"})
+QUICK = frozenset({"t5", "gpt2-dropout"})
 
 each_case = pytest.mark.parametrize(
     "each",
