@@ -1,7 +1,7 @@
 """Facts about single tensors, real or fake: storage, device, sizes."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import sympy
 import torch
@@ -19,13 +19,18 @@ def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
     return tuple(tensors_in(node.meta.get("val")))
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield `value` if it is a tensor, and those in lists and tuples of it, however deep."""
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """Return `value` if it is a tensor, and those in lists and tuples of it, however deep."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
+        return [value]
+    found: list[torch.Tensor] = []
+    if isinstance(value, (list, tuple)):
+        for item in value:  # no call for each: this runs at every call of a region
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+            elif isinstance(item, (list, tuple)):
+                found += tensors_in(item)
+    return found
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -41,13 +46,8 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def storages_on(device: torch.device, values: Iterable[object]) -> list[torch.UntypedStorage]:
     """Return the storages on `device` of the tensors among `values`, in their order; those in lists and tuples, too."""
-    found: list[torch.UntypedStorage] = []
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            found += storages_on(device, value)
-        elif isinstance(value, torch.Tensor) and value.device == device and (storage := storage_of(value)) is not None:
-            found.append(storage)
-    return found
+    tensors = (value for value in tensors_in(list(values)) if value.device == device)
+    return [storage for value in tensors if (storage := storage_of(value)) is not None]
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:

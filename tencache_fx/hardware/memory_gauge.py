@@ -9,12 +9,17 @@ from torch import Tensor
 from tencache_fx.hardware.device_memory import AllocatorCounts, allocator_counts, forget_peak
 from tencache_fx.tensors import storage_of
 
-Storages = frozenset["weakref.ref[torch.UntypedStorage]"]
+
+class Seen(weakref.ref[torch.UntypedStorage]):
+    """A reference to a storage that a gauge has seen, which does not keep it alive."""
+
+    __slots__ = ("key", "nbytes")
+    key: int  # its address, which is another storage's once it has died
+    nbytes: int
 
 
-def references(tensors: Iterable[Tensor]) -> Storages:
-    """Return references to the storages of `tensors`, which keep none of them alive."""
-    return frozenset(weakref.ref(storage) for each in tensors if (storage := storage_of(each)) is not None)
+Storages = frozenset[Seen]
+_NONE: Storages = frozenset()
 
 
 class MemoryGauge:
@@ -22,7 +27,7 @@ class MemoryGauge:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._seen: dict[weakref.ref[torch.UntypedStorage], int] = {}
+        self._seen: dict[int, Seen] = {}  # by address
         self._parameter_bytes = 0
         self._peak_bytes = 0  # noted since the last mark
 
@@ -31,25 +36,28 @@ class MemoryGauge:
         """Whether what nobody has shown it counts, too."""
         return self._device.type == "cuda"
 
-    def see(self, values: Iterable[object]) -> None:
-        """Count the storages of the tensors among `values`, and in lists and tuples there, for as long as they live."""
-        if self._device.type == "cuda":
-            return
-        for value in values:
-            if isinstance(value, (list, tuple)):
-                self.see(value)
-            elif isinstance(value, Tensor) and value.device == self._device:
-                storage = storage_of(value)
-                if storage is None:
-                    continue
+    def see(self, tensors: Iterable[Tensor]) -> Storages:
+        """Count the storages of `tensors` for as long as they live; return them."""
+        if self.counts_all:
+            return _NONE
+        found = []
+        for tensor in tensors:
+            if tensor.device != self._device or (storage := storage_of(tensor)) is None:
+                continue
+            seen = self._seen.get(storage._cdata)
+            if not _has_memory(storage):
+                if seen is not None:
+                    self._forget(seen)
+                continue
+            if seen is None:
                 # A storage has one Python object for as long as it lives.
-                reference = weakref.ref(storage, self._seen.pop)
-                if not _has_memory(storage):
-                    self._seen.pop(reference, None)
-                elif reference not in self._seen:
-                    self._seen[reference] = storage.nbytes()
-                    if isinstance(value, torch.nn.Parameter):
-                        self._parameter_bytes += storage.nbytes()
+                seen = Seen(storage, self._forget)
+                seen.key, seen.nbytes = storage._cdata, storage.nbytes()
+                self._seen[seen.key] = seen
+                if isinstance(tensor, torch.nn.Parameter):
+                    self._parameter_bytes += seen.nbytes
+            found.append(seen)
+        return frozenset(found)
 
     def take_parameter_bytes(self) -> int:
         """Return the bytes of parameters seen since the last call for the first time: they had been there before."""
@@ -58,7 +66,7 @@ class MemoryGauge:
 
     def bytes_of(self, storages: Storages) -> int:
         """Return how many of the bytes seen on a CPU are those of `storages`."""
-        return sum(self._seen.get(each, 0) for each in storages)
+        return sum(each.nbytes for each in storages if self._seen.get(each.key) is each)
 
     def rise_to(self, nbytes: int) -> None:
         """Note that a CPU holds `nbytes` for a while, more than is seen."""
@@ -91,9 +99,14 @@ class MemoryGauge:
     def held_bytes(self) -> int:
         """Return the bytes that are there now."""
         counts = allocator_counts(self._device)
-        return (
-            sum(list(self._seen.values())) if counts is None else counts.held_bytes
-        )  # at once: others let storages die
+        if counts is not None:
+            return counts.held_bytes
+        return sum(each.nbytes for each in list(self._seen.values()))  # at once: others let storages die
+
+    def _forget(self, seen: Seen) -> None:
+        """Count a storage no longer: it has died, or has no memory any more."""
+        if self._seen.get(seen.key) is seen:
+            del self._seen[seen.key]
 
 
 def _has_memory(storage: torch.UntypedStorage) -> bool:

@@ -6,11 +6,12 @@ steps notes what it sees beside each graph, and the region's own peak is one bet
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from tencache_fx.hardware.memory_gauge import Storages, references
+from torch import Tensor
+
+from tencache_fx.hardware.memory_gauge import Storages
 from tencache_fx.runtime.swap_points import SwapPoints
-from tencache_fx.tensors import tensors_in
 
 
 class ExternalMemory:
@@ -38,21 +39,18 @@ class ExternalMemory:
         for index in {*list(self._before), *list(self._now)} - self._alone:
             self._begin_turn(index)
 
-    def note(self, index: int, values: Sequence[object], given: Storages = frozenset()) -> Storages:
-        """Note what is held when a graph of a region begins, which takes `values`; they were seen.
+    def note(self, index: int, own: Storages) -> None:
+        """Note what is held when a graph of a region begins, which takes its `own`.
 
-        Return their storages. A backward says those that its forward was `given`: they are the region's own, too.
+        Those that its forward was given are a backward's own, too.
         """
         self._alone.discard(index)
-        return self._note(index, values, given)
+        self._note(index, own)
 
-    def _note(self, index: int, values: Sequence[object], given: Storages) -> Storages:
-        if not self.counts:
-            return frozenset()
-        own = references(tensors_in(values)) | given
-        external_bytes = max(0, self._held_bytes(own) - self._points.extra_bytes)
-        self._now[index] = max(self._now.get(index, 0), external_bytes)
-        return own
+    def _note(self, index: int, own: Storages) -> None:
+        if self.counts:
+            external_bytes = max(0, self._held_bytes(own) - self._points.extra_bytes)
+            self._now[index] = max(self._now.get(index, 0), external_bytes)
 
     def collect_garbage(self) -> None:
         """Have garbage collected, and forget it: what torch's compiler left holds on to inputs and whole models."""
@@ -83,7 +81,7 @@ class ExternalMemory:
     def begin_alone(
         self,
         index: int,
-        values: Sequence[object],
+        tensors: Iterable[Tensor],
         given: Storages,
         *,
         own_bytes: int,
@@ -92,21 +90,21 @@ class ExternalMemory:
     ) -> Storages:
         """Note that a graph begins whose region is planned by itself, and takes `own_bytes` at most, all told.
 
-        What stays on the device by the schedule of others leaves if both do not fit. Return and take storages as
-        `note` does.
+        What stays on the device by the schedule of others leaves if both do not fit. Return the graph's own storages:
+        those that it takes, and those that its forward was `given`.
         """
         self._alone.add(index)
         if begins_turn:
             self._begin_turn(index)
-        self._points.see(values)
-        own = self._note(index, values, given)
+        own = self._points.see(tensors) | given
+        self._note(index, own)
         peak_bytes = self._held_bytes(own) + own_bytes
         if peak_bytes > limit_bytes:
             peak_bytes -= self._points.make_room(peak_bytes - limit_bytes, (index, -1))
         self._points.gauge.rise_to(peak_bytes)
         return own
 
-    def end_alone(self, results: Iterable[object]) -> None:
+    def end_alone(self, results: Iterable[Tensor]) -> None:
         """Note what such a graph has returned."""
         self._points.see(results)
 

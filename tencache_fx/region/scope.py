@@ -28,7 +28,7 @@ from tencache_fx.region.external_memory import ExternalMemory
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
 from tencache_fx.region.step_monitor import StepMonitor
-from tencache_fx.tensors import storages_on
+from tencache_fx.tensors import storages_on, tensors_in
 
 _SMALL = 4  # a region whose inputs are less than one part in so many of what the device holds is not a whole model
 _LIBRARIES_BYTES = 128 << 20  # what cuBLAS and the like may hold on a device beside any model
@@ -158,10 +158,10 @@ class Scope:
             inputs: Storages = frozenset()
             if external is not None:
                 begins_turn = phase == "forward" and not any(each.waits for each in self._forwards)
-                inputs = self._show(external, args, forward, begins_turn=begins_turn)
+                inputs = self._show(external, tensors_in(args), forward, begins_turn=begins_turn)
             results = run(*args)
             if external is not None:
-                external.end_alone((results,))
+                external.end_alone(tensors_in(results))
             if phase == "backward":
                 return results
             given = {storage._cdata for storage in storages_on(self._source.device, args)}
@@ -229,14 +229,14 @@ class Scope:
                 scope.meet(threading.get_ident())
 
     def _show(
-        self, external: ExternalMemory, args: Sequence[object], forward: _Forward | None, *, begins_turn: bool
+        self, external: ExternalMemory, tensors: Sequence[Tensor], forward: _Forward | None, *, begins_turn: bool
     ) -> Storages:
         """Tell the others of the step that a graph of a region that has left it begins; return its inputs."""
         limit = self._source.options.device_budget
         assert limit is not None
         return external.begin_alone(
             self._source.index,
-            args,
+            tensors,
             frozenset() if forward is None else forward.inputs,
             own_bytes=self._own_bytes,
             limit_bytes=limit,

@@ -84,7 +84,8 @@ class StepRecorder:
 
     def begin_forward(self, index: int, region: SwapRegion, options: Options, values: Sequence[object]) -> Call:
         """Note that a forward begins in this thread; raises `BudgetError` if it cannot run within the budget."""
-        self.points.see(values)
+        tensors = tensors_in(values)
+        inputs = self.points.see(tensors)
         with self._lock:
             if self._visits and self._visits[-1].backward and not compat.in_backward():  # else of a checkpoint
                 for each in self._calls:
@@ -93,10 +94,10 @@ class StepRecorder:
                     self._finish()  # one was dropped, and others always wait: the round would never be over
             self.settle()
             self._heed(options)
-            given = frozenset(map(storage_key, tensors_in(values)))
-            call = Call(index, self._counts[index], region, compat.saves_by_hooks(), given)
+            given = frozenset(map(storage_key, tensors))
+            call = Call(index, self._counts[index], region, compat.saves_by_hooks(), given, inputs)
             self._counts[index] += 1
-            call.inputs = self.external.note(index, values)
+            self.external.note(index, inputs)
             self._arrive(call, backward=False)
             self._calls.append(call)
         self.points.begin(index, call.number, backward=False)
@@ -104,14 +105,15 @@ class StepRecorder:
 
     def begin_backward(self, index: int, values: Sequence[object]) -> None:
         """Note that the backward of a call begins in this thread: the one that the handles among `values` are of."""
-        self.points.see(values)
-        found = self.points.call_of(values)
+        tensors = tensors_in(values)
+        inputs = self.points.see(tensors)
+        found = self.points.call_of(tensors)
         with self._lock:
             own = [call for call in self._calls if call.index == index]
             call = next((each for each in own if (each.index, each.number) == found), None)
             if call is None and own:  # of a region that offloads nothing
                 call = next((each for each in reversed(own) if self._waits(each)), own[-1])
-            self.external.note(index, values, frozenset() if call is None else call.inputs)
+            self.external.note(index, inputs if call is None else inputs | call.inputs)
             if call is None:  # a second backward, or one of a round that was abandoned
                 self._expect(None)
                 number = found[1] if found else -1
@@ -124,11 +126,11 @@ class StepRecorder:
     def end(self, call: Call | None, results: Sequence[object]) -> None:
         """Note that the graph of this thread is over; `call` is that of a forward."""
         self.points.end()
-        self.points.see(results)
+        left = tensors_in(results)
+        self.points.see(left)
         with self._lock:
             self._mark = self.points.gauge.mark()
             if call is not None:
-                left = list(tensors_in(results))
                 made = next((each for each in reversed(left) if storage_key(each) not in call.given), None)
                 if (storage := storage_of(left[-1] if made is None else made) if left else None) is not None:
                     call.residual = StorageWeakRef(storage)

@@ -117,10 +117,13 @@ class StepParameters:
         """Count the gradients that have stayed as what anybody holds: a step begins that did not make them."""
         self._gradients.clear()
 
+    @property
+    def any_stay(self) -> bool:
+        """Whether parameters stay now."""
+        return bool(self._pinned)
+
     def is_resident(self, storage: int) -> bool:
         """Return whether this storage, given by its address, is that of a parameter that stays."""
-        if not self._pinned:
-            return False
         alive = (owner.parameter for owner in self._pinned if owner.planned_by_step and not owner.is_dead)
         return any(parameter.untyped_storage()._cdata == storage for parameter in alive)
 

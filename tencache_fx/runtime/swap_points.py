@@ -29,14 +29,14 @@ import torch
 from torch import Tensor
 
 from tencache_fx.errors import BudgetError, InvariantError, UsageError
-from tencache_fx.hardware.memory_gauge import MemoryGauge
+from tencache_fx.hardware.memory_gauge import MemoryGauge, Storages
 from tencache_fx.planning.problem import Tier
 from tencache_fx.planning.step import FRUGAL, StepSchedule, SwapKey
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.step_parameters import Fetch, Resident, StepParameters
 from tencache_fx.runtime.swap import ExtraBytes, GraphRun, State, Swap, is_shared, owner_of, refusal_of
 from tencache_fx.runtime.transfers import new_token
-from tencache_fx.tensors import storage_of, tensors_in
+from tencache_fx.tensors import storage_of
 
 log = logging.getLogger("tencache_fx")
 
@@ -122,25 +122,27 @@ class SwapPoints:
         with self._lock:
             self._parameters.forget_gradients()
 
-    def see(self, values: Iterable[object]) -> None:
-        """Show the gauge what a graph takes or returns, but for parameters that stay, which are counted apart."""
-        if not self.gauge.counts_all:
-            with self._lock:
-                self.gauge.see([value for value in tensors_in(values) if not self._is_resident(value)])
+    def see(self, tensors: Iterable[Tensor]) -> Storages:
+        """Show the gauge what a graph takes or returns, but for parameters that stay, which are counted apart.
+
+        Return the storages that it counts; none where it counts all there are.
+        """
+        if self.gauge.counts_all:
+            return frozenset()
+        with self._lock:
+            if self._parameters.any_stay:
+                tensors = [value for value in tensors if not self._is_resident(value)]
+            return self.gauge.see(tensors)
 
     @property
     def in_use(self) -> int:
         """Return how many storages wait for their backward."""
         return len(self._live)
 
-    def call_of(self, values: Iterable[object]) -> tuple[int, int] | None:
-        """Return the region and the call that the first handle of ours among `values` belongs to."""
-        for value in values:
-            if isinstance(value, (list, tuple)):  # boxed
-                return self.call_of(value)
-            if isinstance(value, Tensor) and (swap := self._owned_by(value)) is not None:
-                return swap.name.region, swap.name.call
-        return None
+    def call_of(self, tensors: Iterable[Tensor]) -> tuple[int, int] | None:
+        """Return the region and the call that the first handle of ours among `tensors` belongs to."""
+        found = (swap.name for tensor in tensors if (swap := self._owned_by(tensor)) is not None)
+        return next(((name.region, name.call) for name in found), None)
 
     def is_here(self, name: SwapKey) -> bool:
         """Return whether a storage that waits for its backward is on the device."""
@@ -377,8 +379,8 @@ class SwapPoints:
         elif swap.state is State.AWAY:
             assert swap.handle is not None
             swap.ticket, swap.handle, swap.state = self.engine.prefetch(swap.handle), None, State.COMING
-            if not self.gauge.counts_all:
-                self.gauge.see((self.engine.destination(swap.ticket),))
+            if not self.gauge.counts_all and (destination := self.engine.destination(swap.ticket)) is not None:
+                self.gauge.see((destination,))
             swap.count()
 
     def _owned_by(self, tensor: Tensor) -> Swap | None:

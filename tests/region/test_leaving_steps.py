@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tencache_fx
 from tencache_fx.errors import BudgetError
-from tencache_fx.hardware.memory_gauge import MemoryGauge, references
+from tencache_fx.hardware.memory_gauge import MemoryGauge
 from tencache_fx.planning.step import FRUGAL
 from tencache_fx.region.external_memory import ExternalMemory
 from tencache_fx.region.registry import REGIONS
@@ -199,9 +199,10 @@ def test_what_comes_back_early_is_seen(engine: Engine) -> None:
 
 
 def test_a_gauge_of_a_cpu_knows_of_peaks_until_the_next_mark() -> None:
-    gauge, held, other = MemoryGauge(CPU), torch.zeros(100), torch.zeros(50)
-    gauge.see((held, held[:3]))
-    assert gauge.bytes_of(references([held[1:], held, other])) == 400
+    gauge, held = MemoryGauge(CPU), torch.zeros(100)
+    seen = gauge.see((held, held[:3]))
+    assert gauge.see((held[1:],)) == seen
+    assert gauge.bytes_of(seen) == 400
     mark = gauge.mark()
     gauge.rise_to(1000)
     gauge.rise_to(900)
@@ -210,17 +211,41 @@ def test_a_gauge_of_a_cpu_knows_of_peaks_until_the_next_mark() -> None:
     assert gauge.bytes_since(mark) == (400, 400)
 
 
+def test_a_storage_that_takes_the_address_of_one_that_has_died_is_another_one() -> None:
+    gauge = MemoryGauge(CPU)
+    held = torch.zeros(100)
+    address, seen = held.untyped_storage()._cdata, gauge.see((held,))
+    assert gauge.held_bytes() == 400
+    del held
+    assert gauge.held_bytes() == gauge.bytes_of(seen) == 0
+    others = []
+    while not others or others[-1].untyped_storage()._cdata != address:
+        assert len(others) < 10_000
+        others.append(torch.zeros(100))
+    assert gauge.see(others[-1:]).isdisjoint(seen)
+    assert (gauge.held_bytes(), gauge.bytes_of(seen)) == (400, 0)
+
+
+def test_memory_that_was_freed_is_not_counted_and_may_come_back() -> None:
+    gauge, held = MemoryGauge(CPU), torch.zeros(100)
+    storage = held.untyped_storage()
+    for nbytes in (400, 0, 800, 0):
+        storage.resize_(nbytes)
+        assert len(gauge.see((held,))) == bool(nbytes)
+        assert gauge.held_bytes() == nbytes
+
+
 def test_the_most_of_this_round_and_the_last_counts(engine: Engine) -> None:
     points = swap_points(engine)
     external, mine, others = ExternalMemory(points), torch.zeros(100), [torch.zeros(1000)]
-    points.see((mine, *others))
-    external.note(7, (mine,))
-    external.note(8, (mine,), references(others))
+    own, more = points.see((mine,)), points.see(others)
+    external.note(7, own)
+    external.note(8, own | more)
     assert (external.most_bytes(7), external.most_bytes(8), external.most_bytes(9)) == (4000, 0, 0)
     external.begin_round()
     del others[0]
     gc.collect()
-    external.note(7, (mine,))
+    external.note(7, own)
     assert external.most_bytes(7) == 4000
     external.begin_round()
     assert external.most_bytes(7) == 0
