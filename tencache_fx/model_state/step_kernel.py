@@ -106,7 +106,7 @@ class Rule:
                     f"{name} keeps {', '.join(first.names)} after one step, and {', '.join(second.names)} after two; "
                     "use an optimizer that always keeps the same."
                 )
-            if (again.key, again.numbers) != (first.key, first.numbers):
+            if (again.graph.key, again.numbers) != (first.graph.key, first.numbers):
                 raise OptionError(f"what {name} does depends on a parameter's size; use another optimizer.")
             kept = {MASTER: FP32, **self._forms(first, second, elements)}
             if len(self._arrays) >= _MOST_STEPS:
@@ -169,7 +169,7 @@ class Rule:
     def _check_signs(self, traced: TracedStep, arrays: Mapping[str, StoredForm]) -> None:
         """Raise `OptionError` where a step may make an array negative that the first steps did not."""
         unsigned = frozenset(name for name, form in arrays.items() if form is UNSIGNED_8BIT)
-        if wrong := unsigned - nonnegative(traced, unsigned):
+        if unsigned and (wrong := unsigned - nonnegative(traced, unsigned)):
             raise OptionError(
                 f"{self._class.__name__} has {', '.join(sorted(wrong))} at or above zero in its first steps only; "
                 "use state_dtype=torch.bfloat16."
@@ -183,7 +183,7 @@ class Rule:
     def _kernel(self, traced: TracedStep, arrays: Mapping[str, StoredForm]) -> "Kernel":
         if set(traced.names) - set(arrays):
             raise OptionError(f"{self._class.__name__} keeps {', '.join(traced.names)} by now; use another optimizer.")
-        key = traced.key, traced.reads, traced.names, tuple(arrays.items())
+        key = traced.graph.key, traced.reads, traced.names, tuple(arrays.items())
         if key not in self._kernels:
             kernel = Kernel(traced, arrays)
             try:
@@ -327,12 +327,13 @@ def _zeros(dtype: torch.dtype, forms: Sequence[StoredForm], count: int, device: 
 
 def _updating(traced: TracedStep, names: Sequence[str]) -> Callable[..., None]:
     """Return the function that a kernel is compiled from, for fp32 arrays by `names` behind the master."""
-    module = fx.GraphModule(torch.nn.Module(), traced.graph)
+    module = fx.GraphModule(torch.nn.Module(), traced.graph.as_fx())
     reads = [names.index(name) for name in traced.reads]
     writes = [names.index(name) for name in traced.names]
 
-    (results,) = traced.graph.find_nodes(op="output")[0].args
-    given = [each.op == "placeholder" for each in results]  # what is written first must not change what is written next
+    given = [
+        each in traced.graph.inputs for each in traced.graph.results
+    ]  # what is written first must not change what is written next
 
     def update(gradient: Tensor, weight: Tensor, master: Tensor, *rest: Tensor) -> None:
         *arrays, numbers = rest

@@ -2,11 +2,13 @@
 
 The optimizer's own `step` runs, uncompiled, on a parameter of a few elements, and each op on elements is noted. What
 else it computes, from its step count, its learning rate and so on, is a number of that step: the noted graph takes such
-numbers as an input. So the graph is compiled once, and its numbers are found anew for each step.
+numbers as an input. So the graph is compiled once, and its numbers are found anew for each step by another run of it:
+only that shows whether a class goes another way than before, by its step count or its options.
 """
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +16,11 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tencache_fx.errors import OptionError
+from tencache_fx.model_state.step_graph import Node, StepGraph
 
 _UNFUSED = ("foreach", "fused", "capturable", "differentiable")
 _aten = torch.ops.aten
@@ -27,12 +30,11 @@ _aten = torch.ops.aten
 class TracedStep:
     """A step. Its `graph` makes of a gradient, a weight, arrays it `reads` and numbers the new weight and the arrays.
 
-    Graphs that do the same have the same `key`. `names` are of all arrays; `initial` has those which there were none
+    Graphs that do the same have the same key. `names` are of all arrays; `initial` has those which there were none
     of, with what they are full of where they are read. `scalars` are what else the optimizer then has of the parameter.
     """
 
-    graph: fx.Graph
-    key: str
+    graph: StepGraph
     reads: tuple[str, ...]
     names: tuple[str, ...]
     initial: Mapping[str, float]
@@ -58,6 +60,7 @@ def trace_step(
         name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
     }
     with torch.no_grad(), _on_cpu():
+        held = {name: _copied(value) for name, value in scalars.items()}
         weight, gradient, *more = (torch.zeros(shape, dtype=torch.float32) for _ in range(2 + len(names)))
         weight, arrays = torch.nn.Parameter(weight), dict(zip(names, more, strict=True))
         weight.grad = gradient
@@ -67,7 +70,7 @@ def trace_step(
                 (own,) = inner.param_groups
                 own.update(options, **{name: False for name in _UNFUSED if name in own})
                 if scalars or arrays:
-                    inner.state[weight] = {**copy.deepcopy(dict(scalars)), **arrays}
+                    inner.state[weight] = {**held, **arrays}
                 before = dict(own), _own_values(inner)
                 inspect.unwrap(optimizer_class.step)(inner)
         except OptionError:
@@ -87,10 +90,8 @@ def trace_step(
             "parameter; use another optimizer."
         )
     initial = recorder.take_for_inputs({name: each for name, each in made.items() if name not in arrays})
-    graph = recorder.finish((weight, *made.values()))
     return TracedStep(
-        graph=graph,
-        key=_key(graph),
+        graph=recorder.finish((weight, *made.values())),
         reads=(*arrays, *initial),
         names=tuple(made),
         initial={name: initial.get(name, 0.0) for name in made if name not in arrays},
@@ -106,8 +107,18 @@ def _on_cpu() -> contextlib.AbstractContextManager[object]:
 
 def _accepted(optimizer_class: type, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a group's options that the class takes: some it derives itself."""
-    parameters = inspect.signature(optimizer_class).parameters
-    return {name: value for name, value in options.items() if name in parameters}
+    taken = _options_of(optimizer_class)
+    return {name: value for name, value in options.items() if name in taken}
+
+
+@functools.cache
+def _options_of(optimizer_class: type) -> frozenset[str]:
+    return frozenset(inspect.signature(optimizer_class).parameters)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy for a step to change: `deepcopy` of a single number takes as long as half a step."""
+    return value.clone() if type(value) is Tensor else copy.deepcopy(value)
 
 
 def _own_values(optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -121,51 +132,53 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.numbers: list[float] = []
         self._owner, self._shape = owner, inputs[0].shape
-        self._graph = fx.Graph()
+        self._calls: list[Node] = []
         self._alive = list(inputs)  # so that no two have the same memory
-        self._values = {_memory(each): self._graph.placeholder(f"x{index}") for index, each in enumerate(inputs)}
-        self._given = self._graph.placeholder("numbers")
-        self._filled: dict[int, tuple[fx.Node, float]] = {}  # what has been made, of one number, of which memory
+        self._inputs, self._given = [Node() for _ in inputs], Node()
+        self._values = {_memory(each): node for each, node in zip(inputs, self._inputs, strict=True)}
+        self._filled: dict[int, tuple[Node, float]] = {}  # what has been made, of one number, of which memory
 
     def take_for_inputs(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         """Make inputs of those which were full of one number at first, and return that of each."""
         found: dict[str, float] = {}
         for name, tensor in tensors.items():
             if _memory(tensor) in self._filled:
-                node, found[name] = self._filled[_memory(tensor)]
-                with self._graph.inserting_before(self._given):
-                    given = self._graph.placeholder(f"made{len(found)}")
-                node.replace_all_uses_with(given)
-                self._values = {key: given if each is node else each for key, each in self._values.items()}
+                node, found[name] = self._filled.pop(_memory(tensor))
+                node.become("")
+                self._inputs.append(node)
         return found
 
-    def finish(self, outputs: Sequence[Tensor]) -> fx.Graph:
+    def finish(self, outputs: Sequence[Tensor]) -> StepGraph:
         """Return the graph that gives the values which these tensors have now."""
-        self._graph.output(tuple(self._values[_memory(each)] for each in outputs))
-        self._graph.eliminate_dead_code()
-        for node, number in self._filled.values():
-            if node.users and number:
-                with self._graph.inserting_after(node):
-                    full = self.call("add", node, 0.0)
-                node.replace_all_uses_with(full)
-                with self._graph.inserting_before(full):
-                    full.args = (node, self.value(number))
-        return self._graph
+        inputs, results = (*self._inputs, self._given), tuple(self._values[_memory(each)] for each in outputs)
+        graph = StepGraph.of(inputs, self._calls, results)
+        used = [(node, number) for node, number in self._filled.values() if number and node in graph.calls]
+        for node, number in used:
+            at, zeros = self._calls.index(node), Node("zeros_like", node.args)
+            self._calls[at:at] = [zeros, select := self._number(number)]
+            node.become("add", zeros, select)
+        return StepGraph.of(inputs, self._calls, results) if used else graph
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Node:
         """Note a call, on nodes."""
-        return self._graph.call_function(getattr(_aten, name), args, kwargs)
+        self._calls.append(node := Node(name, args, kwargs))
+        return node
 
     def value(self, given: Any) -> Any:
         """Return what stands for an argument: the node of elements, that of a number of the step, or itself."""
         if isinstance(given, Tensor):
             return self._values[_memory(given)] if _memory(given) in self._values else self.value(float(given))
         if isinstance(given, float):
-            self.numbers.append(given)
-            return self.call("select", self._given, 0, len(self.numbers) - 1)
+            self._calls.append(node := self._number(given))
+            return node
         return given
 
-    def like(self, elements: Tensor, number: Any) -> fx.Node:
+    def _number(self, given: float) -> Node:
+        """Return what takes a number from those of the step."""
+        self.numbers.append(given)
+        return Node("select", (self._given, 0, len(self.numbers) - 1))
+
+    def like(self, elements: Tensor, number: Any) -> Node:
         """Return as many elements, all of which are `number`."""
         return self.call("add", self.call("zeros_like", self.value(elements)), self.value(number))
 
@@ -179,12 +192,11 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        name = func._schema.name.removeprefix("aten::")
+        name, written = _schema_of(func)
         if not isinstance(result, Tensor) or result.shape != self._shape or name in ("view", "index"):
             self._refuse(func)
         if name in ("detach", "alias"):
             return
-        written = [each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
         name = name.removesuffix("_") if written == ["self"] else name
         kwargs = {key: each for key, each in kwargs.items() if key != "out"}
         if name in _FULL:
@@ -211,17 +223,14 @@ class _Recorder(TorchDispatchMode):
         )
 
 
-def _key(graph: fx.Graph) -> str:
-    """Return what a graph does, whatever its nodes are called."""
-    index = {node: f"%{k}" for k, node in enumerate(graph.nodes)}
-    named: Callable[[fx.Node], Any] = index.__getitem__
-    return "\n".join(
-        f"{node.op} {node.target if node.op == 'call_function' else ''} "
-        f"{fx.map_arg(node.args, named)} {fx.map_arg(node.kwargs, named)}"
-        for node in graph.nodes
-    )
+@functools.cache
+def _schema_of(func: Any) -> tuple[str, list[str]]:
+    """Return the name of an op, without its namespace, and those of the arguments that it writes."""
+    written = [each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
+    return func._schema.name.removeprefix("aten::"), written
 
 
+@functools.cache
 def _is_pointwise(name: str, func: Any) -> bool:
     """Return whether the op that returns what `func` may write is one of single elements: not all variants say so."""
     packet = getattr(_aten, name)
@@ -237,27 +246,27 @@ def _flat(args: Any) -> list[Any]:
     return [each for given in args for each in (_flat(given) if isinstance(given, list | tuple) else [given])]
 
 
-def _add(to: _Recorder, one: Any, other: Any, alpha: float = 1) -> fx.Node:
+def _add(to: _Recorder, one: Any, other: Any, alpha: float = 1) -> Node:
     return to.call("add", to.value(one), _times(to, _operand(to, other), alpha))
 
 
-def _sub(to: _Recorder, one: Any, other: Any, alpha: float = 1) -> fx.Node:
+def _sub(to: _Recorder, one: Any, other: Any, alpha: float = 1) -> Node:
     return to.call("sub", to.value(one), _times(to, _operand(to, other), alpha))
 
 
-def _rsub(to: _Recorder, one: Tensor, other: Any, alpha: float = 1) -> fx.Node:
+def _rsub(to: _Recorder, one: Tensor, other: Any, alpha: float = 1) -> Node:
     return to.call("sub", to.like(one, float(other)), _times(to, to.value(one), alpha))
 
 
-def _addcmul(to: _Recorder, one: Tensor, first: Tensor, second: Tensor, value: float = 1) -> fx.Node:
+def _addcmul(to: _Recorder, one: Tensor, first: Tensor, second: Tensor, value: float = 1) -> Node:
     return to.call("add", to.value(one), to.call("mul", _times(to, to.value(first), value), to.value(second)))
 
 
-def _addcdiv(to: _Recorder, one: Tensor, first: Tensor, second: Tensor, value: float = 1) -> fx.Node:
+def _addcdiv(to: _Recorder, one: Tensor, first: Tensor, second: Tensor, value: float = 1) -> Node:
     return to.call("add", to.value(one), to.call("div", _times(to, to.value(first), value), to.value(second)))
 
 
-def _lerp(to: _Recorder, start: Tensor, end: Tensor, weight: Any) -> fx.Node:
+def _lerp(to: _Recorder, start: Tensor, end: Tensor, weight: Any) -> Node:
     one, other = to.value(start), to.value(end)
     way = to.call("sub", other, one)
     if isinstance(weight, Tensor) and weight.dim():
@@ -271,7 +280,7 @@ def _copy(to: _Recorder, old: Tensor, new: Tensor) -> Any:
     return to.value(new) if new.dim() else to.like(old, float(new))
 
 
-def _clamp(to: _Recorder, one: Tensor, least: Any = None, most: Any = None) -> fx.Node:
+def _clamp(to: _Recorder, one: Tensor, least: Any = None, most: Any = None) -> Node:
     limits = [
         None if each is None else to.value(each if isinstance(each, Tensor) else float(each)) for each in (least, most)
     ]

@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from torch import fx
-
+from tencache_fx.model_state.step_graph import Node
 from tencache_fx.model_state.step_tracing import TracedStep
 
 
@@ -15,52 +14,52 @@ def nonnegative(traced: TracedStep, given: frozenset[str]) -> frozenset[str]:
 
     Where an op is not known, its result may be of any sign.
     """
-    _, _, *reads, _ = traced.graph.find_nodes(op="placeholder")
+    _, _, *reads, _ = traced.graph.inputs
     before = {node for node, name in zip(reads, traced.reads, strict=True) if name in given}
-    (results,) = traced.graph.find_nodes(op="output")[0].args
     facts = _Signs(before, traced.numbers)
-    after = {name for name, node in zip(traced.names, results[1:], strict=True) if facts.is_nonnegative(node)}
+    after = {
+        name for name, node in zip(traced.names, traced.graph.results[1:], strict=True) if facts.is_nonnegative(node)
+    }
     return frozenset(name for name in after if traced.initial.get(name, 0.0) >= 0)
 
 
 class _Signs:
-    def __init__(self, before: set[fx.Node], numbers: tuple[float, ...]) -> None:
+    def __init__(self, before: set[Node], numbers: tuple[float, ...]) -> None:
         self._numbers = numbers
-        self._known: dict[fx.Node, bool] = dict.fromkeys(before, True)
+        self._known: dict[Node, bool] = dict.fromkeys(before, True)
 
     def is_nonnegative(self, value: Any) -> bool:
-        if not isinstance(value, fx.Node):
+        if not isinstance(value, Node):
             return isinstance(value, int | float) and value >= 0
         if value not in self._known:
-            name = getattr(value.target, "__name__", "")
-            self._known[value] = value.op == "call_function" and _RULES.get(name, _is_unknown)(self, value)
+            self._known[value] = _RULES.get(value.name, _is_unknown)(self, value)
         return self._known[value]
 
-    def is_product_nonnegative(self, product: fx.Node) -> bool:
+    def is_product_nonnegative(self, product: Node) -> bool:
         """Return whether each factor that is there an odd number of times is: others are squares."""
         left: list[Any] = [product]
         factors = Counter[Any]()
         while left:
             node = left.pop()
-            if isinstance(node, fx.Node) and getattr(node.target, "__name__", "") in ("mul", "div"):
+            if isinstance(node, Node) and node.name in ("mul", "div"):
                 left += node.args[:2]
             else:
                 factors[node] += 1
         return all(self.is_nonnegative(factor) for factor, times in factors.items() if times % 2)
 
-    def is_number_nonnegative(self, node: fx.Node) -> bool:
-        return self._numbers[node.args[2]] >= 0  # type: ignore[index]
+    def is_number_nonnegative(self, node: Node) -> bool:
+        return bool(self._numbers[node.args[2]] >= 0)
 
 
-def _all(signs: _Signs, node: fx.Node) -> bool:
+def _all(signs: _Signs, node: Node) -> bool:
     return all(map(signs.is_nonnegative, node.args))
 
 
-def _is_unknown(signs: _Signs, node: fx.Node) -> bool:
+def _is_unknown(signs: _Signs, node: Node) -> bool:
     return False
 
 
-_RULES: Mapping[str, Callable[[_Signs, fx.Node], bool]] = MappingProxyType(
+_RULES: Mapping[str, Callable[[_Signs, Node], bool]] = MappingProxyType(
     {
         "select": _Signs.is_number_nonnegative,
         "mul": _Signs.is_product_nonnegative,

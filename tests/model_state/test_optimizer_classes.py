@@ -79,10 +79,10 @@ def test_what_is_traced_of_a_class_does_what_it_does(
         gradients([parameter], step)
         traced = trace_step(optimizer_class, {}, inner.param_groups[0], (8,), scalars, tuple(arrays))
         inner.step()
-        keys.add(traced.key)
+        keys.add(traced.graph.key)
         arrays |= {name: torch.full((8,), value) for name, value in traced.initial.items()}
         given = [parameter.grad, weight, *(arrays[name] for name in traced.reads), torch.tensor(traced.numbers)]
-        weight, *made = fx.Interpreter(fx.GraphModule(nn.Module(), traced.graph)).run(*given)
+        weight, *made = fx.Interpreter(fx.GraphModule(nn.Module(), traced.graph.as_fx())).run(*given)
         arrays, scalars = dict(zip(traced.names, made, strict=True)), traced.scalars
         torch.testing.assert_close(weight, parameter.detach(), rtol=1e-6, atol=1e-6)
     assert len(keys) <= 2
