@@ -15,25 +15,36 @@ from torch import Tensor
 from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.step_kernel import Step
 from tencache_fx.model_state.stored_form import BLOCK
-from tencache_fx.model_state.update import set_master
+from tencache_fx.model_state.update import MASTER_BYTES, set_master
+from tencache_fx.runtime.engine_registry import left_for_updates
 from tencache_fx.tensors import storage_key
 
-JOINT_ELEMENTS = 1 << 21
-"""Elements that are copied and updated together at most: what that takes besides, some 50 MB, is in no plan."""
+_MOST_BYTES = 64 << 20  # of copies for one call: some two million elements with fp32 state
+_LEAST_COUNT = 4  # parameters that there is room for: copies of fewer take as long to begin as the calls they save
+
+_LEAST_MASTERS = 1 << 8  # elements compared at once, whatever they take: fewer would take long
 
 # Of a parameter that is copied: a larger one takes longer to copy, twice, than to call by itself.
 _MOST_ELEMENTS = MappingProxyType({"cuda": 1 << 18, "cpu": 1 << 13})
+
+
+def most_copied_bytes(device: torch.device) -> int:
+    """Return how many bytes of a device copies for updates may take at once: no more than plans leave free there."""
+    free_bytes = left_for_updates(device)
+    return _MOST_BYTES if free_bytes is None else min(_MOST_BYTES, free_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceUpdate:
     """An update of the elements `weight` by `change`, both [n] in the parameter's dtype, with its `state` and `step`.
 
+    `change` may be a copy that is made when it is asked for: those that wait for others have none.
+
     `fresh` says that the weight may have been set since its master was made. `done` is called once the update is on the
     device's queue.
     """
 
-    change: Tensor
+    change: Callable[[], Tensor]
     weight: Tensor
     state: State
     step: Step
@@ -41,33 +52,49 @@ class DeviceUpdate:
     done: Callable[[], None]
 
     @property
-    def joins(self) -> bool:
-        """Whether it may be one of several: state that is kept in blocks must end where a block does."""
+    def copied_bytes(self) -> int:
+        """The bytes that it takes at most as one of several.
+
+        The gradient counts twice, for it may be a copy itself.
+        """
+        compared_bytes = MASTER_BYTES * self.weight.numel() if self.fresh else 0
+        return 3 * self.weight.nbytes + self.state.nbytes + compared_bytes
+
+    def may_join(self, most_bytes: int) -> bool:
+        """Return whether it may be one of several whose copies take `most_bytes` at most.
+
+        State that is kept in blocks must end where a block does.
+        """
         count = self.weight.numel()
-        in_blocks = all(form.is_elementwise for form in self.state.forms.values()) or count % BLOCK == 0
-        return count <= _MOST_ELEMENTS[self.weight.device.type] and in_blocks
+        if count > _MOST_ELEMENTS[self.weight.device.type] or self.copied_bytes * _LEAST_COUNT > most_bytes:
+            return False
+        return all(form.is_elementwise for form in self.state.forms.values()) or count % BLOCK == 0
 
 
 def update_on_device(updates: Iterable[DeviceUpdate]) -> None:
     """Carry out updates of parameters on their devices, behind what the caller's streams have been given so far.
 
-    Which of them run together changes no bit.
+    Which of them run together changes no bit. Their copies take `most_copied_bytes` at most.
     """
+    limits: dict[torch.device, int] = {}
     numbers: dict[tuple[Step, torch.device], Tensor] = {}
     waiting: dict[tuple[Step, torch.device, torch.dtype, bool], _Waiting] = defaultdict(_Waiting)
     for update in updates:
-        place = update.step, update.weight.device
+        device = update.weight.device
+        place = update.step, device
         if place not in numbers:
-            numbers[place] = _sent(update.step.numbers, update.weight.device)
-        if not update.joins:
-            _run([update], numbers[place])
+            numbers[place] = _sent(update.step.numbers, device)
+        if device not in limits:
+            limits[device] = most_copied_bytes(device)
+        if not update.may_join(limits[device]):
+            _run([update], numbers[place], limits[device])
             continue
         kind = *place, update.weight.dtype, update.fresh
-        if not waiting[kind].takes(update):
-            _run(waiting.pop(kind).updates, numbers[place])
+        if not waiting[kind].takes(update, limits[device]):
+            _run(waiting.pop(kind).updates, numbers[place], limits[device])
         waiting[kind].add(update)
     for (step, device, *_), some in waiting.items():
-        _run(some.updates, numbers[step, device])
+        _run(some.updates, numbers[step, device], limits[device])
 
 
 class _Waiting:
@@ -75,27 +102,30 @@ class _Waiting:
 
     def __init__(self) -> None:
         self.updates: list[DeviceUpdate] = []
-        self._elements = 0
+        self._copied_bytes = 0
         self._storages: set[int] = set()
 
-    def takes(self, update: DeviceUpdate) -> bool:
+    def takes(self, update: DeviceUpdate, most_bytes: int) -> bool:
         """Return whether there is room for another: one that shares memory has to see what those before it write."""
         is_apart = storage_key(update.weight) not in self._storages
-        return not self.updates or (is_apart and self._elements + update.weight.numel() <= JOINT_ELEMENTS)
+        return not self.updates or (is_apart and self._copied_bytes + update.copied_bytes <= most_bytes)
 
     def add(self, update: DeviceUpdate) -> None:
         """Add one that it takes."""
         self.updates.append(update)
-        self._elements += update.weight.numel()
+        self._copied_bytes += update.copied_bytes
         self._storages.add(storage_key(update.weight))
 
 
-def _run(updates: Sequence[DeviceUpdate], numbers: Tensor) -> None:
-    """Update parameters of one dtype and device, all of them fresh or none, that take the same step."""
-    columns = list(zip(*((each.change, each.weight, *each.state.arrays) for each in updates), strict=True))
+def _run(updates: Sequence[DeviceUpdate], numbers: Tensor, most_bytes: int) -> None:
+    """Update parameters of one dtype and device, all of them fresh or none, that take the same step.
+
+    Copies take `most_bytes` at most, but for that of one gradient alone that has other strides than its weight.
+    """
+    columns = list(zip(*((each.change(), each.weight, *each.state.arrays) for each in updates), strict=True))
     change, weight, *arrays = (torch.cat(column) if len(column) > 1 else column[0] for column in columns)
     if updates[0].fresh:
-        set_master(arrays[0], weight)
+        set_master(arrays[0], weight, max(_LEAST_MASTERS, most_bytes // MASTER_BYTES))
     updates[0].step.kernel.compiled(weight.dtype, weight.device)(change, weight, *arrays, numbers)
     if len(updates) > 1:
         for column, joint in zip(columns[1:], (weight, *arrays), strict=True):

@@ -289,7 +289,7 @@ class OffloadedOptimizer(OptimizerState):
             updated.append(parameter)
 
         return DeviceUpdate(
-            change=flat(dense_like(parameter, gradient.to(parameter.dtype))),
+            change=lambda: flat(dense_like(parameter, gradient.to(parameter.dtype))),
             weight=flat(parameter.data),
             state=held,
             step=step,

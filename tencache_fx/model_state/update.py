@@ -26,7 +26,10 @@ from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.stats import Stats
 
 _CPU = torch.device("cpu")
-_MASTERS = 1 << 22  # elements looked at at once: what that takes besides is in no plan
+MASTER_BYTES = 12
+"""Taken to compare an element with its master: by three fp32 tensors at most, one of them of the result."""
+
+_MASTERS = 1 << 22  # elements looked at at once: in streamed updates what that takes is in no plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +161,12 @@ def flat(dense: Tensor) -> Tensor:
     return dense.as_strided((dense.numel(),), (1,))
 
 
-def set_master(master: Tensor, weight: Tensor) -> None:
-    """Take over a weight that somebody may have set: where its master, rounded, is the same, that has more digits."""
-    for some, values in zip(master.split(_MASTERS), weight.split(_MASTERS), strict=True):
+def set_master(master: Tensor, weight: Tensor, most: int = _MASTERS) -> None:
+    """Take over a weight that somebody may have set: where its master, rounded, is the same, that has more digits.
+
+    `MASTER_BYTES` are taken for each of at most so many elements at a time.
+    """
+    for some, values in zip(master.split(most), weight.split(most), strict=True):
         some.copy_(torch.where(some.to(values.dtype) == values, some, values))
 
 

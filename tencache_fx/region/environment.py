@@ -10,13 +10,12 @@ from tencache_fx.hardware.device_memory import allocate_workspaces, held_bytes
 from tencache_fx.hardware.roofline import Roofline
 from tencache_fx.model_state.parameter_store import has_parameters_on_disk
 from tencache_fx.options import Options
+from tencache_fx.planning.external import drift_bytes
 from tencache_fx.planning.problem import Links
 from tencache_fx.region.optimizer_forecast import expected_state_bytes
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.reservations import Reservation, Reserved
 from tencache_fx.runtime.engine_registry import Usage, usage
-
-_DRIFT = 256  # one part in so many of the budget is left for external memory that grows from call to call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ class Environment:
                 Reservation.WAITING: sum(each.pending_bytes for each in REGIONS.waiting(device)),
                 Reservation.STATE: expected_state_bytes(device) if budget_bytes else 0,
                 Reservation.BOUNDARY: boundary_bytes,
-                Reservation.DRIFT: budget_bytes // _DRIFT,
+                Reservation.DRIFT: drift_bytes(budget_bytes),
             },
         )
 

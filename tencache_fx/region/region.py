@@ -12,6 +12,8 @@ from tencache_fx.hardware.device_memory import peak_held_bytes
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import evict_residents, follow
 from tencache_fx.model_state.step_hooks import check_updates_in_backward
+from tencache_fx.planning.external import update_bytes
+from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.tuning import SPLITS
 from tencache_fx.records import RegionRecord
 from tencache_fx.region.accumulation import AccumulationMonitor
@@ -29,6 +31,7 @@ from tencache_fx.region.source import RegionSource
 from tencache_fx.region.step_monitor import StepMonitor
 from tencache_fx.region.timers import CallTimes
 from tencache_fx.reporting.dump import write_measured
+from tencache_fx.runtime.engine_registry import leave_for_updates
 
 log = logging.getLogger("tencache_fx")
 
@@ -302,4 +305,10 @@ class Region:
             compiled = compile_region(self._source, inputs, request, self.monitors)
         for monitor in self.monitors:
             monitor.on_compiled(request, compiled)
+        self._leave_for_updates(None if by_step or compiled.record is None else compiled.record.problem)
         return compiled
+
+    def _leave_for_updates(self, problem: Problem | None) -> None:
+        """Let optimizers know what this region leaves free, by the problem of its own plan if it has one."""
+        if (budget := self._source.options.device_budget) is not None:
+            leave_for_updates(self, self.device, update_bytes(budget, problem))

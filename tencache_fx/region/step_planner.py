@@ -11,6 +11,7 @@ from tencache_fx.errors import BudgetError, OptionError, StoreError
 from tencache_fx.hardware.device_memory import held_bytes
 from tencache_fx.model_state.step_hooks import is_updated_in_backward
 from tencache_fx.options import Options
+from tencache_fx.planning.external import drift_bytes, update_bytes
 from tencache_fx.planning.parameter_schedule import keep_resident
 from tencache_fx.planning.plan import Plan, PoolClass
 from tencache_fx.planning.problem import Budgets
@@ -28,13 +29,12 @@ from tencache_fx.region.step_records import record_step
 from tencache_fx.region.step_residency import Order, Place, ReadParameters, Run, StepResidency
 from tencache_fx.reporting.dump import write_step
 from tencache_fx.reporting.step_tables import show_figures
-from tencache_fx.runtime.engine_registry import usage
+from tencache_fx.runtime.engine_registry import leave_for_updates, usage
 from tencache_fx.runtime.swap_points import SwapPoints
 from tencache_fx.units import PAGE_BYTES, round_up
 
 log = logging.getLogger("tencache_fx")
 
-_DRIFT = 256  # one part in so many of the budget is left for external memory that grows
 _ROOM = 64  # with so much of the budget more room than its plan was made for, a program is planned again
 _COPYING = replace(TUNING, resident_shares=(0.0,), state_shares=())  # nothing more stays than was decided
 _PLANS = 4  # times that a program is planned at most
@@ -137,6 +137,7 @@ class StepPlanner:
     def consider(self, program: Program, options: Options) -> None:
         """Plan a program that has been measured, if it is new, or if that was for other memory than is there now."""
         device, limit = self._points.engine.device, options.device_budget
+        leave_for_updates(self, device, None if limit is None else update_bytes(limit))
         program.rounds.look()
         other = program.planned is not None and program.planned.made_for != (limit, program.accumulation)
         if not other and (program.plans >= _PLANS or not self._is_outdated(program, limit)):
@@ -257,7 +258,7 @@ class StepPlanner:
         used, reserved_bytes = usage(device), beside_bytes
         staging_bytes = round_up(_largest(program), PAGE_BYTES) if self._points.engine.store is not None else 0
         if limit is not None:
-            reserved_bytes += limit // _DRIFT
+            reserved_bytes += drift_bytes(limit)
             if held_bytes(device):  # a CPU's allocator does not count
                 reserved_bytes += expected_state_bytes(device)
         return Budgets(

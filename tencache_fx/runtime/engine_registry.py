@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,19 @@ class Registry:
         self._rank_watch: RankWatch | None = None
         self._unwatched: object = None  # the default process group, if its ranks cannot be watched
         self._count = 0
+        self._left_bytes: WeakKeyDictionary[object, tuple[torch.device, int]] = WeakKeyDictionary()
+
+    def leave_for_updates(self, owner: object, device: torch.device, nbytes: int | None) -> None:
+        """Note what the plan of `owner` leaves free of a device, in place of what it left before."""
+        with self._lock:
+            self._left_bytes.pop(owner, None)
+            if nbytes is not None:
+                self._left_bytes[owner] = device, nbytes
+
+    def left_for_updates(self, device: torch.device) -> int | None:
+        """Return what all plans leave free of a device."""
+        with self._lock:
+            return min((nbytes for where, nbytes in self._left_bytes.values() if where == device), default=None)
 
     def by_id(self, index: int) -> Engine | SwapPoints:
         """Return an open engine, or the swap points of one; raises `TencacheError` when it was closed."""
@@ -213,6 +227,16 @@ def _expect_disk_rates(engine: Engine, spill_dirs: Sequence[Path]) -> None:
 def find_engine(device: torch.device) -> Engine | None:
     """Return the open engine of `device`, if there is one."""
     return _REGISTRY.engine_of(resolve_device(device))
+
+
+def leave_for_updates(owner: object, device: torch.device, nbytes: int | None) -> None:
+    """Note that for as long as `owner` lives its plan leaves so much of `device` free for updates; None without one."""
+    _REGISTRY.leave_for_updates(owner, resolve_device(device), nbytes)
+
+
+def left_for_updates(device: torch.device) -> int | None:
+    """Return how much of `device` all plans leave free for updates of parameters there; None without any."""
+    return _REGISTRY.left_for_updates(resolve_device(device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
