@@ -22,22 +22,23 @@ Storages = frozenset[Seen]
 _NONE: Storages = frozenset()
 
 
+def counts_all(device: torch.device) -> bool:
+    """Return whether a gauge counts what nobody has shown it, too."""
+    return device.type == "cuda"
+
+
 class MemoryGauge:
     """Reads the bytes held on one device: what its allocator counts; on a CPU, those of the storages seen so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.counts_all = counts_all(device)
         self._seen: dict[int, Seen] = {}  # by address
         self._parameter_bytes = 0
         self._peak_bytes = 0  # noted since the last mark
 
-    @property
-    def counts_all(self) -> bool:
-        """Whether what nobody has shown it counts, too."""
-        return self._device.type == "cuda"
-
     def see(self, tensors: Iterable[Tensor]) -> Storages:
-        """Count the storages of `tensors` for as long as they live; return them."""
+        """Count the storages of `tensors` for as long as they live; return them, if all is not counted anyway."""
         if self.counts_all:
             return _NONE
         found = []

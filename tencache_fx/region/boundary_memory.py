@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tencache_fx.hardware.device_memory import allocator_counts, forget_peak, held_bytes, peak_held_bytes
+from tencache_fx.hardware.device_memory import forget_peak, held_bytes, peak_held_bytes
 from tencache_fx.kept_code import Phase
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Request, WrittenPlan, keep_boxed
 from tencache_fx.region.dynamic_shapes import Sizes
@@ -121,10 +121,9 @@ class BoundaryMemory:
     def _end_forward(self, before_bytes: int, results: list[torch.UntypedStorage], given: set[int]) -> None:
         """Note that a forward has left `results`, of which those in `given` were there before."""
         made = [storage for storage in results if storage._cdata not in given]
-        counts = allocator_counts(self._device)
-        if counts is None or self._budget_bytes is None:
+        after_bytes, peak_bytes = held_bytes(self._device), peak_held_bytes(self._device)
+        if peak_bytes is None or self._budget_bytes is None:
             return
-        after_bytes, peak_bytes = counts.held_bytes, counts.peak_bytes
         self._presses, compiled = 0, compilations()
         if peak_bytes > self._budget_bytes and self._clean_at != compiled:
             self._clean_at = compiled  # else what was before would hide what comes now

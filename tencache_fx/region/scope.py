@@ -145,9 +145,8 @@ class Scope:
         if not self._planned or phase == "inference":
             return run
 
-        external = None if written.recorder is not None else self._external
-
         def watched_run(*args: Any) -> Any:
+            external = None if written.recorder is not None else self._external
             forward = None
             if phase == "backward":
                 waiting = [each for each in self._forwards if each.waits]
@@ -217,10 +216,10 @@ class Scope:
             self._own_bytes = record.plan.forecast.peak_bytes - record.problem.external_bytes
 
     def on_refusal(self, current: CompiledRegion) -> CompiledRegion:
-        """Go on in the scope that it was compiled in, for good."""
+        """Go on in the scope that it was compiled in, for good; by itself among others, what these hold counts."""
         self.by_step, self._watches = current.swap_region is not None, False
-        if self._left_bytes is not None:
-            self._left_bytes = None if self.by_step else self._step.device_budget
+        among_others = self._joined or self._left_bytes is not None
+        self._left_bytes = self._step.device_budget if among_others and not self.by_step else None
         return current
 
     def _meet_others(self) -> None:

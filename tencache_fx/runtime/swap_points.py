@@ -123,14 +123,12 @@ class SwapPoints:
             self._parameters.forget_gradients()
 
     def see(self, tensors: Iterable[Tensor]) -> Storages:
-        """Show the gauge what a graph takes or returns, but for parameters that stay, which are counted apart.
+        """Show the gauge what a graph takes or returns, and return what it says.
 
-        Return the storages that it counts; none where it counts all there are.
+        Parameters that stay are counted apart.
         """
-        if self.gauge.counts_all:
-            return frozenset()
         with self._lock:
-            if self._parameters.any_stay:
+            if self._parameters.any_stay and not self.gauge.counts_all:
                 tensors = [value for value in tensors if not self._is_resident(value)]
             return self.gauge.see(tensors)
 

@@ -115,7 +115,8 @@ class TransferLifecycle:
                 raise StoreError(f"{failure}\n  {label} found no free staging buffer: {error}") from error
             if nbytes > planned_bytes:
                 cause = (
-                    f"The plan's largest is {planned_bytes} bytes: a shape has grown; compile for the largest first."
+                    f"The largest that plans hold is {planned_bytes} bytes: a shape has grown, or what runs has no "
+                    "plan that fits; compile for the largest shape first, or raise host_budget."
                 )
             else:
                 cause = f"{len(self.table)} transfers are under way, of another region or of forwards before this one."

@@ -283,3 +283,19 @@ def test_outputs_that_are_kept_once_end_no_training(caplog: pytest.LogCaptureFix
         model(x).square().mean().backward()
         kept.clear()
     assert "It runs this time" in caplog.text
+
+
+def test_regions_that_host_memory_keeps_out_of_their_step_are_refused_once_they_stay_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each fits by itself, and all together do not: none runs as if it had the whole budget."""
+    model = compiled(device_budget=2_600_000, host_budget=200_000)
+
+    def steps() -> None:
+        for step in range(8):
+            train(model, model, step)
+            assert "stays as it was: BudgetError" in caplog.text or step == 0
+
+    with pytest.raises(BudgetError, match="pinned host memory; host_budget is 200 kB"):
+        steps()
+    assert "It runs this time" in caplog.text
