@@ -331,9 +331,8 @@ def _updating(traced: TracedStep, names: Sequence[str]) -> Callable[..., None]:
     reads = [names.index(name) for name in traced.reads]
     writes = [names.index(name) for name in traced.names]
 
-    given = [
-        each in traced.graph.inputs for each in traced.graph.results
-    ]  # what is written first must not change what is written next
+    # What is written first must not change what is written next.
+    given = [each in traced.graph.inputs for each in traced.graph.results]
 
     def update(gradient: Tensor, weight: Tensor, master: Tensor, *rest: Tensor) -> None:
         *arrays, numbers = rest
