@@ -24,7 +24,7 @@ class ExternalMemory:
 
     def __init__(self, points: SwapPoints) -> None:
         self._points = points
-        self._counts = not points.gauge.counts_all  # else nobody has to
+        self.counts = not points.gauge.counts_all  # else nobody has to
         self._before: dict[int, int] = {}
         self._now: dict[int, int] = {}
         self._alone: set[int] = set()
@@ -44,7 +44,7 @@ class ExternalMemory:
         self._note(index, own)
 
     def _note(self, index: int, own: Storages) -> None:
-        if self._counts:
+        if self.counts:
             external_bytes = max(0, self._held_bytes(own) - self._points.extra_bytes)
             self._now[index] = max(self._now.get(index, 0), external_bytes)
 
@@ -52,7 +52,7 @@ class ExternalMemory:
         """Have garbage collected, and forget it: what torch's compiler left holds on to inputs and whole models."""
         before_bytes = self._points.gauge.held_bytes()
         gc.collect()
-        if self._counts:
+        if self.counts:
             freed_bytes = max(0, before_bytes - self._points.gauge.held_bytes())
             for seen in (self._before, self._now):
                 for index in list(seen):

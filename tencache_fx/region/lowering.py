@@ -47,7 +47,7 @@ from tencache_fx.region.step_recorder import StepRecorder, recorder_of
 from tencache_fx.region.timers import PhaseClock
 from tencache_fx.reporting.structured import log_artifacts
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.engine_registry import RankStage, swap_points
+from tencache_fx.runtime.engine_registry import RankStage, open_engine, swap_points
 
 log = logging.getLogger("tencache_fx")
 
@@ -258,7 +258,14 @@ class PlannedLowering:
 
 def reserve(source: RegionSource, plan: Plan) -> Engine:
     """Return the device's engine, holding the buffers and the disk space that `plan` needs."""
-    engine = source.open_engine()
+    options = source.options
+    engine = open_engine(
+        source.device,
+        host_budget_bytes=options.host_budget,
+        spill_dirs=options.spill_dir,
+        spill_budget_bytes=options.spill_budget,
+        checksum=options.checksum,
+    )
     engine.reserve(pool=plan.pool, staging=plan.staging, disk_bytes=plan.forecast.disk_bytes)
     return engine
 

@@ -8,6 +8,7 @@ waits for its backward shows that a step has several. A step planned as a whole 
 that this region is alone; it is planned by itself then, once at most.
 """
 
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tencache_fx import compat
 from tencache_fx.hardware.device_memory import held_bytes
-from tencache_fx.hardware.memory_gauge import Storages
+from tencache_fx.hardware.memory_gauge import Storages, counts_all
 from tencache_fx.kept_code import Phase
 from tencache_fx.model_state.parameter_store import find_all_offloaded, total_offloaded_bytes
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Request, WrittenPlan, keep_boxed
@@ -29,6 +30,8 @@ from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
 from tencache_fx.region.step_monitor import StepMonitor
 from tencache_fx.tensors import storages_on, tensors_in
+
+log = logging.getLogger("tencache_fx")
 
 _SMALL = 4  # a region whose inputs are less than one part in so many of what the device holds is not a whole model
 _LIBRARIES_BYTES = 128 << 20  # what cuBLAS and the like may hold on a device beside any model
@@ -54,8 +57,6 @@ class _Forward:
 class Scope:
     """The monitor of one region's scope; `by_step` says whether its next compilation is planned with the others'."""
 
-    optional = True
-
     def __init__(self, source: RegionSource, inputs: Sequence[object], step: StepMonitor) -> None:
         self._source, self._step = source, step
         self._planned = source.options.device_budget is not None
@@ -69,6 +70,11 @@ class Scope:
         self.by_step = self._planned and source.options.scope == "step"
         if self._watches:
             self.by_step = self._seems_part(inputs)
+
+    @property
+    def optional(self) -> bool:
+        """Whether planning again is only for speed: a region joins the others of its step for the budget's sake."""
+        return not (self.by_step and self._joined)
 
     def waits(self, thread: int) -> bool:
         """Return whether a forward of this thread waits for its backward."""
@@ -145,8 +151,9 @@ class Scope:
         if not self._planned or phase == "inference":
             return run
 
+        external = None if written.recorder is not None else self._external
+
         def watched_run(*args: Any) -> Any:
-            external = None if written.recorder is not None else self._external
             forward = None
             if phase == "backward":
                 waiting = [each for each in self._forwards if each.waits]
@@ -216,10 +223,16 @@ class Scope:
             self._own_bytes = record.plan.forecast.peak_bytes - record.problem.external_bytes
 
     def on_refusal(self, current: CompiledRegion) -> CompiledRegion:
-        """Go on in the scope that it was compiled in, for good; by itself among others, what these hold counts."""
+        """Go on in the scope that it was compiled in, for good."""
         self.by_step, self._watches = current.swap_region is not None, False
-        among_others = self._joined or self._left_bytes is not None
-        self._left_bytes = self._step.device_budget if among_others and not self.by_step else None
+        if self._left_bytes is not None:
+            self._left_bytes = None if self.by_step else self._step.device_budget
+        elif self._joined and not self.by_step and not counts_all(self._source.device):
+            log.warning(
+                "region %d is planned as if it ran alone: beside the others of its step, the device may hold more than "
+                "device_budget.",
+                self._source.index,
+            )
         return current
 
     def _meet_others(self) -> None:

@@ -15,8 +15,6 @@ from tencache_fx import compat
 from tencache_fx.options import Options
 from tencache_fx.region.dynamic_shapes import parts_of
 from tencache_fx.region.graph_copy import keep_numbers
-from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.engine_registry import open_engine
 from tencache_fx.tensors import byte_hint
 
 
@@ -67,17 +65,6 @@ class RegionSource:
     def takes_fakes(self) -> bool:
         """Whether the compiled code may be called with fake tensors: Inductor's usually reads their memory."""
         return self.options.compiler == "eager" or compat.runs_on_fakes(self.settings)
-
-    def open_engine(self) -> Engine:
-        """Return the device's engine, which has the budgets of the region's options at least; see `open_engine`."""
-        options = self.options
-        return open_engine(
-            self.device,
-            host_budget_bytes=options.host_budget,
-            spill_dirs=options.spill_dir,
-            spill_budget_bytes=options.spill_budget,
-            checksum=options.checksum,
-        )
 
     def fakes(self) -> list[Any]:
         """Return the inputs' fakes, with the sizes torch traced the region with."""

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 from tencache_fx import compat
-from tencache_fx.hardware.memory_gauge import counts_all
 from tencache_fx.kept_code import Phase
 from tencache_fx.options import SETTINGS, Options
 from tencache_fx.planning.swap_region import SwapRegion
@@ -14,7 +13,7 @@ from tencache_fx.region.dynamic_shapes import Sizes
 from tencache_fx.region.external_memory import ExternalMemory
 from tencache_fx.region.source import RegionSource
 from tencache_fx.region.step_recorder import StepRecorder, recorder_of
-from tencache_fx.runtime.engine_registry import swap_points
+from tencache_fx.runtime.engine_registry import open_swap_points
 
 _SIZES = 64  # remembered
 
@@ -63,13 +62,12 @@ class StepMonitor:
 
     @property
     def external(self) -> ExternalMemory | None:
-        """The external memory of the regions of the step; None where an allocator counts that."""
-        if counts_all(self._source.device):
-            return None
+        """The external memory of the regions of the step; None where an allocator counts that, or no step was seen."""
         if self._recorder is None:
-            self._attach(recorder_of(swap_points(self._source.open_engine())))
-        assert self._recorder is not None
-        return self._recorder.external
+            mine = (points for points in open_swap_points() if points.engine.device == self._source.device)
+            if (found := next(map(recorder_of, mine), None)) is not None:
+                self._attach(found)
+        return self._recorder.external if self._recorder is not None and self._recorder.external.counts else None
 
     def note_stuck(self) -> None:
         """Note that the region has no plan by itself: from now on its step is refused if it does not fit."""

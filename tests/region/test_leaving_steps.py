@@ -285,17 +285,12 @@ def test_outputs_that_are_kept_once_end_no_training(caplog: pytest.LogCaptureFix
     assert "It runs this time" in caplog.text
 
 
-def test_regions_that_host_memory_keeps_out_of_their_step_are_refused_once_they_stay_over(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Each fits by itself, and all together do not: none runs as if it had the whole budget."""
-    model = compiled(device_budget=2_600_000, host_budget=200_000)
-
-    def steps() -> None:
-        for step in range(8):
-            train(model, model, step)
-            assert "stays as it was: BudgetError" in caplog.text or step == 0
-
-    with pytest.raises(BudgetError, match="pinned host memory; host_budget is 200 kB"):
-        steps()
-    assert "It runs this time" in caplog.text
+def test_regions_that_host_memory_keeps_out_of_their_step_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Each fits by itself, and all together do not."""
+    budget = 2_600_000
+    model = compiled(device_budget=budget, host_budget=200_000)
+    peaks = [train(model, model, step)[1] for step in range(4)]
+    assert peaks[-1] > budget
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any("stays as it was: BudgetError" in each and "host_budget is 200 kB" in each for each in told)
+    assert sum("the device may hold more than device_budget" in each for each in told) in range(1, len(model))
