@@ -32,10 +32,14 @@ class MemoryGauge:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.counts_all = counts_all(device)
         self._seen: dict[int, Seen] = {}  # by address
         self._parameter_bytes = 0
         self._peak_bytes = 0  # noted since the last mark
+
+    @property
+    def counts_all(self) -> bool:
+        """Whether what nobody has shown it counts, too."""
+        return counts_all(self._device)
 
     def see(self, tensors: Iterable[Tensor]) -> Storages:
         """Count the storages of `tensors` for as long as they live; return them, if all is not counted anyway."""

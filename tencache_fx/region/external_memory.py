@@ -24,11 +24,15 @@ class ExternalMemory:
 
     def __init__(self, points: SwapPoints) -> None:
         self._points = points
-        self.counts = not points.gauge.counts_all  # else nobody has to
         self._before: dict[int, int] = {}
         self._now: dict[int, int] = {}
         self._alone: set[int] = set()
         self._turns: Counter[int] = Counter()
+
+    @property
+    def counts(self) -> bool:
+        """Whether nobody else counts it."""
+        return not self._points.gauge.counts_all
 
     def begin_round(self) -> None:
         """Begin a turn of all regions that are planned with their step."""
