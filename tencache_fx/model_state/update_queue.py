@@ -320,7 +320,7 @@ class Updates:
 
 
 def _nothing() -> None:
-    """Be the work of a thread that has done all it was given before."""
+    """Do nothing: once this has run, its thread has done all that it was given before."""
 
 
 def _end(task: _Task, begun: Begun) -> None:

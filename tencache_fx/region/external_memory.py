@@ -40,9 +40,9 @@ class ExternalMemory:
             self._begin_turn(index)
 
     def note(self, index: int, own: Storages) -> None:
-        """Note what is held when a graph of a region begins, which takes its `own`.
+        """Note what is held when a graph of a region begins, whose inputs are its `own`.
 
-        Those that its forward was given are a backward's own, too.
+        A backward's own are the inputs of its forward, too.
         """
         self._alone.discard(index)
         self._note(index, own)

@@ -50,7 +50,7 @@ class Registry:
                 self._left_bytes[owner] = device, nbytes
 
     def left_for_updates(self, device: torch.device) -> int | None:
-        """Return what all plans leave free of a device."""
+        """Return the least that a plan leaves free of a device; None without any."""
         with self._lock:
             return min((nbytes for where, nbytes in self._left_bytes.values() if where == device), default=None)
 
@@ -235,7 +235,7 @@ def leave_for_updates(owner: object, device: torch.device, nbytes: int | None) -
 
 
 def left_for_updates(device: torch.device) -> int | None:
-    """Return how much of `device` all plans leave free for updates of parameters there; None without any."""
+    """Return the bytes of `device` that each plan leaves free for updates there, at least; None without any plan."""
     return _REGISTRY.left_for_updates(resolve_device(device))
 
 

@@ -35,8 +35,6 @@ GOES_ON = (
     "one_fails_and_then_saves",
     "groups_come_and_go",
 )
-
-
 QUICK = {"one_fails_in_the_backward", "one_is_killed"}
 
 
