@@ -125,8 +125,11 @@ def _guard(module: nn.Module) -> None:
 def _take_in_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """Guard a module that takes in another one, with offloaded parameters; raises `UsageError` if it spreads them.
 
-    That is DistributedDataParallel, which has changed nothing by then.
+    That is DistributedDataParallel, which has changed nothing by then. Compiled code makes lists of some of a model's
+    layers (`self.layers[:n]`): these are let be, as looking for parameters would break the graph.
     """
+    if torch.compiler.is_compiling():
+        return
     all_offloaded = [] if child is None else list(_offloaded_in(child))
     away = next((offloaded for offloaded in all_offloaded if not offloaded.summoned), None)
     if away is not None and isinstance(module, DistributedDataParallel):
@@ -140,6 +143,8 @@ def _take_in_module(module: nn.Module, name: str, child: nn.Module | None) -> No
 
 def _take_in_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> None:
     """Guard a module that takes in an offloaded parameter of another one."""
+    if torch.compiler.is_compiling():
+        return
     if parameter is not None and _find(parameter) is not None:
         _guard(module)
 

@@ -48,6 +48,7 @@ def train(
     clip: bool = False,
     known_after: int = 0,
     crowded_bytes: int = 0,
+    compiler: str = "inductor",
 ) -> list[float]:
     """Return the losses of `steps` with `parts` backwards each; the device's peak begins anew after `known_after`.
 
@@ -56,7 +57,7 @@ def train(
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(HIDDEN) for _ in range(LAYERS))).bfloat16()
     model = model.cuda() if budget is None else tencache_fx.offload(model, "cuda")
-    run = torch.compile(model, backend="tencache", options={"device_budget": budget})
+    run = torch.compile(model, backend="tencache", options={"device_budget": budget, "compiler": compiler})
     optimizer = AdamW(model.parameters(), lr=1e-3, step_in_backward=now)
     generator = torch.Generator("cuda").manual_seed(1)
     batch = torch.randn(ROWS, HIDDEN, device="cuda", generator=generator).bfloat16()
@@ -89,12 +90,13 @@ def test_training_is_that_of_a_model_on_the_device(how: dict[str, bool]) -> None
 
 
 def test_late_copies_change_nothing() -> None:
-    expected = train("272MiB")
+    """Without Inductor, so that no sum is in another order where late copies lead to another plan."""
+    expected = train("272MiB", compiler="eager")
     drop_all()
     device = resolve_device(torch.device("cuda"))
     streams = FaultyCudaStreams(device, delay_cycles=5_000_000)
     install_engine(Engine(device, host_budget_bytes=2048 * MIB, streams=streams))
-    assert train("272MiB", now=True) == pytest.approx(expected, rel=1e-3)
+    assert train("272MiB", now=True, compiler="eager") == expected
 
 
 @pytest.mark.parametrize(("budget_mib", "crowded"), [(272, False), (480, True)])

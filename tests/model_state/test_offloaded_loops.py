@@ -475,3 +475,27 @@ def test_layers_of_one_kind_share_their_code() -> None:
     assert REGIONS.compilations - before <= 3, "the first one's input needs no gradient"
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad.to(one.grad.device))
+
+
+def test_what_a_forward_makes_of_its_layers_breaks_no_graph() -> None:
+    """Models of transformers run `self.layers[:n]`: a new list, which takes in modules with offloaded parameters."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(linear() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            shared = nn.Module()
+            shared.weight = self.layers[3].weight
+            for layer in self.layers[:3]:
+                x = x + torch.tanh(layer(x))
+            return nn.functional.linear(x, shared.weight).square().mean()
+
+    plain, model, x = Layers(), Layers(), torch.randn(8, WIDTH)
+    plain(x).backward()
+    tencache_fx.offload(model, "cpu")
+    compiled(model, {**EAGER, "compiler": "eager"}, fullgraph=True)(x).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, None if other.grad is None else other.grad.to(one.grad.device))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import tencache_fx
 from tencache_fx.cli import main
 from tencache_fx.errors import OptionError, UsageError
+from tencache_fx.hardware.device_memory import allocate_workspaces
 from tencache_fx.planning.problem import STATE_BYTES
 from tencache_fx.reporting.dump import read_regions
 from tencache_fx.reporting.fit_report import Fit
@@ -355,6 +356,7 @@ def test_nothing_is_allocated_for_fifty_billion_parameters(factories: Path) -> N
 
 @pytest.mark.gpu
 def test_a_gpu_is_planned_for_without_its_memory() -> None:
+    allocate_workspaces(torch.device("cuda"))  # a real run would pay for them
     model = mlp(2048).bfloat16()
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -365,7 +367,7 @@ def test_a_gpu_is_planned_for_without_its_memory() -> None:
     options["device_budget"] = f"{512_000_000 + held}B"  # as much beside what other tests have left
     (record,) = planned(model.cuda(), options, torch.randn(4096, 2048, dtype=torch.bfloat16, device="cuda"))
     real_bytes = record.plan.forecast.peak_bytes - record.problem.external_bytes
-    assert abs(found.peak_bytes - real_bytes) < real_bytes // 5  # libraries' workspaces take their part of the budget
+    assert abs(found.peak_bytes - real_bytes) < real_bytes // 10
 
 
 def test_state_of_what_stays_is_counted_where_it_stays() -> None:
