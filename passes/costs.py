@@ -105,9 +105,18 @@ def _roofline_ns(node: fx.Node, traffic: Traffic, roofline: Roofline) -> int:
     if begins_collective(node):  # the device computes on, once it has begun
         return roofline.launch_ns
     flops = count_flops(node, on_gpu=roofline.of_gpu)
-    compute_ns = flops * 1_000_000_000 // roofline.flops_rate(tensors_of(node)[0].dtype) if flops else 0
+    compute_ns = flops * 1_000_000_000 // _flops_rate(node, roofline) if flops else 0
     memory_ns = traffic.nbytes * 1_000_000_000 // roofline.memory_bytes_per_s
     return max(compute_ns, memory_ns) + (roofline.launch_ns if traffic.launches else 0)
+
+
+def _flops_rate(node: fx.Node, roofline: Roofline) -> int:
+    """Return the FLOP/s at which an op runs, of those that torch's formulas count; they count all keys of a query."""
+    dtype, name = tensors_of(node)[0].dtype, str(node.target)
+    if "scaled_dot_product" not in name:
+        return roofline.flops_rate(dtype)
+    rate = roofline.attention_rate(dtype, backward="backward" in name)
+    return 2 * rate if arguments_of(node).get("is_causal") else rate  # kernels leave out the keys that come later
 
 
 def _scratch_bytes(node: fx.Node, *, is_cpu: bool, fuses: bool) -> int:

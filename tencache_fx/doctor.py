@@ -24,7 +24,7 @@ from tencache_fx.options import Options
 from tencache_fx.planning.problem import Links
 from tencache_fx.reporting.tables import show_measured
 from tencache_fx.runtime.streams import open_streams
-from tencache_fx.units import format_bytes, format_rate
+from tencache_fx.units import format_bytes, format_flops, format_rate
 
 _GiB = 1 << 30
 _PIN_BYTES = 256 << 20
@@ -109,7 +109,8 @@ def show_report(report: Report) -> str:
     rows = {
         "device": f"{report.device}, {report.device_name}",
         "device memory": f"{_space(report.device_space)}",
-        **{f"matmul {name}": f"{rate / 1e12:.3g} TFLOP/s" for name, rate in report.matmul_per_s},
+        **{f"matmul {name}": format_flops(rate) for name, rate in report.matmul_per_s},
+        **dict(_attention_rows(report.roofline)),
         "device memory traffic": format_rate(report.roofline.memory_bytes_per_s),
         "kernel": f"{report.roofline.launch_ns} ns on the device, {report.roofline.issue_ns} ns to issue",
         "link out": _link(links.d2h_bytes_per_s, links.d2h_duplex_bytes_per_s, report.pageable, 0),
@@ -257,6 +258,12 @@ def disk_findings(report: Report) -> Iterator[str]:
                 f"{disk.directory} has {format_bytes(disk.free_bytes)} free, so hardly anything can be spilled there; "
                 "free some space, or name another directory."
             )
+
+
+def _attention_rows(roofline: Roofline) -> Iterator[tuple[str, str]]:
+    if roofline.attention_flops_per_s is not None:
+        forward, backward = map(format_flops, roofline.attention_flops_per_s)
+        yield "attention", f"{forward} forward, {backward} backward"
 
 
 def _measure(device: torch.device, options: Options) -> Report:

@@ -43,6 +43,11 @@ def format_rate(bytes_per_s: int) -> str:
     return f"{format_bytes(bytes_per_s)}/s"
 
 
+def format_flops(flops_per_s: int) -> str:
+    """Return a rate of floating-point operations, such as "770 TFLOP/s"."""
+    return f"{flops_per_s / 1e12:.3g} TFLOP/s"
+
+
 def format_ns(duration_ns: int) -> str:
     """Return a duration with three significant digits.
 

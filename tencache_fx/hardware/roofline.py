@@ -16,12 +16,15 @@ class Roofline:
 
     `launch_ns` is what a kernel costs the device beyond its work, `issue_ns` what it costs the thread that issues it:
     a device whose kernels are shorter than that waits for them. On a CPU both are one, and `issue_ns` is 0.
+    `attention_flops_per_s` are those of attention in reduced precision, forward and backward, which is far from what
+    matmuls reach; None where attention was not measured.
     """
 
     flops_per_s: tuple[tuple[str, Positive], ...]
     memory_bytes_per_s: Positive
     launch_ns: int
     issue_ns: int
+    attention_flops_per_s: tuple[Positive, Positive] | None = None
 
     def check(self) -> None:
         """Raise `ValueError` for rates of no dtype at all."""
@@ -37,6 +40,12 @@ class Roofline:
         """Return the FLOP/s of matmul-class work in `dtype`; one that was not measured counts as the slowest."""
         rates = dict(self.flops_per_s)
         return rates.get(dtype_name(dtype), min(rates.values()))
+
+    def attention_rate(self, dtype: "torch.dtype", *, backward: bool) -> int:
+        """Return the FLOP/s of attention in `dtype`; where it was not measured, as those of matmuls."""
+        if self.attention_flops_per_s is None or dtype.itemsize > 2:
+            return self.flops_rate(dtype)
+        return self.attention_flops_per_s[backward]
 
 
 def dtype_name(dtype: "torch.dtype") -> str:

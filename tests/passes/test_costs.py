@@ -204,3 +204,25 @@ def test_grouped_heads_of_attention_are_counted_as_whole_ones() -> None:
             op = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention" + "_backward" * backward).default
             whole = 2 * 2 * 8 * 32 * 32 * 16  # a product of each head
             assert flops(2, op, backward=backward) == flops(8, op, backward=backward) == (5 if backward else 2) * whole
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_in_reduced_precision_runs_at_rates_of_its_own(causal: bool) -> None:  # noqa: FBT001
+    """A GPU's kernels leave out half of the keys where each query has those before it only."""
+    shape = (2, 4, 64, 32)
+    product = 2 * 2 * 4 * 64 * 64 * 32
+    rates = {"flops_per_s": (("bfloat16", 10**12), ("float32", 10**12)), "memory_bytes_per_s": 10**15}
+    gpu = Roofline(**rates, launch_ns=0, issue_ns=1, attention_flops_per_s=(10**9, 10**8))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    rates_by_dtype = {torch.bfloat16: (10**9, 10**8), torch.float32: (10**12, 10**12)}
+    for dtype, (forward, backward) in rates_by_dtype.items():
+        capture = capture_of(attend, *(torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)))
+        ops = [op for op in estimate_ops(capture, gpu, None, {}) if "attention" in op.name]
+        found_ns = {"backward" in op.name: op.duration_ns for op in ops}
+        expected_s = {False: 2 * product / forward, True: 5 * product / backward}
+        assert found_ns == {
+            back: pytest.approx(seconds * 1e9 / (2 if causal else 1), rel=0.01) for back, seconds in expected_s.items()
+        }
