@@ -6,7 +6,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +97,7 @@ def _profile_of(report: Report, options: Options) -> DeviceProfile:
     return DeviceProfile(
         name=report.device_name,
         memory_bytes=report.device_space.total_bytes,
-        roofline=found.roofline,
+        roofline=replace(found.roofline, attention_flops_per_s=report.roofline.attention_flops_per_s),
         links=found.links,
         source=f"measured, torch {torch.__version__}",
     )
@@ -270,6 +270,8 @@ def _measure(device: torch.device, options: Options) -> Report:
     cuda = device.type == "cuda"
     free = device_space(device)  # before this process holds any
     roofline = rates_module.roofline(device, calibrate=True, renew=True)
+    if cuda:
+        roofline = replace(roofline, attention_flops_per_s=rates_module.attention_rates(device))
     links = rates_module.links(device, (), calibrate=True, renew=True)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     host = host_space()

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tencache_fx.hardware.cache import cached, kept
 from tencache_fx.hardware.copies import LINK_BYTES, copy_pairs, copy_rates, cuda_copy_rates, kernels
@@ -177,6 +176,35 @@ def known_rates(device: torch.device, spill_dirs: Sequence[Path], *, calibrate: 
     )
 
 
+def attention_rates(device: torch.device) -> tuple[int, int] | None:
+    """Return the FLOP/s of attention in bfloat16 on a GPU, forward and backward: nine tenths of what is measured.
+
+    There is a mask, as models of transformers give one. Takes under a second, and 200 MiB where a kernel is fused.
+    FLOPs are counted as torch does: two products forward, five backward. None where the device cannot compute it.
+    """
+    batch, heads, tokens, width = 2, 16, 2048, 128
+    own = torch.Generator(device).manual_seed(0)
+    shape = (batch, heads, tokens, width)
+    q, k, v = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16, generator=own).requires_grad_() for _ in range(3)
+    )
+    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+
+    def forward() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    try:
+        result = forward()
+        backward = partial(torch.autograd.grad, result, (q, k, v), torch.ones_like(result), retain_graph=True)
+        times_s = _mean_seconds(device, forward), _mean_seconds(device, backward)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return None
+    flops = 4 * batch * heads * tokens * tokens * width
+    return _attainable(per_second(flops, times_s[0])), _attainable(per_second(flops * 5 // 2, times_s[1]))
+
+
 def _measure_links(device: torch.device) -> Links:
     copy_rates(device, ("out", "in"))  # wakes the link
     beside = kernels(device) if device.type == "cuda" else None
@@ -239,7 +267,6 @@ def _measure_roofline(device: torch.device) -> Roofline:
     # float32 first: the slowest, it also brings the device's clock up for the others.
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if cuda else (torch.float32, torch.bfloat16)
     flops = [(dtype_name(dtype), _attainable(_matmul_rate(device, dtype, 4096 if cuda else 768))) for dtype in dtypes]
-    attention = _attention_rates(device) if cuda else None
     source = torch.zeros((120 if cuda else 32) * _MiB // 4, device=device)  # more than any cache holds
     target = torch.empty_like(source)
     tiny = target[:1]
@@ -256,13 +283,11 @@ def _measure_roofline(device: torch.device) -> Roofline:
         memory_bytes_per_s=_attainable(per_second(2 * source.numel() * 4, memory_s)),
         launch_ns=max(1, int(launch_s * 1e9)),
         issue_ns=_issue_ns(device, nothing) if cuda else 0,
-        attention_flops_per_s=attention,
     )
     log.info(
-        "measured %s: %s, attention %s, memory %s, launch %d ns, issue %d ns",
+        "measured %s: %s, memory %s, launch %d ns, issue %d ns",
         device,
         ", ".join(f"{name} {format_flops(rate)}" for name, rate in found.flops_per_s),
-        " and ".join(map(format_flops, found.attention_flops_per_s or ())) or "not measured",
         format_rate(found.memory_bytes_per_s),
         found.launch_ns,
         found.issue_ns,
@@ -275,31 +300,6 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype, side: int) -> int:
     left, right = (torch.rand(side, side, device=device, dtype=dtype, generator=own) for _ in range(2))
     product = torch.empty_like(left)
     return per_second(2 * side**3, _mean_seconds(device, lambda: torch.mm(left, right, out=product)))
-
-
-def _attention_rates(device: torch.device) -> tuple[int, int] | None:
-    """Return the FLOP/s of attention in bfloat16, forward and backward, with a mask as models of transformers give one.
-
-    None where the device has no kernel for it. FLOPs are counted as torch does: two products forward, five backward.
-    """
-    batch, heads, tokens, width = 2, 16, 2048, 128
-    own = torch.Generator(device).manual_seed(0)
-    shape = (3, batch, heads, tokens, width)
-    with _disable_current_modes(), torch.inference_mode(mode=False), torch.enable_grad():
-        q, k, v = torch.randn(shape, device=device, dtype=torch.bfloat16, generator=own).requires_grad_()
-        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
-
-        def forward() -> torch.Tensor:
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-        try:
-            result = forward()
-            backward = partial(torch.autograd.grad, result, (q, k, v), torch.ones_like(result), retain_graph=True)
-            times_s = _mean_seconds(device, forward), _mean_seconds(device, backward)
-        except RuntimeError:
-            return None
-    flops = 4 * batch * heads * tokens * tokens * width
-    return _attainable(per_second(flops, times_s[0])), _attainable(per_second(flops * 5 // 2, times_s[1]))
 
 
 def _mean_seconds(device: torch.device, run: Callable[[], object], *, times: int = 20) -> float:

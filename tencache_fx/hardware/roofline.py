@@ -17,7 +17,7 @@ class Roofline:
     `launch_ns` is what a kernel costs the device beyond its work, `issue_ns` what it costs the thread that issues it:
     a device whose kernels are shorter than that waits for them. On a CPU both are one, and `issue_ns` is 0.
     `attention_flops_per_s` are those of attention in reduced precision, forward and backward, which is far from what
-    matmuls reach; None where attention was not measured.
+    matmuls reach; None where attention was not measured, as where its ops are timed one by one.
     """
 
     flops_per_s: tuple[tuple[str, Positive], ...]

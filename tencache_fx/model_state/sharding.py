@@ -92,6 +92,9 @@ class TensorParallelGuard:
         return TensorParallelGuard, (None if self._module is None else self._module(),)
 
 
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
+
+
 def guard_from_sharding(model: nn.Module, store: ParameterStore) -> None:
     """Let every module that contains offloaded parameters refuse to be spread: those of `model`, and later ones."""
     if not torch.distributed.is_available():
@@ -125,10 +128,9 @@ def _guard(module: nn.Module) -> None:
 def _take_in_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """Guard a module that takes in another one, with offloaded parameters; raises `UsageError` if it spreads them.
 
-    That is DistributedDataParallel, which has changed nothing by then. Compiled code makes lists of some of a model's
-    layers (`self.layers[:n]`): these are let be, as looking for parameters would break the graph.
+    That is DistributedDataParallel, which has changed nothing by then.
     """
-    if torch.compiler.is_compiling():
+    if _is_traced_list(module):
         return
     all_offloaded = [] if child is None else list(_offloaded_in(child))
     away = next((offloaded for offloaded in all_offloaded if not offloaded.summoned), None)
@@ -143,10 +145,16 @@ def _take_in_module(module: nn.Module, name: str, child: nn.Module | None) -> No
 
 def _take_in_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> None:
     """Guard a module that takes in an offloaded parameter of another one."""
-    if torch.compiler.is_compiling():
-        return
-    if parameter is not None and _find(parameter) is not None:
+    if parameter is not None and not _is_traced_list(module) and _find(parameter) is not None:
         _guard(module)
+
+
+def _is_traced_list(module: nn.Module) -> bool:
+    """Return whether traced code makes a list of modules or parameters, such as `self.layers[:n]`, to run through it.
+
+    To look into it for offloaded parameters would break the graph.
+    """
+    return torch.compiler.is_dynamo_compiling() and isinstance(module, _LISTS)
 
 
 def _refuse(module: "weakref.ref[nn.Module] | None", who: str) -> None:

@@ -32,7 +32,11 @@ SOUND = Report(
     device_space=Space(total_bytes=150 * GB, available_bytes=149 * GB),
     matmul_per_s=(("bfloat16", 720 * 10**12), ("float32", 45 * 10**12), ("tf32", 380 * 10**12)),
     roofline=Roofline(
-        flops_per_s=(("bfloat16", 720 * 10**12),), memory_bytes_per_s=4000 * GB, launch_ns=2000, issue_ns=4000
+        flops_per_s=(("bfloat16", 720 * 10**12),),
+        memory_bytes_per_s=4000 * GB,
+        launch_ns=2000,
+        issue_ns=4000,
+        attention_flops_per_s=(330 * 10**12, 250 * 10**12),
     ),
     links=LINKS,
     pageable=(15 * GB, 7 * GB),
@@ -65,6 +69,7 @@ def test_a_sound_machine_has_no_findings():
         assert expected in text
     for expected in ("0.3 s/GiB", "xfs, direct I/O, write 3 GB/s, read 2 GB/s, 900 GB free", "4 TB/s", "tf32"):
         assert expected in text
+    assert "330 TFLOP/s forward, 250 TFLOP/s backward" in text
 
 
 def test_several_spill_directories_have_shares():
@@ -172,7 +177,7 @@ def test_the_command_reports_on_this_machine(capsys, tmp_path, cache_folder):
 def test_the_command_reports_on_a_gpu(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for expected in (torch.cuda.get_device_name(), "matmul tf32", "pinning", "pageable"):
+    for expected in (torch.cuda.get_device_name(), "matmul tf32", "attention", "pinning", "pageable"):
         assert expected in out
 
 

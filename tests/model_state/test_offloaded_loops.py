@@ -487,11 +487,11 @@ def test_what_a_forward_makes_of_its_layers_breaks_no_graph() -> None:
             self.layers = nn.ModuleList(linear() for _ in range(4))
 
         def forward(self, x: Tensor) -> Tensor:
-            shared = nn.Module()
-            shared.weight = self.layers[3].weight
-            for layer in self.layers[:3]:
+            weights = nn.ParameterList([self.layers[3].weight])
+            for layer in self.layers[:2]:
                 x = x + torch.tanh(layer(x))
-            return nn.functional.linear(x, shared.weight).square().mean()
+            x = nn.Sequential(self.layers[2], nn.Tanh())(x)
+            return nn.functional.linear(x, weights[0]).square().mean()
 
     plain, model, x = Layers(), Layers(), torch.randn(8, WIDTH)
     plain(x).backward()
@@ -499,3 +499,16 @@ def test_what_a_forward_makes_of_its_layers_breaks_no_graph() -> None:
     compiled(model, {**EAGER, "compiler": "eager"}, fullgraph=True)(x).backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, None if other.grad is None else other.grad.to(one.grad.device))
+
+
+def test_what_traced_code_puts_an_offloaded_model_into_is_guarded_from_being_spread() -> None:
+    model, holder = linear(), nn.Module()
+    tencache_fx.offload(model, "cpu")
+
+    @torch.compile(backend="eager")
+    def take_in(x: Tensor) -> Tensor:
+        holder.inner = model
+        return x + 1
+
+    take_in(torch.ones(1))
+    assert "_distribute_module_applied" in vars(holder), "where torch looks before it spreads parameters"
