@@ -26,10 +26,10 @@ class DeviceProfile:
     source: str = "measured"
 
 
-def _ampere(
+def _by_published_rates(
     name: str, gib: int, tflops: tuple[float, float], memory_tb_per_s: float, link_gb_per_s: float, host_gb_per_s: float
 ) -> DeviceProfile:
-    """Return the profile of a GPU of `gib`, with its rates in reduced precision and in fp32.
+    """Return the profile of a GPU of `gib`, from Ampere on, with its rates in reduced precision and in fp32.
 
     Its source is the published peak rates, times what an H100 was measured to reach of its own: 76 % of its compute,
     78 % of its memory's, 75 % of its link's. Attention is FlashAttention-2, which was published (arXiv 2307.08691) to
@@ -111,10 +111,10 @@ _H200 = DeviceProfile(
 _ALL = (
     _H100,
     _H200,
-    _ampere("a100-80gb", 80, (312, 19.5), 2.04, 32, 100),
-    _ampere("a100-40gb", 40, (312, 19.5), 1.55, 32, 100),
-    _ampere("rtx4090", 24, (165, 82.6), 1.01, 32, 45),
-    _ampere("rtx3090", 24, (71, 35.6), 0.94, 32, 35),
+    _by_published_rates("a100-80gb", 80, (312, 19.5), 2.04, 32, 100),
+    _by_published_rates("a100-40gb", 40, (312, 19.5), 1.55, 32, 100),
+    _by_published_rates("rtx4090", 24, (165, 82.6), 1.01, 32, 45),
+    _by_published_rates("rtx3090", 24, (71, 35.6), 0.94, 32, 35),
 )
 PROFILES: Mapping[str, DeviceProfile] = MappingProxyType({profile.name: profile for profile in _ALL})
 """Those that have a name."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import tencache_fx
 from tencache_fx.region.registry import REGIONS
+from tencache_fx.reporting.step_tables import list_step
 from tencache_fx.runtime.engine import Engine
 
 pytestmark = pytest.mark.gpu
@@ -64,7 +65,7 @@ def test_steps_are_right_and_within_the_budget(faulty: Engine, compiler: str, sh
                 assert torch.equal(gradient, wanted)
             else:
                 torch.testing.assert_close(gradient, wanted, rtol=1e-3, atol=1e-5)
-    assert max(ours) <= budget, (ours, budget)
+    assert max(ours) <= budget, (ours, budget, "\n\n".join(map(list_step, tencache_fx.steps())), tencache_fx.report())
     recomputed = any(swap_region.recomputed for swap_region in map(_swap_region, REGIONS.live()) if swap_region)
     assert (recomputed or bool(tencache_fx.steps()[-1].plan.transfers)) == (share < 1)
 
