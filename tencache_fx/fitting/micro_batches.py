@@ -110,8 +110,9 @@ def find_setting(
     """Return the fastest way to take `samples` through, of these micro-batches.
 
     The largest one of those that promise about the fastest step is planned first, then, as long as there may be a
-    faster one, a neighbour of those that are. At most three are planned; the others' times are estimates. While one is
-    planned, `other` plans what is likely to come next; what then does not is as if it had not been planned.
+    faster one, a neighbour of the fastest so far, or else another. At most three are planned; the others' times are
+    estimates. While one is planned, `other` plans what is likely to come next; what then does not is as if it had not
+    been planned.
     """
     captured = {each: replace(problems(each), accumulation=samples // each) for each in tried}
     settings = {each: _estimated(problem, each, policy) for each, problem in captured.items()}
@@ -187,8 +188,9 @@ def _next(hopeful: Sequence[int], settings: Mapping[int, Setting], planned: Coll
         least_ns = min(settings[each].step_ns for each in rest)
         return max(each for each in rest if settings[each].step_ns <= least_ns * _CLOSE)
     best = min(planned, key=lambda each: settings[each].step_ns)
-    faster = [each for each in _near(hopeful, best) if each in rest and settings[each].step_ns < settings[best].step_ns]
-    return min(faster, key=lambda each: settings[each].step_ns, default=None)
+    faster = [each for each in rest if settings[each].step_ns < settings[best].step_ns]
+    near = [each for each in _near(hopeful, best) if each in faster]
+    return min(near or faster, key=lambda each: settings[each].step_ns, default=None)
 
 
 def _likely_next(

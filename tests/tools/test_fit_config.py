@@ -24,7 +24,7 @@ from tencache_fx.fitting import few_layers, fitness
 from tencache_fx.fitting.captures import Capture, whole_problem
 from tencache_fx.fitting.config_fit import _Captures, capture_largest, fit_config
 from tencache_fx.fitting.fake_model import FactoryResult
-from tencache_fx.fitting.micro_batches import NotEvenError, Planned, between, find_setting
+from tencache_fx.fitting.micro_batches import NotEvenError, Planned, _next, between, find_setting
 from tencache_fx.fitting.other_process import other_process
 from tencache_fx.fitting.repetition import NotRepeatedError, repeat_layers
 from tencache_fx.fitting.target import Target
@@ -35,6 +35,7 @@ from tencache_fx.hardware.profiles import PROFILES, find_profile, write_profile
 from tencache_fx.planning.parameter_schedule import step_ns
 from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.search import plan_region
+from tencache_fx.reporting.fit_report import Setting
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -160,6 +161,15 @@ class Beside:
             return plan_region(self.asked[-1], "joint") if self.answers else None
         except BudgetError as refusal:
             return refusal
+
+
+def test_where_no_neighbour_may_be_faster_another_one_is_planned() -> None:
+    took_ns = {1: 9, 2: 4, 4: 5, 8: 7, 16: 6}
+    settings = {
+        each: Setting(micro_batch=each, accumulation=1, floor_bytes=0, step_ns=ns) for each, ns in took_ns.items()
+    }
+    hopeful = list(settings)
+    assert [_next(hopeful, settings, planned) for planned in ({8}, {16}, {16, 8}, {16, 8, 2})] == [4, 2, 2, None]
 
 
 def test_the_setting_that_is_found_is_the_fastest_of_all() -> None:
