@@ -111,12 +111,12 @@ def _roofline_ns(node: fx.Node, traffic: Traffic, roofline: Roofline) -> int:
 
 
 def _flops_rate(node: fx.Node, roofline: Roofline) -> int:
-    """Return the FLOP/s at which an op runs, of those that torch's formulas count; they count all keys of a query."""
+    """Return the FLOP/s at which an op runs, of those that torch's formulas count."""
     dtype, name = tensors_of(node)[0].dtype, str(node.target)
-    if "scaled_dot_product" not in name or roofline.attention_flops_per_s is None:
+    if "scaled_dot_product" not in name:
         return roofline.flops_rate(dtype)
-    rate = roofline.attention_rate(dtype, backward="backward" in name)
-    return 2 * rate if arguments_of(node).get("is_causal") else rate  # kernels leave out the keys that come later
+    causal = bool(arguments_of(node).get("is_causal"))
+    return roofline.attention_rate(dtype, backward="backward" in name, causal=causal)
 
 
 def _scratch_bytes(node: fx.Node, *, is_cpu: bool, fuses: bool) -> int:

@@ -26,6 +26,32 @@ class DeviceProfile:
     source: str = "measured"
 
 
+def _profile(
+    name: str,
+    memory_bytes: int,
+    flops_per_s: tuple[int, int, int],
+    memory_bytes_per_s: int,
+    attention_flops_per_s: tuple[int, int],
+    links: Links,
+    source: str,
+) -> DeviceProfile:
+    """Return the profile of a GPU; `flops_per_s` are those in bfloat16, float16 and float32."""
+    names = ("bfloat16", "float16", "float32")
+    return DeviceProfile(
+        name=name,
+        memory_bytes=memory_bytes,
+        roofline=Roofline(
+            flops_per_s=tuple(zip(names, flops_per_s, strict=True)),
+            memory_bytes_per_s=memory_bytes_per_s,
+            launch_ns=2_500,  # assumed, not measured, as is the next
+            issue_ns=5_000,
+            attention_flops_per_s=attention_flops_per_s,
+        ),
+        links=links,
+        source=source,
+    )
+
+
 def _by_published_rates(
     name: str, gib: int, tflops: tuple[float, float], memory_tb_per_s: float, link_gb_per_s: float, host_gb_per_s: float
 ) -> DeviceProfile:
@@ -37,80 +63,57 @@ def _by_published_rates(
     """
     half, single = (int(rate * 0.76e12) for rate in tflops)
     link = int(link_gb_per_s * 0.75e9)
-    return DeviceProfile(
-        name=name,
-        memory_bytes=gib << 30,
-        roofline=Roofline(
-            flops_per_s=(("bfloat16", half), ("float16", half), ("float32", single)),
-            memory_bytes_per_s=int(memory_tb_per_s * 0.78e12),
-            launch_ns=_LAUNCH_NS,
-            issue_ns=_ISSUE_NS,
-            attention_flops_per_s=(int(tflops[0] * 0.63e12), int(tflops[0] * 0.54e12)),
-        ),
-        links=Links(
+    return _profile(
+        name,
+        gib << 30,
+        (half, half, single),
+        int(memory_tb_per_s * 0.78e12),
+        (int(tflops[0] * 0.63e12), int(tflops[0] * 0.54e12)),
+        Links(
             d2h_bytes_per_s=link,
             h2d_bytes_per_s=link,
             d2h_duplex_bytes_per_s=link * 14 // 15,
             h2d_duplex_bytes_per_s=link * 14 // 15,
             host_bytes_per_s=int(host_gb_per_s * 1e9),
         ),
-        source="published peak rates, by what an H100 was measured to reach of its own",
+        "published peak rates, by what an H100 was measured to reach of its own",
     )
 
 
-_LAUNCH_NS, _ISSUE_NS = 2_500, 5_000  # assumed, not measured
 # Nine tenths of what cuDNN's attention reached with a mask on an H200: 2048 tokens, 16 heads of 128, torch 2.11.
 _HOPPER_ATTENTION = (327_000_000_000_000, 254_000_000_000_000)
-_H100 = DeviceProfile(
-    name="h100",
-    memory_bytes=85_000_000_000,
-    roofline=Roofline(
-        flops_per_s=(
-            ("bfloat16", 750_562_257_758_589),
-            ("float16", 522_082_233_145_669),
-            ("float32", 46_480_207_326_775),
-        ),
-        memory_bytes_per_s=2_615_530_792_662,
-        launch_ns=_LAUNCH_NS,
-        issue_ns=_ISSUE_NS,
-        attention_flops_per_s=_HOPPER_ATTENTION,
-    ),
-    links=Links(
-        d2h_bytes_per_s=51_385_364_920,
-        h2d_bytes_per_s=49_957_073_913,
-        d2h_duplex_bytes_per_s=49_938_863_432,
-        h2d_duplex_bytes_per_s=43_114_049_381,
-        host_bytes_per_s=141_079_243_580,
-    ),
-    source="NVIDIA H100 80GB HBM3 (700 W), torch 2.11.0: compute and host memory of one machine, links of another; "
-    "launch times are assumed",
-)
-_H200 = DeviceProfile(
-    name="h200",
-    memory_bytes=150_000_000_000,
-    roofline=Roofline(
-        flops_per_s=(
-            ("bfloat16", 770_159_790_383_934),
-            ("float16", 739_399_669_592_729),
-            ("float32", 45_927_539_111_404),
-        ),
-        memory_bytes_per_s=3_633_412_858_078,
-        launch_ns=_LAUNCH_NS,
-        issue_ns=_ISSUE_NS,
-        attention_flops_per_s=_HOPPER_ATTENTION,
-    ),
-    links=Links(
-        d2h_bytes_per_s=53_298_813_422,
-        h2d_bytes_per_s=52_893_475_314,
-        d2h_duplex_bytes_per_s=49_510_731_750,
-        h2d_duplex_bytes_per_s=49_325_361_961,
-        host_bytes_per_s=97_455_906_871,
-    ),
-    source="NVIDIA H200, 16 cores, torch 2.11.0: one virtual machine; launch times are assumed",
-)
 _ALL = (
-    _H100,
-    _H200,
+    _profile(
+        "h100",
+        85_000_000_000,
+        (750_562_257_758_589, 522_082_233_145_669, 46_480_207_326_775),
+        2_615_530_792_662,
+        _HOPPER_ATTENTION,
+        Links(
+            d2h_bytes_per_s=51_385_364_920,
+            h2d_bytes_per_s=49_957_073_913,
+            d2h_duplex_bytes_per_s=49_938_863_432,
+            h2d_duplex_bytes_per_s=43_114_049_381,
+            host_bytes_per_s=141_079_243_580,
+        ),
+        "NVIDIA H100 80GB HBM3 (700 W), torch 2.11.0: compute and host memory of one machine, links of another; "
+        "launch times are assumed",
+    ),
+    _profile(
+        "h200",
+        150_000_000_000,
+        (770_159_790_383_934, 739_399_669_592_729, 45_927_539_111_404),
+        3_633_412_858_078,
+        _HOPPER_ATTENTION,
+        Links(
+            d2h_bytes_per_s=53_298_813_422,
+            h2d_bytes_per_s=52_893_475_314,
+            d2h_duplex_bytes_per_s=49_510_731_750,
+            h2d_duplex_bytes_per_s=49_325_361_961,
+            host_bytes_per_s=97_455_906_871,
+        ),
+        "NVIDIA H200, torch 2.11.0: one virtual machine of 16 cores; launch times are assumed",
+    ),
     _by_published_rates("a100-80gb", 80, (312, 19.5), 2.04, 32, 100),
     _by_published_rates("a100-40gb", 40, (312, 19.5), 1.55, 32, 100),
     _by_published_rates("rtx4090", 24, (165, 82.6), 1.01, 32, 45),

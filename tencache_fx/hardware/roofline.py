@@ -41,11 +41,12 @@ class Roofline:
         rates = dict(self.flops_per_s)
         return rates.get(dtype_name(dtype), min(rates.values()))
 
-    def attention_rate(self, dtype: "torch.dtype", *, backward: bool) -> int:
-        """Return the FLOP/s of attention in `dtype`; where it was not measured, as those of matmuls."""
-        if self.attention_flops_per_s is None or dtype.itemsize > 2:
+    def attention_rate(self, dtype: "torch.dtype", *, backward: bool, causal: bool) -> int:
+        """Return the FLOP/s of attention in `dtype`, all keys of a query counted; if not measured, those of matmuls."""
+        if self.attention_flops_per_s is None:
             return self.flops_rate(dtype)
-        return self.attention_flops_per_s[backward]
+        rate = self.attention_flops_per_s[backward] if dtype.itemsize <= 2 else self.flops_rate(dtype)
+        return 2 * rate if causal else rate  # kernels leave out the keys that come later
 
 
 def dtype_name(dtype: "torch.dtype") -> str:
