@@ -16,7 +16,7 @@ from tencache_fx.hardware import rates as rates_module
 from tencache_fx.hardware.capacity import Space, device_space, disk_space, host_space
 from tencache_fx.hardware.copies import copy_rates
 from tencache_fx.hardware.disk import Disk, filesystem_id, filesystem_type, joint_rates
-from tencache_fx.hardware.profiles import DeviceProfile, write_profile
+from tencache_fx.hardware.profiles import DeviceProfile, workspace_bytes, write_profile
 from tencache_fx.hardware.rates import known_rates
 from tencache_fx.hardware.roofline import Roofline
 from tencache_fx.model_state.arguments import find_device
@@ -93,6 +93,7 @@ def examine(device_name: str | None, spill_dirs: Sequence[Path] | None, save: Pa
 
 def _profile_of(report: Report, options: Options) -> DeviceProfile:
     """Return a device's rates as plans count on them, not as they were measured."""
+    is_gpu = report.device.type == "cuda"
     found = known_rates(report.device, options.spill_dir, calibrate=True, has_disk=bool(options.spill_dir))
     return DeviceProfile(
         name=report.device_name,
@@ -100,6 +101,7 @@ def _profile_of(report: Report, options: Options) -> DeviceProfile:
         roofline=replace(found.roofline, attention_flops_per_s=report.roofline.attention_flops_per_s),
         links=found.links,
         source=f"measured, torch {torch.__version__}",
+        workspace_bytes=workspace_bytes(torch.cuda.get_device_capability(report.device)[0]) if is_gpu else 0,
     )
 
 

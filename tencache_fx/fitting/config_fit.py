@@ -19,6 +19,7 @@ from tencache_fx.fitting.repetition import ENDS, NotRepeatedError
 from tencache_fx.fitting.target import Target
 from tencache_fx.fitting.workload import Request, Workload
 from tencache_fx.hardware.cache import cached, kept
+from tencache_fx.planning.external import least_spill_bytes
 from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.search import plan_region
 from tencache_fx.reporting.fit_report import Fit
@@ -84,7 +85,8 @@ def capture_largest(request: Request) -> Capture:
 
 def _has_plan(captured: Problem, target: Target, device_bytes: int) -> bool:
     try:
-        plan_region(captured.within(device_bytes=device_bytes), target.options.policy)
+        stated = replace(captured, min_spill_bytes=least_spill_bytes(device_bytes))
+        plan_region(stated.within(device_bytes=device_bytes), target.options.policy)
     except BudgetError:
         return False
     return True

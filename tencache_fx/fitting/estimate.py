@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from tencache_fx.fitting.model_figures import ModelFigures
 from tencache_fx.fitting.target import Target
 from tencache_fx.options import Options
+from tencache_fx.planning.external import least_spill_bytes
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.loads import Load, loads_of
 from tencache_fx.planning.parameter_schedule import keep_resident, step_ns
@@ -72,7 +73,10 @@ def least_device_bytes(
     """Return a device budget in which every region has a plan, as small as a few tries find; None if none has."""
     budget = options.device_budget
     assert budget is not None
-    floor = round_up(max(policy_floor_bytes(each, options.policy) for each in captured), PAGE_BYTES)
+    floor = 0
+    for _ in range(2):  # the larger a budget, the larger is what is worth a transfer
+        spilled = [replace(each, min_spill_bytes=least_spill_bytes(floor)) for each in captured]
+        floor = round_up(max(policy_floor_bytes(each, options.policy) for each in spilled), PAGE_BYTES)
     if floor > budget and has_plan(floor):
         return floor
     low, high = max(floor, budget), round_up(max(int(live_bytes(each).max()) for each in captured), PAGE_BYTES)

@@ -167,9 +167,10 @@ def _fake(tensor: Tensor, device: torch.device, mode: FakeTensorMode) -> Tensor:
     return empty.requires_grad_(tensor.requires_grad)
 
 
-def figures_of(made: FactoryResult) -> ModelFigures:
+def figures_of(made: FactoryResult, workspace_bytes: int) -> ModelFigures:
     """Return what a model takes, real or fake; of parameters that are tied, the first name counts.
 
+    `workspace_bytes` are what libraries keep on the device.
     Raises `OptionError` where it is made for parameters that cannot be offloaded.
     """
     model, adapts = made.model, is_adapted(made.model)
@@ -187,7 +188,7 @@ def figures_of(made: FactoryResult) -> ModelFigures:
             )
             for name, parameter in model.named_parameters()
         ),
-        beside_bytes=sum(map(_bytes, tensors.values())),
+        beside_bytes=sum(map(_bytes, tensors.values())) + workspace_bytes,
     )
 
 

@@ -35,7 +35,7 @@ def capture_layers(load: Workload, target: Target, micro_batch: int, ends: int |
     return Capture(
         problem=plans[0].captured,
         few=trial.figures,
-        whole=figures_of(model.make(micro_batch)),
+        whole=figures_of(model.make(micro_batch), target.workspace_bytes),
         unit=unit,
         traced=f"{' and '.join(dict.fromkeys(pairs))} layers" if few is not model else "all layers",
     )

@@ -26,7 +26,10 @@ class ParameterFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFigures:
-    """A model's parameters; what it is called with, and its buffers, of `beside_bytes`, stay on the device."""
+    """A model's parameters; beside them `beside_bytes` stay on the device.
+
+    These are its buffers, what it is called with, and libraries' workspaces.
+    """
 
     parameters: tuple[ParameterFigures, ...]
     beside_bytes: int

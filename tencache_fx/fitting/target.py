@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tencache_fx.errors import OptionError
-from tencache_fx.hardware.profiles import find_profile
+from tencache_fx.hardware.profiles import find_profile, workspace_bytes
 from tencache_fx.hardware.roofline import KnownRates
 from tencache_fx.options import Options
 
@@ -21,6 +21,7 @@ class Target:
     """A device to plan for, its rates, and the options. Models are traced on `traced_on`, which is in this machine.
 
     `profile` is the name of the one it is known by, else empty; `source` is where a profile's rates are from.
+    `workspace_bytes` are what libraries keep on it.
     """
 
     traced_on: str
@@ -28,6 +29,7 @@ class Target:
     rates: KnownRates
     profile: str = ""
     source: str = ""
+    workspace_bytes: int = 0
 
     @property
     def device(self) -> "torch.device":
@@ -67,6 +69,7 @@ class Target:
             rates=KnownRates(roofline=known.roofline, links=links, measured=True),
             profile=known.name,
             source=known.source,
+            workspace_bytes=known.workspace_bytes,
         )
 
 
@@ -78,7 +81,12 @@ def _in_this_machine(device: "torch.device | str | None", given: Mapping[str, ob
     from tencache_fx.model_state.arguments import find_device
 
     found = resolve_device(find_device(device))
-    total_bytes = torch.cuda.get_device_properties(found).total_memory if found.type == "cuda" else None
-    options = Options.suppose(given, device_bytes=total_bytes)
+    about = torch.cuda.get_device_properties(found) if found.type == "cuda" else None
+    options = Options.suppose(given, device_bytes=None if about is None else about.total_memory)
     rates = known_rates(found, options.spill_dir, calibrate=options.calibrate, has_disk=options.spill_budget > 0)
-    return Target(traced_on=str(found), options=options, rates=rates)
+    return Target(
+        traced_on=str(found),
+        options=options,
+        rates=rates,
+        workspace_bytes=0 if about is None else workspace_bytes(about.major),
+    )

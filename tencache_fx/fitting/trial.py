@@ -35,7 +35,7 @@ class Trial:
     def __init__(self, made: FactoryResult, target: Target, mode: FakeTensorMode) -> None:
         self._made, self._target, self._mode = fake_model(made, target.device, mode), target, mode
         self._settings = compat.inductor_settings(None, dict(target.options.inductor))
-        self.figures = figures_of(self._made)
+        self.figures = figures_of(self._made, target.workspace_bytes)
         named = self._made.model.named_parameters()
         self._names = {id(p): name for name, p in named if name in self.figures.offloaded}
         for module in self._made.model.modules():

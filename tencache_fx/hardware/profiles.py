@@ -16,7 +16,7 @@ from tencache_fx.serialization import Positive, from_json, to_json
 class DeviceProfile:
     """A device's memory and rates, and those of the links to it; as `rates.roofline` and `rates.links` return them.
 
-    `source` says where the figures are from.
+    `workspace_bytes` are what libraries keep on it while a model is trained; `source` says where the figures are from.
     """
 
     name: str
@@ -24,11 +24,22 @@ class DeviceProfile:
     roofline: Roofline
     links: Links
     source: str = "measured"
+    workspace_bytes: int = 0
+
+
+def workspace_bytes(compute_capability: int) -> int:
+    """Return what cuBLAS keeps on a GPU of this major compute capability, while a model is trained.
+
+    It has a workspace for the thread of the forward, and one for the backward's (torch:
+    `aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize`).
+    """
+    return 2 * ((32 << 20) if compute_capability in (9, 10) else (8 << 20) + (128 << 10))
 
 
 def _profile(
     name: str,
     memory_bytes: int,
+    compute_capability: int,
     flops_per_s: tuple[int, int, int],
     memory_bytes_per_s: int,
     attention_flops_per_s: tuple[int, int],
@@ -49,6 +60,7 @@ def _profile(
         ),
         links=links,
         source=source,
+        workspace_bytes=workspace_bytes(compute_capability),
     )
 
 
@@ -66,6 +78,7 @@ def _by_published_rates(
     return _profile(
         name,
         gib << 30,
+        8,
         (half, half, single),
         int(memory_tb_per_s * 0.78e12),
         (int(tflops[0] * 0.63e12), int(tflops[0] * 0.54e12)),
@@ -86,6 +99,7 @@ _ALL = (
     _profile(
         "h100",
         85_000_000_000,
+        9,
         (750_562_257_758_589, 522_082_233_145_669, 46_480_207_326_775),
         2_615_530_792_662,
         _HOPPER_ATTENTION,
@@ -102,6 +116,7 @@ _ALL = (
     _profile(
         "h200",
         150_000_000_000,
+        9,
         (770_159_790_383_934, 739_399_669_592_729, 45_927_539_111_404),
         3_633_412_858_078,
         _HOPPER_ATTENTION,

@@ -49,7 +49,7 @@ region/budget_check.py         does the plan fit at the sizes of this call, besi
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
@@ -72,7 +72,7 @@ from tencache_fx.region.collective_order import find_order
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Monitor, Placement, Request
 from tencache_fx.region.environment import Environment
 from tencache_fx.region.graph_copy import copy_joint, copy_module
-from tencache_fx.region.joint_split import gathering_nodes, reading_nodes, split_joint
+from tencache_fx.region.joint_split import Joint, gathering_nodes, reading_nodes, split_joint
 from tencache_fx.region.kept_region import cache_key
 from tencache_fx.region.lowering import Lowering, PlannedLowering
 from tencache_fx.region.overlap_choice import better, may_gain_in_turn
@@ -197,14 +197,13 @@ class Compilation:
     def partition(self, joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> ForwardBackward:
         """Split the joint graph as AOTAutograd would, then write this region's plan into both graphs.
 
-        Where the `joint` policy finds it worth recomputing more, a copy of the joint graph is split once more that way.
+        Where the `joint` policy finds it worth recomputing more, the joint graph is split once more that way.
         """
         if self._source.options.compiler == "inductor":
             settle_pattern_layouts(joint.graph)
             copy_for_convolutions(joint.graph)
         gathers = gathering_nodes(joint.graph, self._names)
-        copied = self._may_overlap(joint.graph) or self._source.options.may_recompute or bool(gathers)
-        task = _Joint(joint, copy_joint(joint) if copied else None, joint_inputs, kwargs)
+        task = Joint.prepare(joint, joint_inputs, recompute=self._source.options.recompute, **kwargs)
         labels = nodes_by_label(joint.graph) if gathers else {}
         self._agreed, self._gathers, self._again = None, gathers, gathers
         self._parts += 1
@@ -225,27 +224,27 @@ class Compilation:
             graph.recompile()
         return graphs
 
-    def _as_agreed(self, agreed: Agreed, task: "_Joint", labels: Mapping[str, str]) -> ForwardBackward:
+    def _as_agreed(self, agreed: Agreed, task: Joint, labels: Mapping[str, str]) -> ForwardBackward:
         """Return the halves as the ranks have agreed, as all others are from here on; `labels` name the joint's nodes.
 
         Where the graph has other ops, for sizes that torch takes as numbers, nothing runs again behind gathers.
         """
         again = {labels[label] for label in agreed.again} if labels.keys() >= set(agreed.again) else set()
         self._agreed, self._again = agreed, self._gathers | again
-        return self._halves(task.copy())
+        return self._halves(task)
 
-    def _best_way(self, task: "_Joint", halves: ForwardBackward) -> tuple[ForwardBackward, Candidate | None]:
+    def _best_way(self, task: Joint, halves: ForwardBackward) -> tuple[ForwardBackward, Candidate | None]:
         """Return the best split, with collectives that overlap if they may, and it pays."""
         self._overlaps = any(self._may_overlap(half.graph) for half in halves)
         graphs, candidate = self._best_split(task, halves)
         if self._overlaps and candidate is not None and may_gain_in_turn(self._planner, candidate):
             self._overlaps = False
-            others, in_turn = self._best_split(task, self._halves(task.copy()))
+            others, in_turn = self._best_split(task, self._halves(task))
             if in_turn is not None and better(self._planner, candidate, in_turn) is in_turn:
                 return others, in_turn
         return graphs, candidate
 
-    def _best_split(self, task: "_Joint", halves: ForwardBackward) -> tuple[ForwardBackward, Candidate | None]:
+    def _best_split(self, task: Joint, halves: ForwardBackward) -> tuple[ForwardBackward, Candidate | None]:
         """Return these halves of the joint graph, or others of which more is recomputed, and their plan."""
         candidate = self._plan(task, halves)
         if candidate is None or not self._source.options.may_recompute:
@@ -253,7 +252,7 @@ class Compilation:
         first = candidate
 
         def again(nodes: frozenset[str], names: tuple[str, ...]) -> tuple[ForwardBackward, Candidate | None]:
-            more = self._halves(task.copy(), nodes)
+            more = self._halves(task, nodes)
             return more, self._plan(task, more, first=first, recomputed=names)
 
         better, candidate = self._planner.recompute_more(first, again)
@@ -295,44 +294,27 @@ class Compilation:
             forward=forward, backward=backward, device=self._source.device, offloaded=self._names, **known
         )
 
-    def _halves(self, joint: "_Joint", recomputed_nodes: frozenset[str] = frozenset()) -> ForwardBackward:
-        """Split a joint graph, which is gone then, in forward and backward; `recomputed_nodes` are computed in both."""
-        recompute, again = self._source.options.recompute, recomputed_nodes | self._again
-        kept = reading_nodes(joint.graph.graph, self._gathers, joint.more["num_fwd_outputs"]) if self._gathers else ()
-        forward, backward = split_joint(
-            joint.graph, joint.inputs, recompute=recompute, again=again, kept=kept, **joint.more
-        )
+    def _halves(self, joint: Joint, recomputed_nodes: frozenset[str] = frozenset()) -> ForwardBackward:
+        """Split a joint graph in forward and backward; `recomputed_nodes` are computed in both."""
+        kept = reading_nodes(joint.graph.graph, self._gathers, joint.num_outputs) if self._gathers else ()
+        forward, backward = split_joint(joint, again=recomputed_nodes | self._again, kept=kept)
         if self._agreed is not None:
             gather_in_order(forward.graph, self._agreed.forward)
             gather_in_order(backward.graph, self._agreed.backward)
         return forward, backward
 
-    def _plan(self, joint: "_Joint", halves: ForwardBackward, **more: Any) -> Candidate | None:
+    def _plan(self, joint: Joint, halves: ForwardBackward, **more: Any) -> Candidate | None:
         """Return the plan for forward and backward, and what it is made from."""
         forward, backward = (half.graph for half in halves)
         capture = self._capture(
             forward,
             backward,
-            num_outputs=joint.more["num_fwd_outputs"],
-            static_inputs=frozenset(joint.more.get("static_lifetime_input_indices") or ()),
+            num_outputs=joint.num_outputs,
+            static_inputs=frozenset(joint.static_inputs),
             donated=self._donated,
         )
         free = self._agreed is None and not self._planner.by_step
         return self._planner.plan(capture, earlier=tuple(self._gathers) if free else (), **more)
-
-
-class _Joint(NamedTuple):
-    """A joint graph, a copy of it as it was, if it may be split once more, and what torch says of it besides."""
-
-    graph: fx.GraphModule
-    untouched: fx.GraphModule | None
-    inputs: Sequence[Any]
-    more: Mapping[str, Any]
-
-    def copy(self) -> "_Joint":
-        """Return the joint graph as it was."""
-        assert self.untouched is not None
-        return self._replace(graph=copy_joint(self.untouched))
 
 
 def _is_refused(candidate: Candidate | None) -> bool:

@@ -2,11 +2,13 @@
 
 import contextlib
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
     AOTOutput,
@@ -29,43 +31,79 @@ from tencache_fx.tensors import storage_of, tensors_of
 _aten = torch.ops.aten
 
 
+@dataclass(kw_only=True)
+class Joint:
+    """A joint graph that can be split several times: torch's partitioners copy its nodes, and only mark its own.
+
+    It is split by min-cut with `recompute="auto"`, saving all that autograd would with "none". `decided` says of nodes,
+    by their names, what somebody else has decided: whether the backward computes them again. `overwritten` are nodes
+    that it must not compute again, as what they read is written to. `is_simplified` says that a partitioner has been
+    there, and computes once now what stood there twice.
+    """
+
+    graph: fx.GraphModule
+    inputs: Sequence[Any]
+    recompute: str
+    num_outputs: int
+    static_inputs: Sequence[int]
+    decided: Mapping[str, CheckpointPolicy]
+    overwritten: frozenset[str]
+    is_simplified: bool = False
+
+    @staticmethod
+    def prepare(
+        graph: fx.GraphModule,
+        inputs: Sequence[Any],
+        *,
+        recompute: str,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Sequence[int] | None = None,
+        **_ignored: Any,
+    ) -> "Joint":
+        """Return what AOTAutograd hands to a partitioner, and what that is told of it; changes the graph."""
+        overwritten = _save_what_is_overwritten(graph.graph, num_fwd_outputs)
+        if recompute != "auto":
+            _draw_once(graph.graph)
+        return Joint(
+            graph=graph,
+            inputs=inputs,
+            recompute=recompute,
+            num_outputs=num_fwd_outputs,
+            static_inputs=tuple(static_lifetime_input_indices or ()),
+            decided={node.name: node.meta["recompute"] for node in graph.graph.nodes if "recompute" in node.meta},
+            overwritten=overwritten,
+        )
+
+
 def split_joint(
-    joint: fx.GraphModule,
-    joint_inputs: Sequence[Any],
-    *,
-    recompute: str,
-    again: Collection[str] = (),
-    kept: Collection[str] = (),
-    num_fwd_outputs: int,
-    static_lifetime_input_indices: list[int] | None = None,
-    **_ignored: Any,
+    joint: Joint, *, again: Collection[str] = (), kept: Collection[str] = ()
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return forward and backward: by min-cut with `recompute="auto"`, saving all that autograd would with "none".
+    """Return forward and backward.
 
     The nodes named in `again` are computed in the backward once more, as inside activation checkpointing, whatever the
     partitioner would think of it; those named in `kept`, and not in `again`, are not.
     """
-    marked = set()
-    for node in joint.graph.nodes:
-        if node.name in again:
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        elif node.name in kept and "recompute" not in node.meta and recompute == "auto":
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            marked.add(node.name)
-    _save_what_is_overwritten(joint.graph, num_fwd_outputs)
-    if recompute != "auto":
-        _draw_once(joint.graph)
-    split = min_cut_rematerialization_partition if recompute == "auto" else default_partition
-    with _fixed_sizes():
+    marks = dict(joint.decided)
+    marked = {name for name in kept if name not in again and name not in marks} if joint.recompute == "auto" else set()
+    marks |= dict.fromkeys(again, CheckpointPolicy.MUST_RECOMPUTE)
+    marks |= dict.fromkeys(marked | joint.overwritten, CheckpointPolicy.MUST_SAVE)
+    for node in joint.graph.graph.nodes:
+        node.meta.pop("recompute", None)  # an earlier split has left its own
+        if node.name in marks:
+            node.meta["recompute"] = marks[node.name]
+    split = min_cut_rematerialization_partition if joint.recompute == "auto" else default_partition
+    simplifies = {"cse": functorch_config.cse and not joint.is_simplified}
+    with _fixed_sizes(), functorch_config.patch(simplifies):
         halves = split(
-            joint,
-            joint_inputs,
-            num_fwd_outputs=num_fwd_outputs,
-            static_lifetime_input_indices=static_lifetime_input_indices,
+            joint.graph,
+            joint.inputs,
+            num_fwd_outputs=joint.num_outputs,
+            static_lifetime_input_indices=list(joint.static_inputs),
         )
+    joint.is_simplified = joint.recompute == "auto"
     for node in (node for half in halves for node in half.graph.nodes if node.name in marked):
         node.meta.pop("recompute", None)  # a plan may compute it again all the same
-    compute_early(halves[0].graph, num_fwd_outputs)
+    compute_early(halves[0].graph, joint.num_outputs)
     return halves
 
 
@@ -144,9 +182,10 @@ def _draw_once(joint: fx.Graph) -> None:
                 reader.meta["val"] = value[0]
 
 
-def _save_what_is_overwritten(joint: fx.Graph, num_outputs: int) -> None:
-    """Save all that is computed straight from an input that is written to: in the forward, or behind it.
+def _save_what_is_overwritten(joint: fx.Graph, num_outputs: int) -> frozenset[str]:
+    """Return the names of what has to be saved: all that is computed straight from an input that is written to.
 
+    It is written to in the forward, or behind it.
     Computed in the backward, it would be computed from the new value: gradients would be wrong without a word, or where
     AOTAutograd writes the input behind the forward, autograd would refuse it. Torch's partitioners do not see to it
     (2.14: `_functorch/partitioners.py`), nor does Inductor by itself. Where the backward itself computes something from
@@ -156,6 +195,7 @@ def _save_what_is_overwritten(joint: fx.Graph, num_outputs: int) -> None:
         copy = lift_fresh_copy(given); mul = multiply(copy, x)  | ... multiply(tangent, copy)
     """
     early = _computed_early(joint, num_outputs)
+    found: set[str] = set()
     for given in dict.fromkeys((*_written_within(joint), *_written_behind(joint))):
         readers = tuple(_readers(given))
         for reader in readers:
@@ -163,8 +203,8 @@ def _save_what_is_overwritten(joint: fx.Graph, num_outputs: int) -> None:
                 reader.target = _aten.lift_fresh_copy.default
         if not all(reader in early and not may_take_out(reader) for reader in readers):
             readers = (_copy(joint, given),)
-        for reader in readers:
-            reader.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        found.update(reader.name for reader in readers)
+    return frozenset(found)
 
 
 def _computed_early(joint: fx.Graph, num_outputs: int) -> set[fx.Node]:

@@ -1,6 +1,6 @@
 """Recipes, run on real tensors: each makes its saved value again, to the last bit, from what is there anyway."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,7 @@ from tencache_fx.passes.inductor_model import InductorModel
 from tencache_fx.passes.lifetimes import StorageNodes, measure_lifetimes
 from tencache_fx.passes.recipes import find_recipes, recomputed_nodes
 from tencache_fx.planning.problem import Kind, Recipe
-from tencache_fx.region.graph_copy import copy_joint
-from tencache_fx.region.joint_split import split_joint
+from tencache_fx.region.joint_split import Joint, split_joint
 
 JOINT = {**EAGER, "policy": "joint", "calibrate": True}
 
@@ -53,8 +52,8 @@ def look(case: Case, *, recompute: str = "auto") -> list[Seen]:
 
     def partition(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
         checkpointed = frozenset(node.name for node in joint.graph.nodes if node.meta.get("recompute") is not None)
-        kept = [copy_joint(joint) for _ in range(2)]
-        halves, capture = split(joint, joint_inputs, recompute, kwargs)
+        task = Joint.prepare(joint, joint_inputs, recompute=recompute, **kwargs)
+        halves, capture = split(task)
         model = InductorModel.of(capture)
         fused, _ = reuse_in_place(capture, model, measure_lifetimes(capture, model))
         values: dict[fx.Node, Any] = {}
@@ -62,7 +61,7 @@ def look(case: Case, *, recompute: str = "auto") -> list[Seen]:
         for storages in (measure_lifetimes(capture), fused):
             recipes = find_recipes(capture, storages)
             names = recomputed_nodes(capture, recipes, [recipe.name for recipe in recipes])
-            _, again = split(kept.pop(), joint_inputs, recompute, kwargs, again=names)
+            _, again = split(task, again=names)
             found.append(Seen(capture, storages, recipes, checkpointed, again, values, inputs))
         return halves
 
@@ -92,19 +91,13 @@ def look(case: Case, *, recompute: str = "auto") -> list[Seen]:
     return found
 
 
-def split(
-    joint: fx.GraphModule,
-    joint_inputs: Sequence[Any],
-    recompute: str,
-    kwargs: Mapping[str, Any],
-    again: Collection[str] = (),
-) -> tuple[tuple[fx.GraphModule, fx.GraphModule], RegionGraphs]:
-    forward, backward = split_joint(joint, joint_inputs, recompute=recompute, again=again, **kwargs)
+def split(joint: Joint, again: Collection[str] = ()) -> tuple[tuple[fx.GraphModule, fx.GraphModule], RegionGraphs]:
+    forward, backward = split_joint(joint, again=again)
     capture = RegionGraphs(
         forward=forward.graph,
         backward=backward.graph,
-        num_outputs=kwargs["num_fwd_outputs"],
-        static_inputs=frozenset(kwargs.get("static_lifetime_input_indices") or ()),
+        num_outputs=joint.num_outputs,
+        static_inputs=frozenset(joint.static_inputs),
         device=torch.device("cpu"),
     )
     return (forward, backward), capture

@@ -40,7 +40,7 @@ from tencache_fx.reporting.fit_report import Setting
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
-GIVEN = {"device_budget": "48MiB", "host_budget": "8GiB"}
+GIVEN = {"device_budget": "112MiB", "host_budget": "8GiB"}
 LLAMA = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 2048}
 CONFIGS: dict[str, dict[str, object]] = {
     "LlamaConfig": {**LLAMA, "num_hidden_layers": 8},
@@ -203,7 +203,7 @@ def test_the_setting_that_is_found_is_the_fastest_of_all() -> None:
 def test_few_layers_tell_what_all_of_them_do(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sequence = None if name == "ViTConfig" else 256
     load = Workload(config=name, settings=CONFIGS[name], micro_batch=16, sequence=sequence)
-    given = GIVEN | {"device_budget": "200MiB"}
+    given = GIVEN | {"device_budget": "264MiB"}
     few = fit_config(load, None, given, profile="h100")
     monkeypatch.setattr(ConfiguredModel, "shorter", lambda model, ends: (model, 1))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -227,7 +227,7 @@ def test_two_micro_batches_are_traced_for_all(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(ConfiguredModel, "make", counted)
     load = Workload(config="LlamaConfig", settings=CONFIGS["LlamaConfig"], samples=16, sequence=256)
-    found = fit_config(load, None, GIVEN | {"device_budget": "200MiB"}, profile="h100")
+    found = fit_config(load, None, GIVEN | {"device_budget": "264MiB"}, profile="h100")
     assert [setting.micro_batch for setting in found.settings] == [1, 2, 4, 8, 16]
     assert traced == [2, 16]
 
@@ -275,7 +275,7 @@ def test_what_another_process_cannot_do_is_done_here(monkeypatch: pytest.MonkeyP
 @needs_transformers
 def test_what_was_captured_is_kept_for_all_budgets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     load = replace(request().load, samples=None, micro_batch=2)
-    other_budget = GIVEN | {"device_budget": "80MiB", "host_budget": "4GiB"}
+    other_budget = GIVEN | {"device_budget": "144MiB", "host_budget": "4GiB"}
     found = [fit_config(load, None, given, profile="h100") for given in (GIVEN, other_budget)]
     with monkeypatch.context() as patch:
         patch.setattr(few_layers, "capture_layers", None)
@@ -287,7 +287,7 @@ def test_what_was_captured_is_kept_for_all_budgets(monkeypatch: pytest.MonkeyPat
 @needs_transformers
 def test_what_is_kept_needs_no_torch() -> None:
     asked = ["fit", "hf:LlamaConfig", "--set", *(f"{name}={value}" for name, value in CONFIGS["LlamaConfig"].items())]
-    asked += ["--sequence", "64", "--micro-batch", "2", "--device-profile", "h100", "--device-budget", "48MiB"]
+    asked += ["--sequence", "64", "--micro-batch", "2", "--device-profile", "h100", "--device-budget", "112MiB"]
     asked += ["--host-budget", "8GiB"]
     assert main(asked) == 0
     code = f"import sys; from tencache_fx.cli import main; sys.exit(main({asked}) or 'torch' in sys.modules)"
@@ -317,7 +317,7 @@ def test_garbage_is_looked_for_seldom_while_the_command_works(monkeypatch: pytes
 @needs_transformers
 def test_the_command_answers_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
     sets = [f"{name}={value}" for name, value in CONFIGS["LlamaConfig"].items()]
-    given = ["--device-profile", "a100-40gb", "--device-budget", "48MiB", "--host-budget", "8GiB"]
+    given = ["--device-profile", "a100-40gb", "--device-budget", "65MiB", "--host-budget", "8GiB"]
     asked = ["fit", "hf:LlamaConfig", "--set", *sets, *given, "--tokens", "4096", "--sequence", "256"]
     assert main(asked) == 0
     out = capsys.readouterr().out
