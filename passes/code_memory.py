@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tencache_fx.passes.code_interface import Interface, Part, operation_name
-from tencache_fx.passes.verify_code import runtime_call, statements
+from tencache_fx.passes.verify_code import as_written, runtime_call, statements
 from tencache_fx.tensors import allocated_bytes
 
 _OPERATIONS = ("torch.ops.", "extern_kernels.", "aten.")
@@ -121,8 +121,8 @@ class _Run:
                 return tuple(self._read(value) for value in _elements(line.value))
             if isinstance(line, ast.Delete):
                 for target in line.targets:
-                    self.env.pop(ast.unparse(target), None)
-                    self._tuples.pop(ast.unparse(target), None)
+                    self.env.pop(as_written(target), None)
+                    self._tuples.pop(as_written(target), None)
             elif isinstance(line, ast.Assign):
                 known = len(self._nbytes)
                 self._assign(line)
@@ -133,23 +133,23 @@ class _Run:
             elif (
                 isinstance(line, ast.Expr)
                 and not self._note_runtime(line.value, None)
-                and not ast.unparse(line).startswith("assert_")
+                and not _is_assertion(line.value)
             ):
                 self._weigh(self._scratch_bytes(line.value))
         return ()
 
     def _scratch_bytes(self, value: ast.expr) -> int:
         """Return what an operation allocates for itself while it runs."""
-        if not isinstance(value, ast.Call) or not (function := ast.unparse(value.func)).startswith(_OPERATIONS):
+        if not isinstance(value, ast.Call) or not (function := as_written(value.func)).startswith(_OPERATIONS):
             return 0
         return self.interface.scratch.get(operation_name(function), 0)
 
     def _assign(self, line: ast.Assign) -> None:
         (target,) = line.targets
-        value, name = line.value, ast.unparse(target)
+        value, name = line.value, as_written(target)
         if isinstance(target, ast.Tuple):
-            names = [ast.unparse(each) for each in target.elts]
-            if ast.unparse(value) == "args":  # the inputs by position: mostly, not always, under their own names
+            names = [as_written(each) for each in target.elts]
+            if as_written(value) == "args":  # the inputs by position: mostly, not always, under their own names
                 by_position = [self.env.get(given, frozenset()) for given in self.interface.inputs]
                 if len(names) != len(by_position):
                     raise UnreadableCodeError(f"it takes {len(names)} inputs, its graph {len(by_position)}")
@@ -168,7 +168,7 @@ class _Run:
                 self._leaving[name] = self._leaving[value.id]
 
     def _call(self, call: ast.Call, name: str) -> None:
-        function = ast.unparse(call.func)
+        function = as_written(call.func)
         device = self.interface.device.type
         if function == "reinterpret_tensor":
             self.env[name] = self._read(call.args[0])
@@ -211,9 +211,9 @@ class _Run:
         if role in ("offload", "offload_grad") and name is not None:
             self._leaving[name] = self._read(given["src"])
         elif role == "release":
-            held = self._leaving.get(ast.unparse(given["handle"]))
+            held = self._leaving.get(as_written(given["handle"]))
             self._leaving = {handle: value for handle, value in self._leaving.items() if value is not held}
-            if "donated" in given and ast.unparse(given["donated"]) == "True":
+            if "donated" in given and as_written(given["donated"]) == "True":
                 self.donated |= self._read(given["src"])
         elif role in ("prefetch", "fetch_param") and name is not None:
             if (wait := self._known.waited.get(name)) is None:
@@ -230,7 +230,7 @@ class _Run:
         """Return the storages behind a variable, or behind what is made of it in place."""
         while isinstance(value, ast.Call) and value.args:
             value = value.args[0]
-        return self.env.get(ast.unparse(value), frozenset())
+        return self.env.get(as_written(value), frozenset())
 
     def _weigh(self, scratch_bytes: int = 0) -> None:
         alive = self._kept.union(*self.env.values(), *self._leaving.values())
@@ -268,19 +268,19 @@ class _Run:
             value = line.value if isinstance(line, (ast.Assign, ast.Expr)) else None
             if isinstance(line, ast.Assign) and (element := _element(line.value)) is not None:
                 base, index = element
-                known.parts.setdefault(base, {})[index] = ast.unparse(line.targets[0])
+                known.parts.setdefault(base, {})[index] = as_written(line.targets[0])
             if isinstance(line, ast.Assign) and isinstance(value, ast.Name):
-                first_name[ast.unparse(line.targets[0])] = first_name.get(value.id, value.id)
+                first_name[as_written(line.targets[0])] = first_name.get(value.id, value.id)
             if not isinstance(value, ast.Call):
                 continue
-            function = ast.unparse(value.func)
+            function = as_written(value.func)
             if (call := runtime_call(value)) is not None and call[0] == "wait":
-                ticket = ast.unparse(call[1]["ticket"])
+                ticket = as_written(call[1]["ticket"])
                 known.waited[first_name.get(ticket, ticket)] = call[1]
             for variable, shape, dtype in _assertions(function, value):
-                known.shape[ast.unparse(variable)] = self._numbers(shape)
+                known.shape[as_written(variable)] = self._numbers(shape)
                 if dtype is not None:
-                    known.item_bytes[ast.unparse(variable)] = _item_bytes(dtype)
+                    known.item_bytes[as_written(variable)] = _item_bytes(dtype)
         return known
 
 
@@ -296,6 +296,10 @@ def _cross(forward: _Run, saved: Sequence[frozenset[int]], interface: Interface)
     states = [name for name, value in crossing.items() if value is None and name.startswith(_RANDOM_STATE)]
     crossing |= dict(zip(states, nameless, strict=False))
     return {name: value for name, value in crossing.items() if value}
+
+
+def _is_assertion(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and as_written(value.func).startswith("assert_")
 
 
 def _assertions(function: str, call: ast.Call) -> Iterator[tuple[ast.expr, ast.expr, ast.expr | None]]:
@@ -319,14 +323,14 @@ def _elements(sequence: ast.expr | None) -> Sequence[ast.expr]:
 def _element(value: ast.expr) -> tuple[str, int] | None:
     """Return the variable and the index of `variable[index]`."""
     index = value.slice.value if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant) else None
-    return (ast.unparse(value.value), index) if isinstance(value, ast.Subscript) and isinstance(index, int) else None
+    return (as_written(value.value), index) if isinstance(value, ast.Subscript) and isinstance(index, int) else None
 
 
 def _item_bytes(dtype: ast.expr) -> int:
     """Return the bytes of an element, of a dtype spelled as in Python ("torch.float32")."""
-    found = getattr(torch, ast.unparse(dtype).removeprefix("torch."), None)
+    found = getattr(torch, as_written(dtype).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise UnreadableCodeError(f"{ast.unparse(dtype)} is no dtype")
+        raise UnreadableCodeError(f"{as_written(dtype)} is no dtype")
     return found.itemsize
 
 

@@ -91,15 +91,13 @@ def verify_code(planned: PlannedCalls, source: str | None) -> bool:
     """
     if source is None:
         return True
-    tree = ast.parse(source)
-    calls = list(_follow(tree, planned.handles))
+    calls, found = _follow(ast.parse(source), planned.handles)
     if sorted(planned.segments) != sorted((call.role, call.label) for call in calls):
         raise InvariantError(
             f"code: the graph has the runtime ops {sorted(planned.segments)}, "
             f"the code {sorted((call.role, call.label) for call in calls)}."
         )
     _check_order(planned, calls)
-    found = sum(map(_count_heavy, statements(tree)))
     if found != planned.heavy:
         log.info(
             "generated code has %d heavy kernels, the graph %d: %d runtime ops were compared with one another only",
@@ -135,17 +133,23 @@ def _check_segments(planned: PlannedCalls, calls: Sequence[_Call]) -> None:
             )
 
 
-def _follow(tree: ast.Module, handles: Mapping[str, str]) -> Iterator[_Call]:
-    """Yield each runtime op as it is called, following handles and buffers from variable to variable."""
+def _follow(tree: ast.Module, handles: Mapping[str, str]) -> tuple[list[_Call], int]:
+    """Return the runtime ops as they are called, and how many heavy kernels are.
+
+    Handles and buffers are followed from variable to variable.
+    """
+    found: list[_Call] = []
     name_of: dict[str, str] = dict(handles)
     leaving: dict[str, str] = {}  # source variable -> storage
     released: dict[str, str] = {}  # buffer -> storage
     buffer_of: dict[str, str] = {}  # what a variable is another name, or a view, of
     heavy = 0
     for statement in statements(tree):
-        _check_reads(statement, released, buffer_of)
-        targets = [ast.unparse(t) for t in statement.targets] if isinstance(statement, ast.Assign) else []
-        for role, given in _runtime_calls(statement):
+        nodes = tuple(ast.walk(statement))
+        _check_reads(statement, nodes, released, buffer_of)
+        targets = [as_written(t) for t in statement.targets] if isinstance(statement, ast.Assign) else []
+        called = [node for node in nodes if isinstance(node, ast.Call)]
+        for role, given in filter(None, map(runtime_call, called)):
             if "label" in given:
                 label = str(ast.literal_eval(given["label"]))
                 if role in ("offload", "offload_grad"):
@@ -156,38 +160,44 @@ def _follow(tree: ast.Module, handles: Mapping[str, str]) -> Iterator[_Call]:
                     leaving = {name: other for name, other in leaving.items() if other != label}
                     released[_buffer(given["src"], buffer_of)] = label
             name_of |= dict.fromkeys(targets, label)
-            yield _Call(role=role, label=label, heavy_before=heavy)
-        heavy += _count_heavy(statement)
+            found.append(_Call(role=role, label=label, heavy_before=heavy))
+        heavy += sum(as_written(node.func).startswith(_HEAVY) for node in called)
         if isinstance(statement, ast.Assign) and _names_buffer(statement.value):
             buffer_of |= dict.fromkeys(targets, _buffer(statement.value, buffer_of))
             if (source := _variable(statement.value)) in name_of:
                 name_of |= dict.fromkeys(targets, name_of[source])
         if isinstance(statement, ast.Delete):
-            for name in map(ast.unparse, statement.targets):
+            for name in map(as_written, statement.targets):
                 if name in leaving:
                     raise InvariantError(f"code: {name} is freed while {leaving[name]} is being copied out.")
+    return found, heavy
 
 
-def _check_reads(statement: ast.stmt, released: Mapping[str, str], buffer_of: Mapping[str, str]) -> None:
-    """Nothing but `del` may name a buffer behind its release, nor a view of it."""
+def _check_reads(
+    statement: ast.stmt, nodes: Sequence[ast.AST], released: Mapping[str, str], buffer_of: Mapping[str, str]
+) -> None:
+    """Nothing but `del` may name a buffer behind its release, nor a view of it; `nodes` are those of `statement`."""
     if isinstance(statement, ast.Delete):
         return
-    for node in ast.walk(statement):
+    for node in nodes:
         if isinstance(node, ast.Name) and (label := released.get(buffer_of.get(node.id, node.id))) is not None:
             raise InvariantError(f"code: {node.id} is read after the release of {label}: {ast.unparse(statement):.80}")
 
 
-def _count_heavy(statement: ast.stmt) -> int:
-    """Count the calls of matmul-class kernels: libraries' own, and those that Inductor makes from its templates."""
-    names = [ast.unparse(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    return sum(name.startswith(_HEAVY) for name in names)
-
-
 def statements(tree: ast.Module) -> Iterator[ast.stmt]:
     """Yield the straight-line statements of the generated `call` function, `with` blocks looked into."""
-    for node in ast.walk(tree):
+    for node in (inner for outer in tree.body for inner in (outer, *getattr(outer, "body", ()))):  # or it is a method
         if isinstance(node, ast.FunctionDef) and node.name == "call":
             yield from _flat(node.body)
+
+
+def as_written(expression: ast.expr) -> str:
+    """Return the source of an expression; of one such as `a.b.c`, as most are, in much less time than `ast` takes."""
+    names, inner = [], expression
+    while isinstance(inner, ast.Attribute):
+        names.append(inner.attr)
+        inner = inner.value
+    return ".".join((inner.id, *reversed(names))) if isinstance(inner, ast.Name) else ast.unparse(expression)
 
 
 def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -198,15 +208,9 @@ def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield statement
 
 
-def _runtime_calls(statement: ast.stmt) -> Iterator[tuple[str, dict[str, ast.expr]]]:
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Call) and (call := runtime_call(node)) is not None:
-            yield call
-
-
 def runtime_call(call: ast.Call) -> tuple[str, dict[str, ast.expr]] | None:
     """Return which runtime op is called, and its arguments by name; None for other calls."""
-    function = ast.unparse(call.func)
+    function = as_written(call.func)
     if not function.startswith(_OURS):
         return None
     role = function.removeprefix(_OURS).split(".")[0]
@@ -218,12 +222,12 @@ def _variable(argument: ast.expr) -> str:
     """Return the buffer behind an argument: itself, or what `reinterpret_tensor(buffer, ...)` views."""
     while isinstance(argument, ast.Call):
         argument = argument.args[0]
-    return ast.unparse(argument)
+    return as_written(argument)
 
 
 def _names_buffer(value: ast.expr) -> bool:
     """Return whether a value is a variable, or a view of one."""
-    viewed = isinstance(value, ast.Call) and ast.unparse(value.func) == "reinterpret_tensor"
+    viewed = isinstance(value, ast.Call) and as_written(value.func) == "reinterpret_tensor"
     return isinstance(value, ast.Name) or viewed
 
 
