@@ -15,6 +15,7 @@ the writing (`barriers.PinOrder`), and Inductor writes over nothing that is wait
 """
 
 import dataclasses
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
@@ -131,7 +132,7 @@ def _dies_here(
         and new.birth == step
         and old.nbytes == new.nbytes
         and not any(ends[use] == ends[step] and use in reductions for use in old.uses[:-1])
-        and not any(u < k < v for u, v in pairwise(old.uses) for k in model.heavy)
+        and not any(bisect_right(model.heavy, u) < bisect_left(model.heavy, v) for u, v in pairwise(old.uses))
     )
 
 

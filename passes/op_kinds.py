@@ -26,7 +26,12 @@ def is_view(node: fx.Node) -> bool:
     made = tensors_of(node)
     if not made or any(tensor.layout is not torch.strided for tensor in made):
         return False
-    return storages_of(node) <= set().union(*map(storages_of, node.all_input_nodes))
+    named = storages_of(node)
+    for given in node.all_input_nodes:
+        named -= storages_of(given)
+        if not named:
+            return True
+    return False
 
 
 def storages_of(node: fx.Node) -> set[int]:

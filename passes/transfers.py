@@ -182,9 +182,9 @@ def _write_wait(
 
 def _late_readers(gaps: Gaps, swap: _Swap) -> tuple[fx.Node, ...]:
     """Return what reads the storage after its wait, in order: copies of register values made so far among it."""
-    nodes = list(swap.target.nodes)
-    first_late = nodes.index(gaps.anchor(swap.target, swap.transfer.needed_at))
-    return tuple(node for node in nodes[first_late:] if any(a in swap.nodes.members for a in node.all_input_nodes))
+    anchor = gaps.anchor(swap.target, swap.transfer.needed_at)
+    readers = {user for member in swap.nodes.members if member.graph is swap.target for user in member.users}
+    return tuple(sorted(reader for reader in readers if not reader < anchor))  # nodes compare by their places
 
 
 def _copy_registers(graph: fx.Graph, returns: Mapping[fx.Node, _Return], registers: frozenset[fx.Node]) -> set[fx.Node]:
