@@ -48,7 +48,12 @@ def reuse_in_place(
     reductions = frozenset(step for step, node in enumerate(capture.nodes) if is_reduction(node))
     taken: dict[fx.Node, fx.Node] = {}
     for step, node in enumerate(capture.nodes):
-        if node in registers or node not in index_of or is_view(node) or not (is_loop_body(node) or scatter_base(node)):
+        if (
+            node in registers
+            or node not in index_of
+            or node in model.views
+            or not (is_loop_body(node) or scatter_base(node))
+        ):
             continue
         operand = next(
             (

@@ -16,7 +16,7 @@ All rules about its fusion are here, and other passes ask one `InductorModel`, b
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -77,12 +77,14 @@ class InductorModel:
     """What Inductor makes of `nodes`, the steps of one graph or of a region whose backward begins at `boundary`.
 
     `registers` are the values that it never writes to memory, each with the values in memory that it is computed from;
-    views of such values are among them. Everything takes O(nodes + arguments) but for `early`.
+    views of such values are among them. `views` are all nodes that only name bytes. Everything takes O(nodes +
+    arguments) but for `early`.
     """
 
     def __init__(self, nodes: Iterable[fx.Node], boundary: int | None = None) -> None:
         self._nodes, self._boundary = tuple(nodes), boundary
-        self.registers: Mapping[fx.Node, frozenset[fx.Node]] = _find_registers(self._nodes)
+        self.views = frozenset(filter(is_view, self._nodes))
+        self.registers: Mapping[fx.Node, frozenset[fx.Node]] = _find_registers(self._nodes, self.views)
 
     @staticmethod
     def of(capture: RegionGraphs) -> "InductorModel":
@@ -91,7 +93,7 @@ class InductorModel:
 
     def is_generated(self, node: fx.Node) -> bool:
         """Return whether Inductor generates a kernel, or a part of one, that writes this value to memory."""
-        return is_fusible(node) and not is_view(node) and node not in self.registers
+        return node not in self.views and node not in self.registers and is_fusible(node)
 
     def sources_of(self, node: fx.Node) -> set[fx.Node]:
         """Return the values in memory that a node reads, by the nodes that made them."""
@@ -119,7 +121,7 @@ class InductorModel:
             if step == self._boundary:
                 made.clear()
             if not self.is_generated(node):
-                if not (is_view(node) or node in self.registers or is_constant(node)):
+                if not (node in self.views or node in self.registers or is_constant(node)):
                     made.clear()
                 continue
             for source in self.sources_of(node):
@@ -220,7 +222,7 @@ class InductorModel:
         return kernel_of
 
     def _is_free(self, node: fx.Node) -> bool:
-        return node in self.registers or _moves_nothing(node)
+        return node in self.registers or _moves_nothing(node, only_names=node in self.views)
 
 
 @dataclass(slots=True, eq=False)
@@ -249,13 +251,13 @@ def _loop(node: fx.Node) -> tuple[int, int | None]:
     return max(operands, default=results), results
 
 
-def _find_registers(nodes: Sequence[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
+def _find_registers(nodes: Sequence[fx.Node], views: Collection[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
     registers: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in nodes:
         sources = frozenset().union(*(registers.get(argument, {argument}) for argument in node.all_input_nodes))
         if is_constant(node) and _is_inlined(node, 0):
             registers[node] = frozenset()
-        elif is_view(node):
+        elif node in views:
             if node.all_input_nodes and node.all_input_nodes[0] in registers:
                 registers[node] = sources
         elif is_loop_body(node) and packet_of(node) is not _aten.cat and _is_inlined(node, len(sources)):
@@ -316,14 +318,14 @@ def eager_traffic(nodes: Iterable[fx.Node]) -> tuple[Traffic, ...]:
 
 
 def _alone(node: fx.Node, reads: "_Reads") -> Traffic:
-    if _moves_nothing(node):
+    if _moves_nothing(node, only_names=is_view(node)):
         return _NOTHING
     return Traffic(sum(reads.of(node).values()) + nbytes_of(node), launches=True)
 
 
-def _moves_nothing(node: fx.Node) -> bool:
+def _moves_nothing(node: fx.Node, *, only_names: bool) -> bool:
     """Return whether a node makes no tensor, only names one, or stands for a copy: that is the plan's affair."""
-    return node.target in UNPLANNED or not tensors_of(node) or (is_view(node) and not is_mutating(node))
+    return node.target in UNPLANNED or (only_names and not is_mutating(node)) or not tensors_of(node)
 
 
 class _Reads:
