@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import tencache_fx
 from tencache_fx.cli import main
 from tencache_fx.errors import OptionError, UsageError
+from tencache_fx.hardware.device_memory import allocate_workspaces
+from tencache_fx.hardware.profiles import workspace_bytes
 from tencache_fx.planning.problem import STATE_BYTES
 from tencache_fx.reporting.dump import read_regions
 from tencache_fx.reporting.fit_report import Fit
@@ -366,16 +368,18 @@ def test_a_gpu_is_planned_for_without_its_memory() -> None:
     torch.compiler.reset()  # memory is kept free for forwards of other tests whose backward is still to come
     tencache_fx.close()
     model = mlp(2048).bfloat16()
+    allocate_workspaces(torch.device("cuda"))  # other tests may have had them allocated, or not
+    taken = workspace_bytes(torch.cuda.get_device_capability()[0])
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     options = {"device_budget": "512MB", "compiler": "eager", "host_budget": "1GiB"}  # 252 MB of it for the state
     found = tencache_fx.fit(model, torch.randn(4096, 2048, dtype=torch.bfloat16), device="cuda", **(GIVEN | options))
     assert torch.cuda.max_memory_allocated() - held < 1 << 20
     assert found.fits
-    options["device_budget"] = f"{512_000_000 + held}B"  # as much beside what other tests have left
+    options["device_budget"] = f"{512_000_000 + held - taken}B"  # as much beside what other tests have left
     (record,) = planned(model.cuda(), options, torch.randn(4096, 2048, dtype=torch.bfloat16, device="cuda"))
     real_bytes = record.plan.forecast.peak_bytes - record.problem.external_bytes
-    assert abs(found.peak_bytes - real_bytes) < real_bytes // 5  # libraries' workspaces take their part of the budget
+    assert abs(found.peak_bytes - taken - real_bytes) < real_bytes // 10  # an activation is a 24th
 
 
 def test_state_of_what_stays_is_counted_where_it_stays() -> None:
