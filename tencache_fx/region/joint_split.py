@@ -63,7 +63,7 @@ class Joint:
         """Return what AOTAutograd hands to a partitioner, and what that is told of it; changes the graph."""
         overwritten = _save_what_is_overwritten(graph.graph, num_fwd_outputs)
         if recompute != "auto":
-            _draw_once(graph.graph)
+            _draw_once(graph.graph, overwritten)
         return Joint(
             graph=graph,
             inputs=inputs,
@@ -103,6 +103,8 @@ def split_joint(
     joint.is_simplified = joint.recompute == "auto"
     for node in (node for half in halves for node in half.graph.nodes if node.name in marked):
         node.meta.pop("recompute", None)  # a plan may compute it again all the same
+    for node in (node for half in halves for node in half.graph.find_nodes(op="placeholder")):
+        node.meta = dict(node.meta)  # torch hands on the joint graph's own, which the next split has, too
     compute_early(halves[0].graph, joint.num_outputs)
     return halves
 
@@ -164,7 +166,7 @@ def _fixed_sizes() -> Iterator[None]:
         fake_mode.static_shapes = before
 
 
-def _draw_once(joint: fx.Graph) -> None:
+def _draw_once(joint: fx.Graph, saved: Collection[str]) -> None:
     """Have random numbers of the forward drawn in the forward only, unless they are to be recomputed.
 
     Torch's default partitioner leaves a copy of each such op in the backward where it has the op's arguments, and
@@ -172,7 +174,7 @@ def _draw_once(joint: fx.Graph) -> None:
     (2.14: `_functorch/partitioners.py: default_partition, is_multi_output`).
     """
     for node in joint.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload) or "recompute" in node.meta:
+        if not isinstance(node.target, torch._ops.OpOverload) or "recompute" in node.meta or node.name in saved:
             continue
         if draws_numbers(node) and node.meta.get("partitioner_tag") != "is_backward":
             node.meta["partitioner_tag"] = "must_be_in_forward"

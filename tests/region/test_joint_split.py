@@ -74,12 +74,15 @@ def test_a_joint_graph_is_split_again_as_if_for_the_first_time(case: Case, recom
         untouched = copy_joint(joint), copy_joint(joint)
         task = Joint.prepare(joint, inputs, recompute=recompute, **kwargs)
         first = split_joint(task)
+        for node in (node for half in first for node in half.graph.nodes):
+            node.meta["mark"] = True  # as a plan for these graphs leaves its own
         nodes = first[0].graph.nodes
         again = frozenset(n.name for n in nodes if is_pointwise(n) and "recompute" not in n.meta and _is_returned(n))
         more = listing(split_joint(task, again=again))
         found.append(more != listing(first))
         assert more == split(untouched[0], again)
         last = split_joint(task)
+        assert not any("mark" in node.meta for half in last for node in half.graph.nodes)
         assert listing(last) == listing(first) == split(untouched[1])
         return last
 
