@@ -114,10 +114,8 @@ def train(
         torch.cuda.empty_cache()
 
     def loss_of(**inputs: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(
-            **inputs
-        ).loss  # logits that are returned stay until the backward, and `fit` has none
-        return loss
+        found: torch.Tensor = model(**inputs).loss  # the logits would stay until the backward; `fit` has none
+        return found
 
     run: Any = torch.compile(loss_of, backend="tencache", options=options)
     times_ns, begun_ns = [], time.perf_counter_ns()
