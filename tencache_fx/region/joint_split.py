@@ -33,7 +33,7 @@ _aten = torch.ops.aten
 
 @dataclass(kw_only=True)
 class Joint:
-    """A joint graph that can be split several times: torch's partitioners copy its nodes; `split_joint` renews its marks.
+    """A joint graph that is split several times: torch's partitioners copy its nodes, `split_joint` renews its marks.
 
     It is split by min-cut with `recompute="auto"`, saving all that autograd would with "none". `decided` says of nodes,
     by their names, what somebody else has decided: whether the backward computes them again. `overwritten` are nodes
