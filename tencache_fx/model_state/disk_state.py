@@ -77,6 +77,7 @@ class DiskState:
         self.layout = parameter.size(), parameter.stride()
         self.forms = dict(forms)
         self.made: frozenset[str] = frozenset()  # set by the optimizer: the arrays that its class's steps have made
+        self.shown: tuple[frozenset[str], dict[str, Tensor]] | None = None  # what `shown_of` says, and of which `made`
         self.place: Tier | None = Tier.NVME
         self.tensors: dict[str, Tensor] = {}  # none of them is in memory
         self.nbytes = state_bytes(forms.values(), parameter.numel())

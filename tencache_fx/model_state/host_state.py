@@ -35,6 +35,7 @@ class State:
         self.layout = parameter.size(), parameter.stride()
         self.forms = dict(forms)
         self.made: frozenset[str] = frozenset()  # set by the optimizer: the arrays that its class's steps have made
+        self.shown: tuple[frozenset[str], dict[str, Tensor]] | None = None  # what `shown_of` says, and of which `made`
         self.place = Tier.DEVICE if on_device else Tier.HOST
         count, parts = parameter.numel(), named_parts(forms)
         sizes = [round_up(part.nbytes(count), _ALIGN_BYTES) for part in parts.values()]

@@ -197,8 +197,10 @@ class OptimizerState(torch.optim.Optimizer):
             if (misfit := find_misfit(parameter, state, arrays)) is not None:
                 raise UsageError(f"{misfit}; a parameter whose size has changed needs a new optimizer.")
             state = self._keep(parameter, saved_of(held, state, arrays), place)
-        if offloaded is not None:
-            offloaded.optimizer_state = weakref.ref(self._states[parameter])
+        held = self._states[parameter]
+        known = None if offloaded is None or offloaded.optimizer_state is None else offloaded.optimizer_state()
+        if offloaded is not None and known is not held:
+            offloaded.optimizer_state = weakref.ref(held)
             offloaded.place_state = weakly(self._place_state, parameter)
         if offloaded is not None or place is Tier.DEVICE:
             self._written.pop(parameter, None)  # the weight goes on without it
@@ -228,7 +230,7 @@ class OptimizerState(torch.optim.Optimizer):
         if MASTER not in saved:  # it is the weight's as it is now
             self._versions.pop(parameter, None)
             self._written.pop(parameter, None)
-        state = on_cpu({name: value for name, value in saved.items() if name not in arrays}) | shown_of(held)
+        state = on_cpu({name: value for name, value in saved.items() if name not in arrays}) | dict(shown_of(held))
         self._states[parameter], self._state[parameter] = held, state
         return state
 

@@ -94,10 +94,12 @@ def hold_state(
     return DiskState(parameters_of(engine).disk_line, parameter, forms, values, label)
 
 
-def shown_of(held: State | DiskState) -> dict[str, Tensor]:
+def shown_of(held: State | DiskState) -> Mapping[str, Tensor]:
     """Return what is in an optimizer's `state`: the parts of the master, and of the arrays that its class has made."""
-    shown = named_parts({name: form for name, form in held.forms.items() if name in held.made or name == MASTER})
-    return {name: tensor for name, tensor in held.tensors.items() if name in shown}
+    if held.shown is None or held.shown[0] is not held.made:  # else it is as it was at the last step
+        names = named_parts({name: form for name, form in held.forms.items() if name in held.made or name == MASTER})
+        held.shown = held.made, {name: tensor for name, tensor in held.tensors.items() if name in names}
+    return held.shown[1]
 
 
 def decoded_of(held: State | DiskState | None, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,6 +134,6 @@ def is_in(held: State | DiskState, state: Mapping[str, Any]) -> bool:
 def on_cpu(scalars: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of what an optimizer has of a parameter besides arrays."""
     return {
-        name: value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
         for name, value in scalars.items()
     }

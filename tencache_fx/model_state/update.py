@@ -158,6 +158,8 @@ class ParameterUpdate:
 
 def flat(dense: Tensor) -> Tensor:
     """Return a dense tensor's elements [n] in the order they have in memory, without a copy."""
+    if dense.dim() == 1 and dense.is_contiguous():  # a view takes the host as long as everything else about a small one
+        return dense
     return dense.as_strided((dense.numel(),), (1,))
 
 

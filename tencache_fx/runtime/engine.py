@@ -30,8 +30,10 @@ from tencache_fx.runtime.stats import Stats
 from tencache_fx.runtime.store import Store
 from tencache_fx.runtime.streams import Streams, open_streams
 from tencache_fx.runtime.transfer_lifecycle import TransferLifecycle
-from tencache_fx.runtime.transfers import Layout, Stage, new_token, raw_bytes
+from tencache_fx.runtime.transfers import Layout, Stage, new_token
 from tencache_fx.units import PAGE_BYTES, round_up
+
+_NO_RANGE = contextlib.nullcontext()
 
 
 class Attachment(Protocol):
@@ -185,14 +187,16 @@ class Engine:
         with self._lock:
             transfer = self._table.find(handle, "release")
         with named_range("release", transfer.label):
-            watch = self.streams.watch()
-            self.streams.wait_compute(transfer.copied_out)
-            watch.stop()
+            watch = None if transfer.copied_out.query() else self.streams.watch()
+            self.streams.wait_compute(transfer.copied_out)  # raises what the copy raised
+            if watch is not None:
+                watch.stop()
             with self._lock:
                 transfer.src = None
             if not donated:
-                self.streams.after_release(raw_bytes(src))
-        self.stats.add_stall(watch, "stall_out_ns")
+                self.streams.after_release(src)
+        if watch is not None:
+            self.stats.add_stall(watch, "stall_out_ns")
         return new_token()
 
     def prefetch(self, handle: Tensor) -> Tensor:
@@ -332,4 +336,4 @@ def named_range(deed: str, label: str) -> contextlib.AbstractContextManager[obje
     """Return a context: a named range for a profiler that is on, else nothing."""
     if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function(f"tencache::{deed} {label}".rstrip())
-    return contextlib.nullcontext()
+    return _NO_RANGE

@@ -75,6 +75,8 @@ class ObjectBuffers:
 
     def drain(self) -> None:
         """Release the buffers of dead objects; free what is to be freed and no longer used."""
+        if not (self._returned or self._frees):
+            return
         with self._draining:
             while self._returned:
                 self._pool.release(self._returned.popleft())

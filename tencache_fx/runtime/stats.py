@@ -78,7 +78,8 @@ class Stats:
     def add(self, **amounts: int) -> None:
         """Add to counters."""
         with self._lock:
-            self._counts.update(amounts)
+            for name, amount in amounts.items():  # `Counter.update` takes three times as long
+                self._counts[name] += amount
 
     def add_ready(self, wanted_bytes: int) -> None:
         """Count bytes that were there when their reader asked: no stall, whatever the asking itself took."""

@@ -115,7 +115,7 @@ class Streams(ABC):
         """Copy each `(dst, src)` now, from inside a lane: in its thread on the CPU, under its stream on CUDA."""
 
     def after_release(self, src: Tensor) -> None:  # noqa: B027 - an optional hook
-        """Called with a source's bytes once compute has waited for their copy out: nobody may read them again."""
+        """Called with a dense source once compute has waited for its copy out: nobody may read its bytes again."""
 
     def after_return(self, memory: Tensor, after: tuple[Event, ...]) -> tuple[Event, ...]:
         """Called when a buffer is released that is free behind `after`; returns the events that replace these."""
@@ -235,10 +235,12 @@ class CpuStreams(Streams):
 class CudaWatch:
     """A stall of a CUDA stream, between two timing events that go back to `spare` once both were read."""
 
-    __slots__ = ("_device", "_elapsed_ns", "_events", "_spare", "_stopped")
+    __slots__ = ("_compute", "_elapsed_ns", "_events", "_spare", "_stopped")
 
-    def __init__(self, device: torch.device, spare: deque[tuple[torch.cuda.Event, torch.cuda.Event]]) -> None:
-        self._device = device
+    def __init__(
+        self, compute: Callable[[], torch.cuda.Stream], spare: deque[tuple[torch.cuda.Event, torch.cuda.Event]]
+    ) -> None:
+        self._compute = compute
         self._spare = spare
         self._stopped = False
         self._elapsed_ns: int | None = None
@@ -246,11 +248,11 @@ class CudaWatch:
             self._events = spare.pop()
         except IndexError:
             self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        self._events[0].record(torch.cuda.current_stream(device))
+        self._events[0].record(compute())
 
     def stop(self) -> None:
         """Record the second event on the caller's current stream."""
-        self._events[1].record(torch.cuda.current_stream(self._device))
+        self._events[1].record(self._compute())
         self._stopped = True
 
     def elapsed_ns(self) -> int | None:
@@ -268,20 +270,30 @@ class CudaStreams(Streams):
         self.device = device
         self.lanes = {lane: torch.cuda.Stream(device=device) for lane in Lane}
         self._beside = torch.cuda.Stream(device=device, priority=-1)
+        self._index = self._beside.device_index
+        self._by_handle: dict[int, torch.cuda.Stream] = {}  # the caller's streams that were seen
         self._spare: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def record_compute(self) -> Event:
         """Record on the current stream."""
-        return self._record(torch.cuda.current_stream(self.device))
+        return self._record(self._compute())
 
     def copy_all(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Event] = ()) -> Event:
         """Queue asynchronous copies on the lane's stream."""
         stream = self.lanes[lane]
         for event in after:
             assert isinstance(event, torch.cuda.Event)
-            stream.wait_event(event)
-        with torch.cuda.stream(stream):
+            event.wait(stream)
+        if torch.cuda.current_device() != self._index:
+            with torch.cuda.stream(stream):
+                self.transfer(pairs)
+            return self._record(stream)
+        compute = self._compute()  # what follows is `torch.cuda.stream`, without its ten microseconds
+        try:
+            torch.cuda.set_stream(stream)
             self.transfer(pairs)
+        finally:
+            torch.cuda.set_stream(compute)
         return self._record(stream)
 
     def beside(self) -> contextlib.AbstractContextManager[object]:
@@ -291,7 +303,7 @@ class CudaStreams(Streams):
     def wait_compute(self, event: Event) -> None:
         """Let the current stream wait."""
         assert isinstance(event, torch.cuda.Event)
-        torch.cuda.current_stream(self.device).wait_event(event)
+        event.wait(self._compute())
 
     def wait_host(self, events: Iterable[Event]) -> None:
         """Block the calling thread; the events sleep instead of spinning."""
@@ -300,7 +312,7 @@ class CudaStreams(Streams):
 
     def watch(self) -> Watch:
         """Record a timing event on the current stream."""
-        return CudaWatch(self.device, self._spare)
+        return CudaWatch(self._compute, self._spare)
 
     def pin(self, memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> bool:
         """Touch the pages in parallel, then register them with the driver.
@@ -335,6 +347,16 @@ class CudaStreams(Streams):
         """Queue the copies on the current stream, by one call: several threads of Python take turns at every call."""
         targets, sources = zip(*pairs, strict=True)
         torch._foreach_copy_(targets, sources, non_blocking=True)
+
+    def _compute(self) -> torch.cuda.Stream:
+        """Return the caller's current stream; `torch.cuda.current_stream` looks the device up anew and makes an object.
+
+        A handle stands for one stream for good: torch never ends its own, and one of somebody else is its handle.
+        """
+        handle = torch._C._cuda_getCurrentRawStream(self._index)
+        if (stream := self._by_handle.get(handle)) is None:
+            stream = self._by_handle[handle] = torch.cuda.current_stream(self.device)
+        return stream
 
     def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(blocking=True)  # workers that wait for it sleep instead of spinning

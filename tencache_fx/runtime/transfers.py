@@ -11,6 +11,7 @@ however many Python wrappers or saved variables there were, and its finalizer no
 thread, at any time, even while a lock is held: it only appends to a deque, which is drained at the next runtime call.
 """
 
+import contextlib
 import itertools
 import weakref
 from collections import deque
@@ -30,6 +31,8 @@ from tencache_fx.runtime.streams import Event
 
 _REMEMBERED = 4096
 """How many transfers that are over can still be named in an error."""
+
+_AS_IT_IS = contextlib.nullcontext()
 
 
 class Stage(Enum):
@@ -54,7 +57,7 @@ class Layout:
     @staticmethod
     def of(src: Tensor, label: str) -> "Layout":
         """Return the layout of `src`; raises `InvariantError` when its bytes do not say it all."""
-        if not torch.ops.aten.is_non_overlapping_and_dense(src):
+        if not (src.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(src)):
             raise InvariantError(
                 f"cannot offload {label}: size {tuple(src.size())} with stride {src.stride()} overlaps or has "
                 "gaps; offload its base instead."
@@ -65,7 +68,7 @@ class Layout:
 
     def empty(self) -> Tensor:
         """Allocate such a tensor on the caller's current stream: an ordinary one, which a copy lane may write to."""
-        with torch.inference_mode(False):
+        with ordinary_tensors():
             return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
@@ -89,7 +92,7 @@ class ActiveTransfer:
     dst: Tensor | None = None
     copied_in: Event | None = None
     payload: object | None = None  # owns the value in host memory instead of this: a gradient's buffer
-    owners: dict[str, int] = field(default_factory=dict)  # "handle", "ticket": the address of its key
+    owners: "dict[str, _Owner]" = field(default_factory=dict)  # "handle", "ticket"
 
     def refusal(self) -> str:
         """Return the message for a second request for the value."""
@@ -97,6 +100,24 @@ class ActiveTransfer:
             f"{self.label} was asked for a second time: a region with a plan has one backward, which frees the "
             "offloaded values; call backward once, without retain_graph=True, or compile with device_budget=None."
         )
+
+
+class _Owner(weakref.ref["np.ndarray[tuple[int], np.dtype[np.int64]]"]):
+    """A handle or a ticket, by the array of its key, of which its end is noted: `weakref.finalize` takes far longer.
+
+    It knows the deque alone, so that a tensor that lives on does not keep the engine alive.
+    """
+
+    __slots__ = ("address", "dead", "key", "kind")
+
+    address: int
+    dead: "deque[tuple[int, str]]"
+    key: int
+    kind: str
+
+
+def _note_end(owner: _Owner) -> None:
+    owner.dead.append((owner.key, owner.kind))
 
 
 class TransferTable:
@@ -137,7 +158,7 @@ class TransferTable:
         """
         key, address = int(tensor.item()), tensor.data_ptr()
         transfer = self._transfers.get(key)
-        if transfer is not None and address in transfer.owners.values():
+        if transfer is not None and any(owner.address == address for owner in transfer.owners.values()):
             return transfer
         label = dict(self._past).get(key, "a tensor") if transfer is None else transfer.label
         raise UsageError(
@@ -167,10 +188,14 @@ class TransferTable:
     def _issue(self, transfer: ActiveTransfer, owner: str) -> Tensor:
         array = np.array([transfer.key], dtype=np.int64)
         tensor = torch.from_numpy(array)
-        transfer.owners[owner] = tensor.data_ptr()
-        # Bound to the deque alone, so that a tensor that lives on does not keep the engine alive.
-        weakref.finalize(array, self._dead.append, (transfer.key, owner)).atexit = False
+        noted = transfer.owners[owner] = _Owner(array, _note_end)
+        noted.address, noted.dead, noted.key, noted.kind = tensor.data_ptr(), self._dead, transfer.key, owner
         return tensor
+
+
+def ordinary_tensors() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which tensors are made that are none of inference mode."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
 
 
 def new_token() -> Tensor:
@@ -181,6 +206,6 @@ def new_token() -> Tensor:
 def raw_bytes(tensor: Tensor) -> Tensor:
     """Return a flat uint8 view of a dense tensor's memory, whatever its dtype and strides."""
     start = tensor.storage_offset() * tensor.itemsize
-    with torch.inference_mode(False):
+    with ordinary_tensors():
         raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return raw.set_(tensor.untyped_storage(), start, (tensor.numel() * tensor.itemsize,), (1,))

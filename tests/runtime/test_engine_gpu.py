@@ -235,6 +235,44 @@ def test_backward_in_another_thread(new_cuda_engine: EngineMaker) -> None:
             assert torch.equal(x.grad, 2 * x)
 
 
+def test_copies_follow_whichever_stream_the_caller_is_on(new_cuda_engine: EngineMaker) -> None:
+    """Three streams take turns, one of them known by its handle only: what each writes late is what is copied out."""
+    engine = new_cuda_engine(delay_cycles=0, poison=False)
+    side = torch.cuda.Stream()
+    streams = [torch.cuda.current_stream(), side, torch.cuda.ExternalStream(torch.cuda.Stream().cuda_stream)]
+    values = {stream: torch.zeros(COUNT, device="cuda") for stream in streams}
+    torch.cuda.synchronize()
+    for number in range(1, 4):
+        found = []
+        for stream, value in values.items():
+            with torch.cuda.stream(stream):
+                spin()
+                value.fill_(number)
+                handle = engine.offload(value, Tier.HOST)
+                engine.release(handle, value)
+                value.fill_(-1.0)
+                ticket = engine.prefetch(handle)
+                spin()
+                found.append(engine.wait(ticket).clone())
+            assert torch.cuda.current_stream() == streams[0]
+        torch.cuda.synchronize()
+        assert [each.unique().tolist() for each in found] == [[number]] * 3
+
+
+def test_a_release_behind_a_copy_that_is_over_counts_no_stall(new_cuda_engine: EngineMaker) -> None:
+    engine = new_cuda_engine(delay_cycles=0)
+    for is_over in (True, False):
+        spin()
+        value = make_value(1.0)
+        handle = engine.offload(value, Tier.HOST)
+        if is_over:
+            torch.cuda.synchronize()
+        engine.release(handle, value)
+        assert bool((engine.wait(engine.prefetch(handle)) == 1.0).all())
+        torch.cuda.synchronize()
+        assert (engine.stats.take()["stall_out_ns"] == 0) is is_over
+
+
 def test_close_in_the_middle(new_cuda_engine: EngineMaker) -> None:
     """Copies are late, some prefetches have yet to begin: all is released, and what came back stays right."""
     engine = new_cuda_engine(delay_cycles=20 * LATE)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tencache_fx.runtime.file_io import FileIO
 from tencache_fx.runtime.streams import CpuStreams, CudaStreams, Event, Lane
+from tencache_fx.runtime.transfers import raw_bytes
 
 POISON = 0xFF
 _DIRT_BYTES = 1 << 20
@@ -62,7 +63,7 @@ class FaultyCpuStreams(CpuStreams):
 
     def after_release(self, src: Tensor) -> None:
         if self._poison:
-            src.fill_(POISON)
+            raw_bytes(src).fill_(POISON)
 
     def after_return(self, memory: Tensor, after: tuple[Event, ...]) -> tuple[Event, ...]:
         if not self._poison:
@@ -93,7 +94,7 @@ class FaultyCudaStreams(CudaStreams):
 
     def after_release(self, src: Tensor) -> None:
         if self._poison:
-            src.fill_(POISON)
+            raw_bytes(src).fill_(POISON)
 
     def after_return(self, memory: Tensor, after: tuple[Event, ...]) -> tuple[Event, ...]:
         if not self._poison:
