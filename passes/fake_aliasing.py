@@ -79,7 +79,9 @@ def _computes_again(node: fx.Node, saved: set[int]) -> bool:
     A storage that it writes to is among those it reads.
     """
     made = storages_of(node) & saved
-    return bool(made) and not makes_views(node) and made.isdisjoint(*map(storages_of, node.all_input_nodes))
+    if not made or makes_views(node):
+        return False
+    return made.isdisjoint(set().union(*map(storages_of, node.all_input_nodes)))
 
 
 def _apart(value: Any) -> Any:

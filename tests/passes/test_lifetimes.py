@@ -161,17 +161,18 @@ def test_stale_fakes_are_found() -> None:
     assert found["sin"].death > next(step for step, node in enumerate(capture.nodes) if node is view)
 
 
-def test_what_is_computed_again_is_other_memory_than_a_saved_view_of_it() -> None:
+@pytest.mark.parametrize("op", [torch.ops.aten.sin.default, torch.ops.aten.mul.Tensor], ids=["of one", "of two"])
+def test_what_is_computed_again_is_other_memory_than_a_saved_view_of_it(op: Callable[..., object]) -> None:
     """The backward has a view of a value, and computes the value again: for a while there are two."""
     capture = capture_of(lambda x: x.sin().t().exp().tanh(), leaf(16, 16))
     assert capture.backward is not None
     graph, (value, view) = capture.backward, (n for n in capture.forward.nodes if n.name in ("sin", "permute", "t"))
-    given = next(iter(graph.find_nodes(op="placeholder")))
+    given = graph.find_nodes(op="placeholder")[: len(op._schema.arguments)]
     reader = next(node for node in graph.nodes if node.op == "call_function")
-    with graph.inserting_before(given):
+    with graph.inserting_before(given[0]):
         saved = graph.placeholder(view.name)
     with graph.inserting_before(reader):
-        again = graph.call_function(torch.ops.aten.sin.default, (given,))
+        again = graph.call_function(op, tuple(given))
         read = graph.call_function(torch.ops.aten.add.Tensor, (again, saved))
     for node, meta in ((saved, view), (again, value), (read, value)):
         node.meta["val"] = meta.meta["val"]
