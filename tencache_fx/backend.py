@@ -1,6 +1,6 @@
 """`torch.compile(model, backend="tencache")`: the entry point. `region/compilation.py` tells the way from here.
 
-tencache()         torch.compile hands over one captured region
+tencache()         torch.compile hands over one captured region, and nested ones are inlined in it
 RegionSource       the region as it was handed over, with its options
 Pieces             if it is to be split at equal layers: calls a region for each form of them
 Variants           the function that torch calls: a region for each set of inputs that `offload` was given
@@ -16,6 +16,7 @@ from torch import fx
 from tencache_fx import compat
 from tencache_fx.model_state import parameter_ops as _parameter_kernels  # noqa: F401  (registers the ops' kernels)
 from tencache_fx.options import Options
+from tencache_fx.passes.nested_regions import inline_nested_regions
 from tencache_fx.region.compiled_region import Compiled
 from tencache_fx.region.pieces import compile_region_or_pieces
 from tencache_fx.region.registry import REGIONS
@@ -41,6 +42,7 @@ def tencache(
     own = usage(device)
     resolved = Options.resolve(options, device=device, own_host_bytes=own.host_bytes, own_disk_bytes=own.disk_bytes)
     settings = compat.inductor_settings(mode, dict(resolved.inductor))
+    inline_nested_regions(gm)
     source = RegionSource(
         index=REGIONS.next_index(),
         graph=gm,

@@ -17,6 +17,7 @@ from tencache_fx.fitting.fake_model import FactoryResult, fake_model, figures_of
 from tencache_fx.fitting.model_figures import ParameterFigures
 from tencache_fx.fitting.target import Target
 from tencache_fx.model_state.modules import parameters_read_by, watch
+from tencache_fx.passes.nested_regions import inline_nested_regions
 from tencache_fx.planning.external import is_input
 from tencache_fx.planning.plan import Plan, TransferKind
 from tencache_fx.planning.problem import Kind, Problem
@@ -95,6 +96,7 @@ class Trial:
             ),
             measures=False,
         )
+        inline_nested_regions(gm)
         source = RegionSource(
             index=REGIONS.next_index(),
             graph=gm,
