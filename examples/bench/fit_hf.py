@@ -1,12 +1,13 @@
 """What `tencache fit` says of transformers models, beside what they measure: the time of a step, and the peak.
 
     python examples/bench/fit_hf.py --profile h200 --models llama gpt2 --share 0.4
-    python examples/bench/fit_hf.py --device cpu --models tiny --warm-up 2 --steps 5
+    python examples/bench/fit_hf.py --device cpu --models tiny --share 0.5 --warm-up 2 --steps 5
 
 Each model is trained whole under a budget: a share of what it would hold if nothing were offloaded, as `fit` has it.
 Weights, gradients and AdamW's state, all but the weights in fp32, are in host memory; a step is a forward, a backward
-and an update. The forecast is by a profile, or by the rates of this device. Each model has a process of its own. Prints
-a JSON line a model, with the shares by which the forecast is above the measured time and peak; a CPU counts no peak.
+and an update. The forecast is by a profile, or by the rates of this device. Each model has a process of its own.
+Several may take their first steps at once (`--at-once`); the steps that count run one model after the other. Prints a
+JSON line a model, with the shares by which the forecast is above the measured time and peak; a CPU counts no peak.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,6 +132,8 @@ def train(
         if device.type == "cuda":
             torch.cuda.synchronize()
         times_ns.append(time.perf_counter_ns() - started_ns)
+        if step == 0:
+            arguments.wait_for_turn()
     return {
         "loss": float(loss.detach()),
         "regions": len(tencache_fx.regions()),
@@ -140,35 +144,66 @@ def train(
     }
 
 
+def within(arguments: argparse.Namespace) -> None:
+    """Measure one model; its first step is taken at once, the others once a line comes in."""
+    name, file = arguments.within
+
+    def wait_for_turn() -> None:
+        Path(f"{file}.compiled").touch()
+        sys.stdin.readline()
+
+    arguments.wait_for_turn = wait_for_turn
+    Path(file).write_text(json.dumps(measure(name, arguments)))
+    tencache_fx.close()
+
+
+def measure_at_once(names: Sequence[str], limit_s: float) -> Iterator[dict[str, Any]]:
+    """Measure models whose first steps are taken at once, each in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = {name: Path(folder, f"{name}.json") for name in names}
+        processes = {
+            name: subprocess.Popen(
+                [sys.executable, __file__, *sys.argv[1:], "--within", name, str(file)], stdin=subprocess.PIPE, text=True
+            )
+            for name, file in files.items()
+        }
+        end_s = time.monotonic() + limit_s
+        while time.monotonic() < end_s and not all(
+            Path(f"{file}.compiled").exists() or processes[name].poll() is not None for name, file in files.items()
+        ):
+            time.sleep(0.1)
+        for name, process in processes.items():
+            try:
+                process.communicate("go\n", timeout=max(1.0, end_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+            found = files[name]
+            yield {"model": name} | (
+                json.loads(found.read_text()) if found.exists() else {"error": f"ended with {process.returncode}"}
+            )
+
+
 def main() -> None:
-    """Measure each model in a process of its own, and print a line for it."""
+    """Measure the models, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[name for name in MODELS if name != "tiny"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--profile", help="a device profile to forecast by; else the rates of this device are")
     parser.add_argument("--share", type=float, default=0.4, help="the budget, of what all would take on the device")
     parser.add_argument("--host-budget", default="16GiB")
-    for name, default in (("warm-up", 8), ("steps", 7), ("limit-s", 300)):
+    for name, default in (("warm-up", 8), ("steps", 7), ("limit-s", 300), ("at-once", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--within", nargs=2, help=argparse.SUPPRESS)  # a model, and the file for what is found
     arguments = parser.parse_args()
     if arguments.within:
-        name, file = arguments.within
-        Path(file).write_text(json.dumps(measure(name, arguments)))
-        tencache_fx.close()
+        within(arguments)
         return
     about = {"torch": torch.__version__, "transformers": transformers.__version__, **vars(arguments)}
     del about["models"], about["within"], about["limit_s"]
-    for name in arguments.models:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "found.json")
-            command = [sys.executable, __file__, *sys.argv[1:], "--within", name, str(file)]
-            try:
-                subprocess.run(command, check=True, timeout=arguments.limit_s)
-                line = json.loads(file.read_text())
-            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-                line = {"error": type(error).__name__}
-        print(json.dumps(about | {"model": name} | line), flush=True)
+    for start in range(0, len(arguments.models), arguments.at_once):
+        for line in measure_at_once(arguments.models[start : start + arguments.at_once], arguments.limit_s):
+            print(json.dumps(about | line), flush=True)
 
 
 if __name__ == "__main__":

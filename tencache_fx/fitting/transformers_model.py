@@ -27,15 +27,13 @@ _MAPPINGS = (  # in this order: a model that fills in masks may be in the list o
     ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "AutoModelForImageClassification"),
 )
 _LONGEST = 2048  # a sequence, where nobody says
-_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredModel:
     """A model by its configuration, with what a sample is: `sequence` tokens, or an image, for which that is 0.
 
-    `depths` are the numbers of layers it has, by the configuration's names for them. Attention is traced without
-    dropout: a CPU has no kernel for both, and GPUs have.
+    `depths` are the numbers of layers it has, by the configuration's names for them.
     """
 
     name: str
@@ -58,9 +56,6 @@ class ConfiguredModel:
         config.use_cache = False
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id or 0
-        for name in _ATTENTION_DROPOUTS:
-            if getattr(config, name, None):
-                setattr(config, name, 0.0)
         try:
             with MetaDeviceMode(), torch.device("meta"):
                 model = getattr(transformers, self.maker).from_config(config, dtype=self.dtype)

@@ -14,6 +14,7 @@ from tencache_fx.errors import OptionError, TencacheError, UsageError
 from tencache_fx.fitting.dry_run import DryRegion, DryRun, WouldBeOffloaded
 from tencache_fx.fitting.estimate import RegionPlan, estimate_of, least_device_bytes
 from tencache_fx.fitting.fake_model import FactoryResult, fake_model, figures_of
+from tencache_fx.fitting.gpu_attention import choose_as_a_gpu
 from tencache_fx.fitting.model_figures import ParameterFigures
 from tencache_fx.fitting.target import Target
 from tencache_fx.model_state.modules import parameters_read_by, watch
@@ -79,6 +80,8 @@ class Trial:
         target, figures = self._target, self.figures
         if main_device(inputs) != target.device:
             return gm.forward
+        if target.is_gpu and target.device.type == "cpu":
+            choose_as_a_gpu(gm)
         names = {index: self._names[id(value)] for index, value in enumerate(inputs) if id(value) in self._names}
         offloaded = {index: _would_be_offloaded(figures.by_name[name]) for index, name in names.items()}
         elsewhere = (figures.by_name[name] for name in figures.offloaded - set(names.values()))

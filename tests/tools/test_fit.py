@@ -378,7 +378,7 @@ def test_a_gpu_is_planned_for_without_its_memory() -> None:
     assert found.fits
     options["device_budget"] = f"{512_000_000 + held - taken}B"  # as much beside what other tests have left
     (record,) = planned(model.cuda(), options, torch.randn(4096, 2048, dtype=torch.bfloat16, device="cuda"))
-    real_bytes = record.plan.forecast.peak_bytes - record.problem.external_bytes
+    real_bytes = record.plan.forecast.peak_bytes - held  # what a plan takes for state is among what it calls external
     assert abs(found.peak_bytes - taken - real_bytes) < real_bytes // 10  # an activation is a 24th
 
 
