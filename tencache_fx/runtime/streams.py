@@ -345,6 +345,10 @@ class CudaStreams(Streams):
 
     def transfer(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Queue the copies on the current stream, by one call: several threads of Python take turns at every call."""
+        if len(pairs) == 1:
+            ((target, source),) = pairs
+            target.copy_(source, non_blocking=True)
+            return
         targets, sources = zip(*pairs, strict=True)
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
