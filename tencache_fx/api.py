@@ -123,7 +123,7 @@ def report(*, html: str | os.PathLike[str] | None = None) -> str:
             measured = region.measured()
             parts.append(show_measured(measured))
             if len(planned) == 1 and (call_to_call_ns := measured["call_to_call_ns"]) is not None:
-                parts.append(show_reached(record.problem, record.plan, call_to_call_ns))
+                parts.append(show_reached(record.problem, record.plan, call_to_call_ns, measured.get("host_ns")))
     parts.extend(f"{name_step(step)}\n\n{show_step(step)}" for step in steps())
     if not parts:
         return "No region has been compiled."

@@ -25,6 +25,7 @@ from tencache_fx.region.compilation import compile_region
 from tencache_fx.region.compiled_region import CompiledRegion, Monitor, Request
 from tencache_fx.region.donated_inputs import DonatedInputs
 from tencache_fx.region.dynamic_shapes import Footprint, NamedSizes, SizeFormulas
+from tencache_fx.region.host_clock import HostClock
 from tencache_fx.region.recalibrator import Recalibrator
 from tencache_fx.region.scope import Scope
 from tencache_fx.region.source import RegionSource
@@ -57,6 +58,7 @@ class Region:
         self.scope = Scope(source, inputs, self.step)
         self.accumulation = AccumulationMonitor()
         self.recalibrator = Recalibrator(source.index, enabled=source.options.calibrate)
+        self.host_clock = HostClock(source.device)
         self._source, self._offloaded = source, offloaded
         self._check = BudgetCheck(source)
         self._calls, self._checkpointed = CallTimes(), CheckpointedCalls()
@@ -84,7 +86,8 @@ class Region:
         """
         if self.scope.by_step:
             return self.scope, self.step
-        return self.scope, self.donated_inputs, self.boundary_memory, self.accumulation, self.recalibrator
+        beside = self.boundary_memory, self.accumulation, self.recalibrator, self.host_clock
+        return self.scope, self.donated_inputs, *beside
 
     def run(self, args: Sequence[Any], offloaded: Mapping[int, OffloadedParameter]) -> Any:
         """Run the region; first plan it again if its inputs, or external memory, are larger than its plan allows.
@@ -130,11 +133,12 @@ class Region:
     def measured(self) -> dict[str, int | None]:
         """Return the median time from call to call, user code included, and on CUDA the peak since its last reset.
 
-        With it come the median times of the plan's graphs, once they have been measured.
+        With it come the median times of the plan's graphs, and of the host's work on them, once they are known.
         """
-        times = self.recalibrator.times
+        times, host_ns = self.recalibrator.times, None if self.scope.by_step else self.host_clock.host_ns
         phases = {} if times is None else {"forward_ns": times.forward_ns, "backward_ns": times.backward_ns}
-        return {**self._calls.measured(), **phases, "device_peak_bytes": peak_held_bytes(self.device)}
+        host = {} if host_ns is None else {"host_ns": host_ns}
+        return {**self._calls.measured(), **phases, **host, "device_peak_bytes": peak_held_bytes(self.device)}
 
     def dump_measured(self) -> None:
         """Write what was measured beside the region's record, if it is dumped."""

@@ -92,15 +92,25 @@ def load_rows(loads: Sequence[Load], whole_ns: int) -> Iterator[tuple[str, str]]
     yield "busy in a step", ", ".join(busy)
 
 
-def show_reached(problem: Problem, plan: Plan, call_to_call_ns: int) -> str:
-    """Return, as a sentence, how much of the bound is reached by a region that is all of a model."""
+def show_reached(problem: Problem, plan: Plan, call_to_call_ns: int, host_ns: int | None = None) -> str:
+    """Return, in sentences, how much of the bound is reached by a region that is all of a model.
+
+    `host_ns` is what the host works on a call's graphs, where that is known.
+    """
     bound = bound_of(loads_of(problem, plan))
     assert bound is not None
     measured_ns = problem.accumulation * call_to_call_ns
-    return (
+    reached = (
         f"A step takes {format_ns(measured_ns)} from call to call, all that the loop does included. Its bound is "
         f"{format_ns(bound.busy_ns)} ({bound.name}): {bound.busy_ns / max(1, measured_ns):.1%} of it is reached."
     )
+    if host_ns is None:
+        return reached
+    host_ns *= problem.accumulation
+    reached += f" The host works {format_ns(host_ns)} of the step on kernels and copies of its graphs."
+    if host_ns > bound.busy_ns:
+        reached += " That is more than the bound: a larger micro-batch takes the host no longer."
+    return reached
 
 
 def show_tensors(problem: Problem, plan: Plan) -> str:
