@@ -61,6 +61,8 @@ def _inline(gm: fx.GraphModule, call: fx.Node, body: Any) -> None:
                 values[node] = values[node.args[0]]  # Dynamo hands a float over as a tensor, but not to all calls
                 continue
             values[node] = copied = gm.graph.node_copy(node, values.__getitem__)
+            # Calls have the symbols of a number that they read from data in common, and each reads its own.
+            copied.meta.pop("unbacked_bindings", None)
             made.add(copied)
             if node.op in ("get_attr", "call_module"):
                 copied.target = _adopt(gm, operator.attrgetter(str(node.target))(body), str(node.target))
@@ -68,6 +70,9 @@ def _inline(gm: fx.GraphModule, call: fx.Node, body: Any) -> None:
     results = fx.map_arg(returned, values.__getitem__)
     for part in tuple(call.users):
         assert part.target is operator.getitem, part
+        if not part.users:  # torch 2.11 asks for results that there are not
+            gm.graph.erase_node(part)
+            continue
         result = results[part.args[1]]
         if result in made:  # calls of one graph have the same fakes within it, but not of what they return
             result.meta["example_value"] = part.meta["example_value"]

@@ -178,10 +178,8 @@ def measure_at_once(names: Sequence[str], limit_s: float) -> Iterator[dict[str, 
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.communicate()
-            found = files[name]
-            yield {"model": name} | (
-                json.loads(found.read_text()) if found.exists() else {"error": f"ended with {process.returncode}"}
-            )
+            ended = process.returncode
+            yield {"model": name} | ({"error": f"ended with {ended}"} if ended else json.loads(files[name].read_text()))
 
 
 def main() -> None:
@@ -192,7 +190,12 @@ def main() -> None:
     parser.add_argument("--profile", help="a device profile to forecast by; else the rates of this device are")
     parser.add_argument("--share", type=float, default=0.4, help="the budget, of what all would take on the device")
     parser.add_argument("--host-budget", default="16GiB")
-    for name, default in (("warm-up", 8), ("steps", 7), ("limit-s", 300), ("at-once", 1)):
+    for name, default in (
+        ("warm-up", 8),
+        ("steps", 7),
+        ("limit-s", 300),
+        ("at-once", 1),
+    ):  # the limit is for all at once
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--within", nargs=2, help=argparse.SUPPRESS)  # a model, and the file for what is found
     arguments = parser.parse_args()

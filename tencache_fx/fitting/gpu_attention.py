@@ -3,6 +3,9 @@
 A CPU has no kernel for attention with dropout, and takes masks of any strides. A GPU has kernels with dropout, and none
 for a mask whose last dimension is not in order, such as one that was expanded from a value a row: there torch computes
 attention op by op, in fp32 (torch: `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`).
+
+Attention within `nn.MultiheadAttention` is one node of a captured graph, and stays what a CPU runs. So does attention
+with a mask that needs a gradient.
 """
 
 from typing import Any

@@ -75,7 +75,7 @@ class ObjectBuffers:
 
     def drain(self) -> None:
         """Release the buffers of dead objects; free what is to be freed and no longer used."""
-        if not (self._returned or self._frees):
+        if not (self._returned or self._frees or self._draining.locked()):  # who drains may have yet to release
             return
         with self._draining:
             while self._returned:

@@ -303,3 +303,56 @@ def test_own_options_of_a_nested_region_are_not_used(caplog: pytest.LogCaptureFi
         marked = nested(block, options=options)
         compiled(lambda x: marked(marked(x)).sum(), EAGER)(torch.randn(32, 32, requires_grad=True)).backward()
     assert sum("their own options are not used" in line for line in caplog.messages) == 1
+
+
+def scaled(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).sin() * x.detach().abs().max().item()
+
+
+def counted(x: Tensor, w: Tensor) -> Tensor:
+    count = x.detach().abs().max().ceil().long().item()
+    torch._check(count >= 0)
+    return (x @ w).sin() * torch.ones(count).sum()
+
+
+@pytest.mark.parametrize("options", [EAGER, INDUCTOR], ids=["eager", "inductor"])
+@pytest.mark.parametrize("body", [scaled, counted])
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_each_call_reads_its_own_number(body: Callable[[Tensor, Tensor], Tensor], options: Options) -> None:
+    found = []
+    for call in (body, nested(body)):
+        torch.compiler.reset()
+
+        def whole(x: Tensor, w: Tensor, call: Callable[[Tensor, Tensor], Tensor] = call) -> Tensor:
+            return call(3 * call(x, w) - 0.2, w).square().sum()
+
+        generator = torch.Generator().manual_seed(0)
+        x, w = (torch.randn(size, generator=generator, requires_grad=True) for size in ((8, 16), (16, 16)))
+        run = whole if call is body else compiled(whole, options)
+        loss = run(x, w)
+        loss.backward()
+        found.append((loss.detach(), x.grad, w.grad))
+    for ours, theirs in zip(*reversed(found), strict=True):
+        assert (ours - theirs).norm() < 0.01 * theirs.norm()  # with another call's number it is of their size
+
+
+def test_a_marked_function_is_called_in_branches_and_beside_them() -> None:
+    """torch 2.11 has such graphs ask for results of a body that has fewer."""
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).sin()
+
+    found = []
+    for call in (body, nested(body)):
+        torch.compiler.reset()
+
+        def whole(x: Tensor, w: Tensor, call: Callable[[Tensor, Tensor], Tensor] = call) -> Tensor:
+            y = call(x, w)
+            return torch.cond(y.sum() > 0, lambda t: call(t, w), lambda t: 2 * call(t, w), (y,)).sum()
+
+        generator = torch.Generator().manual_seed(0)
+        x, w = (torch.randn(size, generator=generator, requires_grad=True) for size in ((8, 16), (16, 16)))
+        loss = compiled(whole, EAGER)(x, w)
+        loss.backward()
+        found.append((loss.detach(), x.grad, w.grad))
+    torch.testing.assert_close(found[1], found[0])
