@@ -232,6 +232,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         done: list[Done] = []
         try:  # there may be no room for a state: those before it are updated, and nothing is written of the others
             for weight, update in zip(weights, chunk.updates, strict=True):
+                update.take_weight(weight)
                 after = dict(optimizer.state[weight])
                 arrays = _arrays_of(after)
                 if update.parameter.dtype != torch.float32:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from tencache_fx.errors import UsageError
 from tencache_fx.model_state.host_gradient import HostGradient
 from tencache_fx.model_state.host_state import HeldTensors
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
@@ -69,6 +70,17 @@ class StreamedUpdate:
     def reads_weight(self) -> bool:
         """Whether the weight is copied in: its master says what it is, once there is one that is up to date."""
         return self.is_on_host and (self.fresh or MASTER not in self.arrays)
+
+    def take_weight(self, weight: Tensor) -> None:
+        """Take over what a class has set the `weight` that it was given to, if it has not changed that in place."""
+        if weight.data_ptr() == self.master.data_ptr():
+            return
+        if (weight.size(), weight.dtype) != (self.master.size(), self.master.dtype):
+            raise UsageError(
+                f"a step has set a weight of size {tuple(self.master.size())}, {self.master.dtype}, to a tensor of "
+                f"size {tuple(weight.size())}, {weight.dtype}; have it keep both."
+            )
+        self.master = dense_like(self.parameter, weight.detach())
 
 
 @dataclass(eq=False)
