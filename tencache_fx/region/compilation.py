@@ -168,7 +168,6 @@ class Compilation:
         self._again: frozenset[str] = (
             frozenset()
         )  # nodes that run again whatever the plan: these, and what is agreed on
-        self._parts = 0  # joint graphs so far: a graph that is called within a graph has its own
 
     def run(
         self, inputs: Sequence[Any], key: str | None = None, take_up: Callable[[list[KeptCode]], bool] | None = None
@@ -177,7 +176,7 @@ class Compilation:
 
         With a `key`, AOTAutograd's cache is asked first; what it has is compiled again if `take_up` does not want it.
         """
-        source, gm, self._parts = self._source, copy_module(self._source.graph), 0
+        source, gm = self._source, copy_module(self._source.graph)
         if source.options.compiler == "eager":
             return compat.compile_eager(gm, inputs, partition=self.partition, lower=self.lower)
         run, codes = compat.compile_inductor(
@@ -206,10 +205,9 @@ class Compilation:
         task = Joint.prepare(joint, joint_inputs, recompute=self._source.options.recompute, **kwargs)
         labels = nodes_by_label(joint.graph) if gathers else {}
         self._agreed, self._gathers, self._again = None, gathers, gathers
-        self._parts += 1
         halves = self._halves(task)
         names, models = self._names.values(), self._planner.models
-        agreement = RankAgreement.find(self._source, halves, gathers, names, models, self._parts)
+        agreement = RankAgreement.find(self._source, halves, gathers, names, models)
         agreed = None if agreement is None else agreement.read()
         if agreed is not None:
             halves = self._as_agreed(agreed, task, labels)

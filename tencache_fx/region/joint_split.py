@@ -265,8 +265,7 @@ def _written_behind(joint: fx.Graph) -> Iterator[fx.Node]:
     `schemas.py: MutationType.MUTATED_OUT_GRAPH`), and says so in its descriptions.
     """
     (output,) = joint.find_nodes(op="output")
-    # Torch 2.11 does not describe the joint graph of an `invoke_subgraph`, which writes to no input.
-    returned = [_whole(description) for description in output.meta.get("desc", ())]
+    returned = [_whole(description) for description in output.meta["desc"]]
     become = {each.mutated_input for each in returned if isinstance(each, InputMutationAOTOutput)}
     return (node for node in placeholders(joint) if _whole(node.meta.get("desc")) in become)
 

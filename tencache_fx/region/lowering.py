@@ -79,7 +79,7 @@ class PlannedLowering:
     ) -> None:
         self._source, self._request, self._monitors = source, request, monitors
         self._planner, self._earlier, self._keeps = planner, planner.earlier, keeps
-        self._candidates: list[Candidate] = []  # a graph that is called within a graph has its own
+        self._candidate: Candidate | None = None
         self._written = WrittenPlan()
         self._server: int | None = None
         self._points: Points = ((), ())
@@ -110,14 +110,14 @@ class PlannedLowering:
         self._listings = tuple(list_graph(graph, phase) for graph, phase in capture.phases)
         donated = _offloaded_inputs(problem, plan, capture)
         self._written = self._watched_plan(donated, recorder, is_timeable=self._is_timeable(plan))
-        self._candidates.append(candidate)
+        self._candidate = candidate
 
     def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
         """Lower one graph with `compile_graph`; graphs of ours are pinned in order first, and checked afterwards."""
         interface = None
-        if self._candidates and (formulas := self._candidates[-1].formulas) is not None:
-            scratch = self._candidates[-1].scratch
-            interface = read_interface(gm.graph, self._source.device, formulas.named(formulas.planned), scratch)
+        if (candidate := self._candidate) is not None and (formulas := candidate.formulas) is not None:
+            sizes = formulas.named(formulas.planned)
+            interface = read_interface(gm.graph, self._source.device, sizes, candidate.scratch)
         planned = any(node.target in RUNTIME_OPS for node in gm.graph.nodes)
         if planned:
             calls = planned_calls(gm.graph)
@@ -130,7 +130,7 @@ class PlannedLowering:
         if not self._keeps:
             return self._watch(phase, run)
         # The forward's code has the facts of both graphs: it is written when both are there.
-        kept = KeptCode(run, phase, planned=planned, facts=tuple if phase == "backward" else self._facts_to_keep)
+        kept = KeptCode(run, phase, planned=planned, facts=tuple if phase == "backward" else self._facts)
         kept.run = self._watch(phase, run)
         return kept
 
@@ -172,7 +172,7 @@ class PlannedLowering:
         Torch keeps its callbacks, and what they lower with: the graphs are not kept alive by this.
         """
         kept = self._facts()
-        self._kept, self._candidates, self._code = None, [], []
+        self._kept, self._candidate, self._code = None, None, []
         if kept is None:
             return CompiledRegion(run=run, placement=placement)
         swap_region = kept.swap_region
@@ -192,9 +192,8 @@ class PlannedLowering:
 
     def _facts(self) -> KeptRegion | None:
         """Return all that is known of the region once its graphs are lowered."""
-        if self._kept is not None or not self._candidates:
+        if self._kept is not None or (candidate := self._candidate) is None:
             return self._kept
-        candidate = self._candidates[-1]
         plan = candidate.plan
         assert isinstance(plan, Plan)
         record = record_of(self._source, candidate, plan, self._listings)
@@ -219,10 +218,6 @@ class PlannedLowering:
             is_timeable=self._is_timeable(plan),
         )
         return self._kept
-
-    def _facts_to_keep(self) -> KeptRegion | None:
-        """Return the facts; None where graphs are called within a graph, which have plans of their own."""
-        return self._facts() if len(self._candidates) == 1 else None
 
     def _open_server(self, plan: Plan, *, by_step: bool) -> tuple[int, StepRecorder | None]:
         """Reserve what `plan` needs; return the index that graphs call, and who records steps, if any are."""

@@ -62,18 +62,17 @@ class RankAgreement:
         gathers: Collection[str],
         names: Iterable[str],
         models: Sequence[str],
-        part: int,
     ) -> "RankAgreement | None":
         """Return the agreement on a region of these offloaded parameters; None if there is nothing to agree on.
 
         It is the same region, whatever the sizes of its inputs, if its halves run the same collectives, in any order,
         as long as nothing is chosen to run again; so do all ranks at a time, or they wait for one another in any case.
-        Only ranks that share the `models` agree (`RankGroup.model`). `part` counts the graphs of the region.
+        Only ranks that share the `models` agree (`RankGroup.model`).
         """
         if not gathers or not several_ranks():
             return None
         options, begun = source.options, [sorted(begun_in(half.graph)) for half in halves]
-        facts = begun, sorted(names), models, part, (options.recompute, options.compiler, options.policy)
+        facts = begun, sorted(names), models, (options.recompute, options.compiler, options.policy)
         return cls(key=f"tencache/agreed/{hashlib.sha256(repr(facts).encode()).hexdigest()}")
 
     def read(self) -> Agreed | None:
