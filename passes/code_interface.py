@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from tencache_fx.passes.graphs import output_args, placeholders
+from tencache_fx.passes.graphs import output_args, placeholders, with_bodies
 from tencache_fx.passes.parameter_markers import is_away
 from tencache_fx.passes.symbols import evaluate
 from tencache_fx.tensors import allocated_bytes, byte_hint, storage_of, tensors_of
@@ -67,7 +67,7 @@ def read_interface(
     made: dict[str, list[tuple[Part | None, ...]]] = {}
     item_bytes: dict[tuple[int, ...], int] = {}
     scratch: dict[str, int] = {}
-    for node in graph.nodes:
+    for node in (node for each in with_bodies(graph) for node in each.nodes):
         for tensor in tensors_of(node):
             shape = tuple(_number(size, sizes) for size in tensor.shape)
             item_bytes[shape] = max(item_bytes.get(shape, 0), tensor.element_size())

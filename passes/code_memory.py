@@ -7,14 +7,15 @@ outputs, and the sizes of what library operations return are used.
 """
 
 import ast
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from tencache_fx.passes.code_interface import Interface, Part, operation_name
-from tencache_fx.passes.verify_code import as_written, runtime_call, statements
+from tencache_fx.passes.verify_code import as_written, bodies, runtime_call, statements
 from tencache_fx.tensors import allocated_bytes
 
 _OPERATIONS = ("torch.ops.", "extern_kernels.", "aten.")
@@ -85,7 +86,9 @@ class _Run:
 
     def __init__(self, interface: Interface, source: str, beside: "_Run | None" = None) -> None:
         self.interface = interface
-        self.lines = list(statements(ast.parse(source)))
+        tree = ast.parse(source)
+        self.lines, self._bodies = list(statements(tree)), bodies(tree)
+        self._args: Sequence[frozenset[int]] = ()  # those of the body that runs
         self.env: dict[str, frozenset[int]] = {}
         self.entered: Mapping[str, frozenset[int]] = {}
         self.donated: frozenset[int] = frozenset()  # donated by the caller: free by the backward
@@ -114,12 +117,24 @@ class _Run:
     def follow(self) -> tuple[frozenset[int], ...]:
         """Follow the code to its end; return the storages behind each value it returns."""
         self.env = dict(self.env)
+        self._args = [self.env.get(given, frozenset()) for given in self.interface.inputs]
         self._weigh()
-        for line in self.lines:
+        return self._run(self.lines)
+
+    def _run(self, lines: Sequence[ast.stmt]) -> tuple[frozenset[int], ...]:
+        """Follow lines, each branch by itself and loops for two turns; return the storages behind what they return."""
+        for line in lines:
             if isinstance(line, ast.Return):
                 self._weigh()
                 return tuple(self._read(value) for value in _elements(line.value))
-            if isinstance(line, ast.Delete):
+            if isinstance(line, ast.While):
+                self._run([*line.body, *line.body])
+            elif isinstance(line, ast.If):
+                before = dict(self.env), dict(self._tuples)
+                self._run(line.body)
+                self.env, self._tuples = before
+                self._run(line.orelse)
+            elif isinstance(line, ast.Delete):
                 for target in line.targets:
                     self.env.pop(as_written(target), None)
                     self._tuples.pop(as_written(target), None)
@@ -147,17 +162,20 @@ class _Run:
     def _assign(self, line: ast.Assign) -> None:
         (target,) = line.targets
         value, name = line.value, as_written(target)
-        if isinstance(target, ast.Tuple):
+        if isinstance(value, ast.Call) and as_written(value.func) in self._bodies:
+            self._put(target, self._run_body(value))
+        elif isinstance(target, ast.Tuple):
             names = [as_written(each) for each in target.elts]
             if as_written(value) == "args":  # the inputs by position: mostly, not always, under their own names
-                by_position = [self.env.get(given, frozenset()) for given in self.interface.inputs]
-                if len(names) != len(by_position):
-                    raise UnreadableCodeError(f"it takes {len(names)} inputs, its graph {len(by_position)}")
-                self.env = dict(zip(names, by_position, strict=True))
-            return
-        if (element := _element(value)) is not None:
-            base, index = element
-            self.env[name] = self._tuples[base][index] if base in self._tuples else self.env.get(base, frozenset())
+                if len(names) != len(self._args):
+                    raise UnreadableCodeError(f"it takes {len(names)} inputs, its graph {len(self._args)}")
+                self.env = dict(zip(names, self._args, strict=True))
+        elif isinstance(target, ast.Subscript):
+            self._put(target, (self._read_element(value),))
+        elif isinstance(value, ast.List):  # the arguments of a body
+            self._put(target, tuple(map(self._read_element, value.elts)))
+        elif _element(value) is not None:
+            self.env[name] = self._read_element(value)
         elif isinstance(value, ast.Call) and not self._note_runtime(value, name):
             self._call(value, name)
         elif isinstance(value, ast.Name):
@@ -166,6 +184,39 @@ class _Run:
                 self._tuples[name] = self._tuples[value.id]
             if value.id in self._leaving:
                 self._leaving[name] = self._leaving[value.id]
+
+    def _put(self, target: ast.expr, values: tuple[frozenset[int], ...]) -> None:
+        """Assign what a body returns to a variable, or to several; or one value to an element of a list."""
+        if isinstance(target, ast.Tuple):
+            for each, value in zip(target.elts, values, strict=True):
+                self._put(each, (value,))
+        elif (element := _element(target)) is not None:
+            base, index = element
+            held = dict(enumerate(self._tuples.get(base, ()))) | {index: values[0]}
+            every = tuple(held.get(each, frozenset[int]()) for each in range(max(held) + 1))
+            self._tuples[base], self.env[base] = every, frozenset().union(*every)
+        else:
+            self._tuples[as_written(target)], self.env[as_written(target)] = values, frozenset().union(*values)
+
+    def _read_element(self, value: ast.expr) -> frozenset[int]:
+        """Return the storages behind a variable or a view, or behind an element of a variable."""
+        if (element := _element(value)) is None:
+            return self._read(value)
+        base, index = element
+        return self._tuples[base][index] if base in self._tuples else self.env.get(base, frozenset())
+
+    def _run_body(self, call: ast.Call) -> tuple[frozenset[int], ...]:
+        """Follow what takes a list of arguments, and empties it; return the storages behind its results."""
+        (given,) = map(as_written, call.args)
+        args = self._tuples.pop(given, ())
+        self.env.pop(given, None)
+        before = self.env, self._tuples, self._kept, self._args
+        self.env, self._tuples, self._args = {}, {}, args
+        self.keep(*before[0].values())
+        self._weigh()
+        results = self._run(self._bodies[as_written(call.func)])
+        self.env, self._tuples, self._kept, self._args = before
+        return results
 
     def _call(self, call: ast.Call, name: str) -> None:
         function = as_written(call.func)
@@ -264,7 +315,7 @@ class _Run:
     def _read_assertions(self) -> _Asserted:
         known = _Asserted()
         first_name: dict[str, str] = {}  # of a variable that is another name of one
-        for line in self.lines:
+        for line in _all_lines((*self.lines, *itertools.chain.from_iterable(self._bodies.values()))):
             value = line.value if isinstance(line, (ast.Assign, ast.Expr)) else None
             if isinstance(line, ast.Assign) and (element := _element(line.value)) is not None:
                 base, index = element
@@ -296,6 +347,14 @@ def _cross(forward: _Run, saved: Sequence[frozenset[int]], interface: Interface)
     states = [name for name, value in crossing.items() if value is None and name.startswith(_RANDOM_STATE)]
     crossing |= dict(zip(states, nameless, strict=False))
     return {name: value for name, value in crossing.items() if value}
+
+
+def _all_lines(lines: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield lines, with those in branches and loops."""
+    for line in lines:
+        yield line
+        if isinstance(line, (ast.If, ast.While)):
+            yield from _all_lines((*line.body, *line.orelse))
 
 
 def _is_assertion(value: ast.expr) -> bool:

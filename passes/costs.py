@@ -6,6 +6,7 @@ each kernel reads a value once, and views are free.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import fx
@@ -13,6 +14,7 @@ from torch import fx
 from tencache_fx.hardware.op_timing import Call, OpCost, describe_call
 from tencache_fx.hardware.roofline import Roofline
 from tencache_fx.ops import arguments_of
+from tencache_fx.passes.bodies import held_inside
 from tencache_fx.passes.collectives import begins_collective
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.inductor_model import InductorModel, Traffic, eager_traffic
@@ -52,14 +54,16 @@ def estimate_ops(
     durations_ns = _with_waits(_corrected(calls, first_ns, times_ns), traffic, roofline.issue_ns)
     counted = measured_scratch(capture, model, measured)
     is_cpu = capture.device.type == "cpu" and not roofline.of_gpu  # a GPU that is not here is planned for on a CPU
-    guessed = (_scratch_bytes(node, is_cpu=is_cpu, fuses=fuses) for node in capture.nodes)
+    scratch_of = partial(_scratch_bytes, is_cpu=is_cpu, fuses=fuses)
     return tuple(
         Op(
             name=node.name,
             duration_ns=ns,
-            scratch_bytes=counted.get(node.name, guess) + _split_bytes(node, is_cpu=is_cpu, fuses=fuses),
+            scratch_bytes=(counted[node.name] if node.name in counted else scratch_of(node))
+            + _split_bytes(node, is_cpu=is_cpu, fuses=fuses)
+            + held_inside(node, capture.device, scratch_of, fuses=fuses),
         )
-        for node, ns, guess in zip(capture.nodes, durations_ns, guessed, strict=True)
+        for node, ns in zip(capture.nodes, durations_ns, strict=True)
     )
 
 

@@ -1,6 +1,7 @@
 """One captured region: the forward and backward graphs that AOTAutograd's partitioner made, as one line of steps."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,6 +11,8 @@ from torch import fx
 
 from tencache_fx.ops import arguments_of
 from tencache_fx.planning.problem import Step
+
+_IN_KERNELS = ("flex_attention", "flex_attention_backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,27 @@ def _is_scatter(node: fx.Node) -> bool:
 def step_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:
     """Return the nodes that run, in order: each is one step."""
     return tuple(node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output"))
+
+
+def bodies_of(node: fx.Node) -> tuple[fx.Graph, ...]:
+    """Return the graphs that an op runs, such as the branches of a `torch.cond`; none for other ops.
+
+    What attention calls for each score becomes a part of its kernel: it is none of these.
+    """
+    module = node.graph.owning_module
+    if not isinstance(node.target, torch._ops.HigherOrderOperator) or node.target.name() in _IN_KERNELS:
+        return ()
+    given = () if module is None else node.all_input_nodes
+    found = (operator.attrgetter(str(each.target))(module) for each in given if each.op == "get_attr")
+    return tuple(each.graph for each in found if isinstance(each, fx.GraphModule))
+
+
+def with_bodies(graph: fx.Graph) -> Iterator[fx.Graph]:
+    """Yield a graph, and all that its ops run."""
+    yield graph
+    for node in step_nodes(graph):
+        for body in bodies_of(node):
+            yield from with_bodies(body)
 
 
 def placeholders(graph: fx.Graph) -> tuple[fx.Node, ...]:

@@ -9,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from tencache_fx.passes.graphs import RegionGraphs, call_on_fakes, output_args, placeholders
+from tencache_fx.passes.graphs import RegionGraphs, call_on_fakes, output_args, placeholders, with_bodies
 from tencache_fx.tensors import storage_of, tensors_of
 
 Place = tuple[int, int | None]
@@ -52,7 +52,8 @@ def evaluate(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, int]) -> int:
 
 def unbacked_sizes(capture: RegionGraphs) -> tuple[torch.SymInt, ...]:
     """Return the sizes of the region's tensors and of their storages that are known only when it runs."""
-    tensors = (tensor for graph in capture.graphs for node in graph.nodes for tensor in tensors_of(node))
+    graphs = (each for graph in capture.graphs for each in with_bodies(graph))
+    tensors = (tensor for graph in graphs for node in graph.nodes for tensor in tensors_of(node))
     sizes = (size for tensor in tensors for size in (*tensor.shape, *_storage_size(tensor)))
     return tuple(size for size in sizes if isinstance(size, torch.SymInt) and free_unbacked_symbols(size))
 

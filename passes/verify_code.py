@@ -191,6 +191,12 @@ def statements(tree: ast.Module) -> Iterator[ast.stmt]:
             yield from _flat(node.body)
 
 
+def bodies(tree: ast.Module) -> dict[str, list[ast.stmt]]:
+    """Return the functions of the graphs that generated code calls, such as the branches of a `torch.cond`, by name."""
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name != "call")
+    return {each.name: list(_flat(each.body)) for each in functions if [arg.arg for arg in each.args.args] == ["args"]}
+
+
 def as_written(expression: ast.expr) -> str:
     """Return the source of an expression; of one such as `a.b.c`, as most are, in much less time than `ast` takes."""
     names, inner = [], expression

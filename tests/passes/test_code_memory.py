@@ -287,3 +287,71 @@ def test_code_that_stays_too_large_says_so(
     monkeypatch.setattr(candidate, "code_peak_bytes", lambda code, outputs: peak_bytes + 1000)
     compiled(model, {**INDUCTOR, "device_budget": peak_bytes + 500})(x)
     assert "its generated code holds 500 bytes more than the device budget of" in caplog.text
+
+
+BODIES = """
+def small(args):
+    small_arg0, = args
+    args.clear()
+    small_buf0 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
+    kernel(small_arg0, small_buf0)
+    del small_arg0
+    return (small_buf0, )
+
+def large(args):
+    large_arg0, = args
+    args.clear()
+    large_buf0 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
+    kernel(large_arg0, large_buf0)
+    large_buf1 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
+    kernel(large_buf0, large_buf1)
+    del large_buf0
+    return (large_buf1, )
+
+class Runner:
+    def call(self, args):
+        primals_1, primals_2 = args
+        args.clear()
+"""
+BRANCHES = """
+buf4 = [None] * 1
+if buf3_selector == 0:
+    {first}_args = [primals_1]
+    buf4 = {first}({first}_args)
+else:
+    {second}_args = [primals_1]
+    buf4 = {second}({second}_args)
+buf5 = buf4[0]
+del buf4
+buf6 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
+return (buf5, buf6)
+"""
+LOOP = """
+buf4 = [None] * 1
+buf4[0] = primals_1
+should_loop = buf4_cond_result
+if not should_loop:
+    buf4[0] = buf4[0].clone()
+while should_loop:
+    small_args = [buf4[0]]
+    (buf4[0],) = small(small_args)
+buf5 = buf4[0]
+del buf4
+return (buf5, )
+"""
+
+
+def weigh_call(lines: str) -> int:
+    code = BODIES + "".join(f"        {line}\n" for line in lines.strip().splitlines())
+    return code_peak_bytes([(TWO, code)], 1) - 2 * MATRIX
+
+
+def test_branches_hold_what_the_larger_one_does() -> None:
+    for first, second in (("small", "large"), ("large", "small")):
+        assert weigh_call(BRANCHES.format(first=first, second=second)) == 2 * MATRIX
+    assert weigh_call(BRANCHES.format(first="small", second="small")) == 2 * MATRIX  # what it returned, and buf6
+
+
+def test_a_loop_holds_what_this_turn_and_the_last_one_have_made() -> None:
+    assert weigh_call(LOOP) == 2 * MATRIX
+    assert weigh_call(LOOP.replace("small", "large")) == 3 * MATRIX

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import tencache_fx
 from tencache_fx.kept_code import Phase
@@ -23,17 +25,39 @@ VALUE = 4 * ROWS * WIDTH  # bytes of one activation
 class Meter(TorchDispatchMode):
     """Counts the bytes of a CPU's tensors, as an accelerator's allocator does: those made while it is there."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.held = self.peak = self.ever = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if isinstance(func, HigherOrderOperator):
+            result = self._run_bodies(func, args, kwargs or {})
+        else:
+            result = func(*args, **(kwargs or {}))
         for each in result if isinstance(result, (list, tuple)) else (result,):
             if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu" and each.layout is torch.strided:
                 self._meet(each.untyped_storage())
         return result
+
+    def _run_bodies(self, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
+        """Run an op that runs graphs: what it makes within them counts, and of most ops all that they make."""
+        run = func.py_kernels[DispatchKey.CompositeExplicitAutograd]
+        if func.name() not in ("cond", "scan"):
+            with self:
+                return run(*args, **kwargs)
+
+        def metered(body: Callable[..., Any]) -> Callable[..., Any]:  # these two refuse to run in a mode
+            def call(*given: Any) -> Any:
+                with self:
+                    return body(*given)
+
+            return call
+
+        with _disable_current_modes():
+            return run(*(metered(each) if callable(each) else each for each in args), **kwargs)
 
     def _meet(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._known or storage.nbytes() < 1024:
