@@ -190,13 +190,9 @@ def main() -> None:
     parser.add_argument("--profile", help="a device profile to forecast by; else the rates of this device are")
     parser.add_argument("--share", type=float, default=0.4, help="the budget, of what all would take on the device")
     parser.add_argument("--host-budget", default="16GiB")
-    for name, default in (
-        ("warm-up", 8),
-        ("steps", 7),
-        ("limit-s", 300),
-        ("at-once", 1),
-    ):  # the limit is for all at once
+    for name, default in (("warm-up", 8), ("steps", 7), ("at-once", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--limit-s", type=int, default=300, help="for the models that are measured at once, together")
     parser.add_argument("--within", nargs=2, help=argparse.SUPPRESS)  # a model, and the file for what is found
     arguments = parser.parse_args()
     if arguments.within:

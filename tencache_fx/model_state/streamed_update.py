@@ -73,7 +73,8 @@ class StreamedUpdate:
 
     def take_weight(self, weight: Tensor) -> None:
         """Take over what a class has set the `weight` that it was given to, if it has not changed that in place."""
-        if weight.data_ptr() == self.master.data_ptr():
+        place = self.master.data_ptr(), self.master.size(), self.master.stride(), self.master.dtype
+        if (weight.data_ptr(), weight.size(), weight.stride(), weight.dtype) == place:
             return
         if (weight.size(), weight.dtype) != (self.master.size(), self.master.dtype):
             raise UsageError(

@@ -158,7 +158,7 @@ class ParameterUpdate:
 
 def flat(dense: Tensor) -> Tensor:
     """Return a dense tensor's elements [n] in the order they have in memory, without a copy."""
-    if dense.dim() == 1 and dense.is_contiguous():  # a view takes the host as long as everything else about a small one
+    if dense.dim() == 1 and dense.is_contiguous():  # a view of it would be the same, and takes the host some time
         return dense
     return dense.as_strided((dense.numel(),), (1,))
 

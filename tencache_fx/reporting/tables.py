@@ -107,9 +107,9 @@ def show_reached(problem: Problem, plan: Plan, call_to_call_ns: int, host_ns: in
     if host_ns is None:
         return reached
     host_ns *= problem.accumulation
-    reached += f" The host works {format_ns(host_ns)} of the step on kernels and copies of its graphs."
+    reached += f" The host spends {format_ns(host_ns)} of it issuing the graphs' kernels and copies."
     if host_ns > bound.busy_ns:
-        reached += " That is more than the bound: a larger micro-batch takes the host no longer."
+        reached += " That is more than the bound, and does not grow with the micro-batch."
     return reached
 
 

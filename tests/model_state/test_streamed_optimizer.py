@@ -17,9 +17,8 @@ from torch import Tensor, nn
 import tencache_fx
 from tencache_fx.errors import BudgetError, OptionError, UsageError
 from tencache_fx.hardware.devices import resolve_device
-from tencache_fx.model_state import offloading, streamed_optimizer, streamed_update, update_chunks
+from tencache_fx.model_state import streamed_optimizer, streamed_update, update_chunks
 from tencache_fx.model_state.parameter_store import find_offloaded
-from tencache_fx.model_state.update import gradient_on_host
 from tencache_fx.optim import AdamW, Muon, StreamedOptimizer
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import install_engine
@@ -538,63 +537,3 @@ def test_weights_on_a_gpu_are_those_of_torch(
     finally:
         del model
         engine.close()
-
-
-class Rebinding(torch.optim.Optimizer):
-    """It sets weights to new tensors, and keeps the last gradients in a list."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                state["last"] = [*state.get("last", []), parameter.grad][-2:]
-                parameter.data = parameter.data - group["lr"] * sum(state["last"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("offloads", [True, False])
-def test_a_class_may_set_weights_anew(
-    dtype: torch.dtype,
-    offloads: bool,  # noqa: FBT001
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(offloading, "LEAST_BYTES", 0)
-    monkeypatch.setattr(streamed_optimizer, "LEAST_BYTES", 0)
-    torch.manual_seed(0)
-    weights = [torch.randn(16, 16).to(dtype) for _ in range(6)]
-    ours = nn.ParameterList(nn.Parameter(each.clone()) for each in weights)
-    if offloads:
-        tencache_fx.offload(ours, "cpu")
-    theirs = [nn.Parameter(each.float()) for each in weights]
-    optimizer, torchs = StreamedOptimizer(ours.parameters(), Rebinding), Rebinding(theirs)
-    for _ in range(3):
-        for parameter, other in zip(ours, theirs, strict=True):
-            gradient = torch.randn(16, 16).to(dtype)
-            other.grad = gradient.float()
-            parameter.grad = gradient_on_host(parameter, gradient) if offloads else gradient
-        optimizer.step()
-        torchs.step()
-    values = ours.state_dict().values()
-    assert all(torch.equal(value, other.to(dtype)) for value, other in zip(values, theirs, strict=True))
-
-
-class Shrinking(torch.optim.Optimizer):
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.data = parameter.data[:2].clone()
-
-
-def test_a_weight_of_another_size_is_refused() -> None:
-    weight = nn.Parameter(torch.ones(4, 4))
-    weight.grad = torch.ones(4, 4)
-    with pytest.raises(UsageError, match=r"set a weight of size \(4, 4\), torch.float32, to a tensor of size \(2, 4\)"):
-        StreamedOptimizer([weight], Shrinking).step()
-    assert bool((weight == 1).all())

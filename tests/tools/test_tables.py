@@ -185,10 +185,10 @@ def test_what_is_reached_of_the_bound():
 @pytest.mark.parametrize(("host_ns", "limits"), [(2_000_000, False), (6_500_000, True)])
 def test_the_host_s_work_is_told_beside_the_bound(host_ns: int, *, limits: bool) -> None:
     text = show_reached(PROBLEM, PLAN, 7_500_000, host_ns)
-    assert f" The host works {format_ns(host_ns)} of the step on kernels and copies of its graphs." in text
-    assert text.endswith("a larger micro-batch takes the host no longer.") is limits
+    assert f" The host spends {format_ns(host_ns)} of it issuing the graphs' kernels and copies." in text
+    assert text.endswith("That is more than the bound, and does not grow with the micro-batch.") is limits
     four = dataclasses.replace(PROBLEM, accumulation=4)
-    assert f"works {format_ns(4 * host_ns)}" in show_reached(four, PLAN, 7_500_000, host_ns)
+    assert f"spends {format_ns(4 * host_ns)}" in show_reached(four, PLAN, 7_500_000, host_ns)
 
 
 def test_the_bound_is_of_all_calls_of_a_step_and_its_update():
