@@ -23,7 +23,7 @@ from tencache_fx.model_state.arguments import find_device
 from tencache_fx.options import Options
 from tencache_fx.planning.problem import Links
 from tencache_fx.reporting.tables import show_measured
-from tencache_fx.runtime.streams import open_streams
+from tencache_fx.runtime.cuda_streams import open_streams
 from tencache_fx.units import format_bytes, format_flops, format_rate
 
 _GiB = 1 << 30

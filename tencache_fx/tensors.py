@@ -1,5 +1,6 @@
 """Facts about single tensors, real or fake: storage, device, sizes."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -11,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tencache_fx.errors import TencacheError
 from tencache_fx.units import round_up
 
+_AS_IT_IS = contextlib.nullcontext()
 _NO_BOUND = 1 << 50  # torch's bound of a size that may be anything is one of 64-bit integers
 
 
@@ -103,3 +105,16 @@ def main_device(values: Iterable[object]) -> torch.device:
 def are_faked(values: Sequence[object]) -> bool:
     """Return whether to compute with these values is to compute with fakes: some are, or a mode makes them of all."""
     return torch._guards.active_fake_mode() is not None or any(isinstance(value, FakeTensor) for value in values)
+
+
+def ordinary_tensors() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which tensors are made that are none of inference mode."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a flat uint8 view of a dense tensor's memory, whatever its dtype and strides."""
+    start = tensor.storage_offset() * tensor.itemsize
+    with ordinary_tensors():
+        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return raw.set_(tensor.untyped_storage(), start, (tensor.numel() * tensor.itemsize,), (1,))

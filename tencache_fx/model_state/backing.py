@@ -116,13 +116,13 @@ class HostBacking(Backing):
 
     def copy_in(self, dst: Tensor, after: Sequence[Event]) -> Event:
         """Issue the copy."""
-        self.last_read = self._streams.copy(Lane.IN, dst, self._buffer.memory[: self.layout.nbytes], after)
+        self.last_read = self._streams.copy(Lane.IN, dst, self._value, after)
         return self.last_read
 
     def begin_write(self, *, read: bool) -> HostWrite:
         """Return the value's own memory, which nobody may write to before the last copy that reads it."""
         after = () if self.last_read is None else (self.last_read,)
-        return HostWrite(self.layout, self._buffer.memory[: self.layout.nbytes], after, self._streams)
+        return HostWrite(self.layout, self._buffer.first(self.layout.nbytes), after, self._streams)
 
     def value(self) -> Tensor:
         """Return a tensor that shares the bytes."""

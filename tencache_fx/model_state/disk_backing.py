@@ -166,7 +166,7 @@ class DiskBacking(Backing):
         return buffer.view[: round_up(max(1, self.layout.nbytes), PAGE_BYTES)]
 
     def _copy(self, buffer: Buffer, dst: Tensor, after: Sequence[Event]) -> Event:
-        copied = self._engine.streams.copy(Lane.IN, dst, buffer.memory[: self.layout.nbytes], after)
+        copied = self._engine.streams.copy(Lane.IN, dst, buffer.first(self.layout.nbytes), after)
         buffer.after = (*(event for event in buffer.after if not event.query()), copied)
         return copied
 

@@ -33,7 +33,6 @@ from tencache_fx.model_state.host_state import HeldTensors, State
 from tencache_fx.model_state.shard import Shard
 from tencache_fx.planning.problem import STATE_BYTES, Tier
 from tencache_fx.runtime.streams import Event, Lane, Streams
-from tencache_fx.runtime.transfers import raw_bytes
 
 
 class OffloadedParameter:
@@ -224,7 +223,7 @@ class OffloadedParameter:
     def copy_in(self, dst: Tensor, after: tuple[Event, ...]) -> Event:
         """Issue the copy of the host copy to `dst`, device bytes that are there behind `after`. Blocks for a disk."""
         with self._lock:  # so that the last copy noted is the last one issued
-            self.last_read = self.backing.copy_in(raw_bytes(dst), after)
+            self.last_read = self.backing.copy_in(dst, after)
             return self.last_read
 
     def begin_update(self, submit: "Callable[[], Future[None]]", readers: Event | None) -> "Future[None]":
@@ -376,7 +375,7 @@ class OffloadedParameter:
         with self._lock:
             assert self._state is not CopyState.HOST, f"{self.name} has no device copy"
             with self.backing.begin_write(read=False) as write:
-                after, source = (self._streams.record_compute(), *write.after), raw_bytes(self.parameter.detach())
+                after, source = (self._streams.record_compute(), *write.after), self.parameter.detach()
                 copied = self._streams.copy(Lane.OUT, write.memory, source, after)
                 write.after = (copied,)
                 copied.synchronize()

@@ -43,7 +43,8 @@ def fetch_param(engine: Engine, parameter: Tensor, label: str = "") -> Tensor:
     with lifecycle.lock, named_range("fetch", label):
         engine.check_open()
         offloaded = parameters_of(engine).find(parameter)
-        layout = Layout.of(parameter, label)
+        kept = None if offloaded is None else offloaded.layout
+        layout = kept if kept is not None and kept.is_of(parameter) else Layout.of(parameter, label)
         dst = layout.empty()
         allocated = streams.record_compute()
         transfer = ActiveTransfer(

@@ -48,6 +48,10 @@ class Buffer:
         """Return the size class."""
         return self.view.nbytes
 
+    def first(self, nbytes: int) -> torch.Tensor:
+        """Return the memory of its first bytes."""
+        return self.memory if nbytes == self.memory.numel() else self.memory[:nbytes]
+
     @property
     def idle(self) -> bool:
         """Return whether nobody has it and no copy touches it."""

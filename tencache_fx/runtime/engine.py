@@ -24,11 +24,12 @@ from tencache_fx.planning.plan import PoolClass
 from tencache_fx.planning.pool_sizing import size_classes
 from tencache_fx.planning.problem import Step, Tier
 from tencache_fx.runtime.buffers import Buffer, Use
+from tencache_fx.runtime.cuda_streams import open_streams
 from tencache_fx.runtime.object_buffers import ObjectBuffers
 from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.stats import Stats
 from tencache_fx.runtime.store import Store
-from tencache_fx.runtime.streams import Streams, open_streams
+from tencache_fx.runtime.streams import Streams
 from tencache_fx.runtime.transfer_lifecycle import TransferLifecycle
 from tencache_fx.runtime.transfers import Layout, Stage, new_token
 from tencache_fx.units import PAGE_BYTES, round_up

@@ -4,8 +4,8 @@ Several lines of work run side by side: *compute* (whatever the caller's current
 host) and *in* (host to device): two for what graphs copy, and two for an optimizer's updates on the device, whose
 copies wait for kernels of their own and must not hold up the others. A lane does its work in the order it was given;
 between lanes only events order anything.
-`CudaStreams` maps lanes to CUDA streams; `CpuStreams` has a thread for each lane, with the same rules, so that every
-path and every race of the runtime exists on a machine without a GPU.
+`CudaStreams` (`cuda_streams.py`) maps lanes to CUDA streams; `CpuStreams` has a thread for each lane, with the same
+rules, so that every path and every race of the runtime exists on a machine without a GPU.
 
 Never `record_stream`: it delays reuse by an unknown time and does not protect memory that the compiler recycles.
 """
@@ -25,12 +25,10 @@ import torch
 from torch import Tensor
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.units import PAGE_BYTES
+from tencache_fx.tensors import raw_bytes
 
 STUCK_S = 60.0
 """A single copy that takes longer than this counts as stuck."""
-
-_TOUCH_THREADS = 8
 
 
 class Lane(StrEnum):
@@ -72,8 +70,9 @@ class Streams(ABC):
         """Return an event behind everything queued on the caller's compute stream so far."""
 
     def copy(self, lane: Lane, dst: Tensor, src: Tensor, after: Sequence[Event] = ()) -> Event:
-        """Queue `dst[:] = src` (equal-sized bytes) on `lane` once all of `after` happened; return the copy's event.
+        """Queue the copy of all bytes of `src` to `dst` on `lane`, once all of `after` happened; return its event.
 
+        Both are dense tensors of as many bytes, whatever their dtypes and shapes.
         Does not block the host. On the CPU the lane keeps both tensors alive; on CUDA the caller must.
         """
         return self.copy_all(lane, [(dst, src)], after)
@@ -111,8 +110,8 @@ class Streams(ABC):
         """Wait until all lanes are idle, then stop them. Idempotent."""
 
     @abstractmethod
-    def transfer(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy each `(dst, src)` now, from inside a lane: in its thread on the CPU, under its stream on CUDA."""
+    def transfer(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy each `(dst, src)` now: on the CPU in the calling thread, which is the lane's, on CUDA in its stream."""
 
     def after_release(self, src: Tensor) -> None:  # noqa: B027 - an optional hook
         """Called with a dense source once compute has waited for its copy out: nobody may read its bytes again."""
@@ -181,13 +180,13 @@ class CpuStreams(Streams):
 
     def copy_all(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Event] = ()) -> Event:
         """Queue the copies on the lane's thread."""
-        waiting = deque(pairs)
+        waiting = deque((raw_bytes(dst), raw_bytes(src)) for dst, src in pairs)
 
         def job() -> None:
             self.wait_host(after)
             some = list(waiting)
             waiting.clear()
-            self.transfer(some)
+            self.transfer(lane, some)
             some.clear()  # before the event happens: whoever waits for it may count on being the last to hold them
 
         return self.submit(lane, job)
@@ -226,160 +225,7 @@ class CpuStreams(Streams):
         for executor in self.lanes.values():
             executor.shutdown(wait=True)
 
-    def transfer(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def transfer(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy in the calling thread."""
         for dst, src in pairs:
             dst.copy_(src)
-
-
-class CudaWatch:
-    """A stall of a CUDA stream, between two timing events that go back to `spare` once both were read."""
-
-    __slots__ = ("_compute", "_elapsed_ns", "_events", "_spare", "_stopped")
-
-    def __init__(
-        self, compute: Callable[[], torch.cuda.Stream], spare: deque[tuple[torch.cuda.Event, torch.cuda.Event]]
-    ) -> None:
-        self._compute = compute
-        self._spare = spare
-        self._stopped = False
-        self._elapsed_ns: int | None = None
-        try:
-            self._events = spare.pop()
-        except IndexError:
-            self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        self._events[0].record(compute())
-
-    def stop(self) -> None:
-        """Record the second event on the caller's current stream."""
-        self._events[1].record(self._compute())
-        self._stopped = True
-
-    def elapsed_ns(self) -> int | None:
-        """Return the device time between both events, or None while the device has not reached them."""
-        if self._elapsed_ns is None and self._stopped and self._events[1].query():
-            self._elapsed_ns = int(self._events[0].elapsed_time(self._events[1]) * 1e6)
-            self._spare.append(self._events)
-        return self._elapsed_ns
-
-
-class CudaStreams(Streams):
-    """Lanes as CUDA streams; no host synchronisation except in `close`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.lanes = {lane: torch.cuda.Stream(device=device) for lane in Lane}
-        self._beside = torch.cuda.Stream(device=device, priority=-1)
-        self._index = self._beside.device_index
-        self._by_handle: dict[int, torch.cuda.Stream] = {}  # the caller's streams that were seen
-        self._spare: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-
-    def record_compute(self) -> Event:
-        """Record on the current stream."""
-        return self._record(self._compute())
-
-    def copy_all(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Event] = ()) -> Event:
-        """Queue asynchronous copies on the lane's stream."""
-        stream = self.lanes[lane]
-        for event in after:
-            assert isinstance(event, torch.cuda.Event)
-            event.wait(stream)
-        if torch.cuda.current_device() != self._index:
-            with torch.cuda.stream(stream):
-                self.transfer(pairs)
-            return self._record(stream)
-        compute = self._compute()  # what follows is `torch.cuda.stream`, without its ten microseconds
-        try:
-            torch.cuda.set_stream(stream)
-            self.transfer(pairs)
-        finally:
-            torch.cuda.set_stream(compute)
-        return self._record(stream)
-
-    def beside(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context of a stream whose kernels go first: they are short, and copies wait for them."""
-        return torch.cuda.stream(self._beside)
-
-    def wait_compute(self, event: Event) -> None:
-        """Let the current stream wait."""
-        assert isinstance(event, torch.cuda.Event)
-        event.wait(self._compute())
-
-    def wait_host(self, events: Iterable[Event]) -> None:
-        """Block the calling thread; the events sleep instead of spinning."""
-        for event in events:
-            event.synchronize()
-
-    def watch(self) -> Watch:
-        """Record a timing event on the current stream."""
-        return CudaWatch(self._compute, self._spare)
-
-    def pin(self, memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> bool:
-        """Touch the pages in parallel, then register them with the driver.
-
-        0.1 to 0.3 s per GiB in all, against 0.5 for `pin_memory=True`, and exactly as many bytes as asked for.
-        """
-        _touch(memory)
-        with torch.cuda.device(self.device):
-            cudart = torch.cuda.cudart()
-            status = cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
-        if status == cudart.cudaError.success:
-            return True
-        # A refused call leaves its error behind for the next kernel launch to report; let a harmless launch collect it.
-        try:
-            torch.empty(1, dtype=torch.uint8, device=self.device).fill_(0)
-        except RuntimeError as error:
-            if "CUDA error" not in str(error):
-                raise
-        return False
-
-    def unpin(self, memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
-        """Unregister from the driver."""
-        with torch.cuda.device(self.device):
-            torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
-
-    def close(self) -> None:
-        """Wait for all lanes."""
-        for stream in (self._beside, *self.lanes.values()):
-            stream.synchronize()
-
-    def transfer(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Queue the copies on the current stream, by one call: several threads of Python take turns at every call."""
-        if len(pairs) == 1:
-            ((target, source),) = pairs
-            target.copy_(source, non_blocking=True)
-            return
-        targets, sources = zip(*pairs, strict=True)
-        torch._foreach_copy_(targets, sources, non_blocking=True)
-
-    def _compute(self) -> torch.cuda.Stream:
-        """Return the caller's current stream; `torch.cuda.current_stream` looks the device up anew and makes an object.
-
-        A handle stands for one stream for good: torch never ends its own, and one of somebody else is its handle.
-        """
-        handle = torch._C._cuda_getCurrentRawStream(self._index)
-        if (stream := self._by_handle.get(handle)) is None:
-            stream = self._by_handle[handle] = torch.cuda.current_stream(self.device)
-        return stream
-
-    def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)  # workers that wait for it sleep instead of spinning
-        event.record(stream)
-        return event
-
-
-def open_streams(device: torch.device) -> Streams:
-    """Return the streams that suit `device` ("cpu" or "cuda")."""
-    makers: dict[str, Callable[[], Streams]] = {"cpu": CpuStreams, "cuda": lambda: CudaStreams(device)}
-    return makers[device.type]()
-
-
-def _touch(memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
-    """Write one byte of every page: page faults are what makes registering slow, and threads share them."""
-    part = -(-memory.nbytes // _TOUCH_THREADS // PAGE_BYTES) * PAGE_BYTES
-
-    def fill(start: int) -> None:
-        memory[start : start + part : PAGE_BYTES] = 0
-
-    with ThreadPoolExecutor(_TOUCH_THREADS, thread_name_prefix="tencache-touch") as threads:
-        list(threads.map(fill, range(0, memory.nbytes, part)))

@@ -26,7 +26,7 @@ from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.stats import Stats
 from tencache_fx.runtime.store import WORKERS, Extent, Store
 from tencache_fx.runtime.streams import Event, Lane, Streams
-from tencache_fx.runtime.transfers import ActiveTransfer, Layout, Stage, TransferTable, raw_bytes
+from tencache_fx.runtime.transfers import ActiveTransfer, Layout, Stage, TransferTable
 
 
 class TransferLifecycle:
@@ -56,8 +56,8 @@ class TransferLifecycle:
 
     def begin(self, src: Tensor, layout: Layout, label: str, tier: Tier, buffer: Buffer) -> ActiveTransfer:
         """Issue the copy of `src` to its buffer; return the transfer. Lock held."""
-        source, after = raw_bytes(src), (self._streams.record_compute(), *buffer.after)
-        copied_out = self._streams.copy(Lane.OUT, buffer.memory[: layout.nbytes], source, after)
+        source, after = src.detach(), (self._streams.record_compute(), *buffer.after)
+        copied_out = self._streams.copy(Lane.OUT, buffer.first(layout.nbytes), source, after)
         buffer.after = (copied_out,)
         return ActiveTransfer(self.table.next_key(), label, tier, layout, copied_out, source, buffer)
 
@@ -74,9 +74,7 @@ class TransferLifecycle:
         """Issue the copy in from where the value is: the buffer, even while it is written, or the disk. Lock held."""
         if (buffer := transfer.buffer) is not None:
             after = (allocated, transfer.copied_out)
-            transfer.copied_in = self._streams.copy(
-                Lane.IN, raw_bytes(dst), buffer.memory[: transfer.layout.nbytes], after
-            )
+            transfer.copied_in = self._streams.copy(Lane.IN, dst, buffer.first(transfer.layout.nbytes), after)
             buffer.after = (transfer.copied_out, transfer.copied_in)
             self._end_use(transfer, buffer)
         else:
@@ -219,7 +217,7 @@ class TransferLifecycle:
             buffer.after = ()
             self.need_store().read(extent, buffer.view)
             self._stats.add(disk_read_bytes=extent.nbytes)
-            copied_in = self._streams.copy(Lane.IN, raw_bytes(dst), buffer.memory[: extent.nbytes], (allocated,))
+            copied_in = self._streams.copy(Lane.IN, dst, buffer.first(extent.nbytes), (allocated,))
             buffer.after = (copied_in,)
             return copied_in
         finally:

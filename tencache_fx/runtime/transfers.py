@@ -11,7 +11,6 @@ however many Python wrappers or saved variables there were, and its finalizer no
 thread, at any time, even while a lock is held: it only appends to a deque, which is drained at the next runtime call.
 """
 
-import contextlib
 import itertools
 import weakref
 from collections import deque
@@ -28,11 +27,10 @@ from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Buffer
 from tencache_fx.runtime.store import Extent
 from tencache_fx.runtime.streams import Event
+from tencache_fx.tensors import ordinary_tensors
 
 _REMEMBERED = 4096
 """How many transfers that are over can still be named in an error."""
-
-_AS_IT_IS = contextlib.nullcontext()
 
 
 class Stage(Enum):
@@ -65,6 +63,10 @@ class Layout:
         if src.is_conj() or src.is_neg():
             raise InvariantError(f"cannot offload {label}, a lazy conjugate or negative view; resolve it first.")
         return Layout(src.numel() * src.itemsize, src.size(), src.stride(), src.dtype, src.device)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has these sizes and strides."""
+        return tensor.size() == self.size and tensor.stride() == self.stride
 
     def empty(self) -> Tensor:
         """Allocate such a tensor on the caller's current stream: an ordinary one, which a copy lane may write to."""
@@ -193,19 +195,6 @@ class TransferTable:
         return tensor
 
 
-def ordinary_tensors() -> contextlib.AbstractContextManager[object]:
-    """Return a context in which tensors are made that are none of inference mode."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
-
-
 def new_token() -> Tensor:
     """Return a fresh one-element tensor that stands for an order only."""
     return torch.zeros(1, dtype=torch.int64, device="cpu")
-
-
-def raw_bytes(tensor: Tensor) -> Tensor:
-    """Return a flat uint8 view of a dense tensor's memory, whatever its dtype and strides."""
-    start = tensor.storage_offset() * tensor.itemsize
-    with ordinary_tensors():
-        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return raw.set_(tensor.untyped_storage(), start, (tensor.numel() * tensor.itemsize,), (1,))

@@ -11,7 +11,8 @@ from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.model_state import streamed_optimizer, streamed_update
 from tencache_fx.model_state.scalar_reads import MappedNumber, ScalarReads, read_past_copies
 from tencache_fx.optim import StreamedOptimizer
-from tencache_fx.runtime.streams import CudaStreams, Lane
+from tencache_fx.runtime.cuda_streams import CudaStreams
+from tencache_fx.runtime.streams import Lane
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool]

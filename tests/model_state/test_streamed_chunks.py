@@ -326,10 +326,10 @@ def test_copies_out_that_cannot_begin_are_told_of_each_parameter() -> None:
 class SlowIn(CpuStreams):
     """What is copied in for others than updates begins late."""
 
-    def transfer(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def transfer(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         if threading.current_thread().name.startswith(f"tencache-{Lane.IN}_"):
             time.sleep(0.1)
-        super().transfer(pairs)
+        super().transfer(lane, pairs)
 
 
 def test_weights_are_written_when_nobody_reads_them_any_more() -> None:

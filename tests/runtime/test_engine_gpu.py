@@ -14,9 +14,9 @@ from faulty_streams import FaultyCudaStreams, FaultyIO
 from tencache_fx.errors import StoreError, TencacheError, UsageError
 from tencache_fx.planning.plan import PoolClass
 from tencache_fx.planning.problem import Tier
+from tencache_fx.runtime.cuda_streams import CudaStreams
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.store import Store
-from tencache_fx.runtime.streams import CudaStreams
 
 pytestmark = pytest.mark.gpu
 TIERS = [Tier.HOST, Tier.NVME]

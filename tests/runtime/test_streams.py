@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.runtime.streams import CpuStreams, Lane, open_streams
+from tencache_fx.runtime.cuda_streams import open_streams
+from tencache_fx.runtime.streams import CpuStreams, Lane
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tencache_fx.runtime.cuda_streams import CudaStreams
 from tencache_fx.runtime.file_io import FileIO
-from tencache_fx.runtime.streams import CpuStreams, CudaStreams, Event, Lane
-from tencache_fx.runtime.transfers import raw_bytes
+from tencache_fx.runtime.streams import CpuStreams, Event, Lane
+from tencache_fx.tensors import raw_bytes
 
 POISON = 0xFF
 _DIRT_BYTES = 1 << 20
@@ -49,9 +50,9 @@ class FaultyCpuStreams(CpuStreams):
 
         return self.submit(lane, job)
 
-    def transfer(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def transfer(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._wait_late()
-        super().transfer(pairs)
+        super().transfer(lane, pairs)
 
     def _wait_late(self) -> None:
         with self._lock:
@@ -87,10 +88,11 @@ class FaultyCudaStreams(CudaStreams):
         self._dirt = torch.full((_DIRT_BYTES,), POISON, dtype=torch.uint8, device=device)
         torch.cuda.synchronize(device)
 
-    def transfer(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def transfer(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         if self._delay_cycles:
-            torch.cuda._sleep(self._delay_cycles)
-        super().transfer(pairs)
+            with torch.cuda.stream(self.lanes[lane]):
+                torch.cuda._sleep(self._delay_cycles)
+        super().transfer(lane, pairs)
 
     def after_release(self, src: Tensor) -> None:
         if self._poison:
