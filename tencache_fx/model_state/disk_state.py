@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tencache_fx.errors import BudgetError, StoreError
+from tencache_fx.model_state.counted_scalars import CountedScalars
 from tencache_fx.model_state.host_state import mapped_memory, own_storage
 from tencache_fx.model_state.stored_form import FP32, StoredForm, by_form, parts_of, state_bytes, store_values
 from tencache_fx.planning.problem import Tier
@@ -78,6 +79,7 @@ class DiskState:
         self.forms = dict(forms)
         self.made: frozenset[str] = frozenset()  # set by the optimizer: the arrays that its class's steps have made
         self.shown: tuple[frozenset[str], dict[str, Tensor]] | None = None  # what `shown_of` says, and of which `made`
+        self.counted = CountedScalars()
         self.place: Tier | None = Tier.NVME
         self.tensors: dict[str, Tensor] = {}  # none of them is in memory
         self.nbytes = state_bytes(forms.values(), parameter.numel())

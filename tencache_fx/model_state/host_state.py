@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tencache_fx.model_state.counted_scalars import CountedScalars
 from tencache_fx.model_state.stored_form import StoredForm, by_form, named_parts, parts_of
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
@@ -36,6 +37,7 @@ class State:
         self.forms = dict(forms)
         self.made: frozenset[str] = frozenset()  # set by the optimizer: the arrays that its class's steps have made
         self.shown: tuple[frozenset[str], dict[str, Tensor]] | None = None  # what `shown_of` says, and of which `made`
+        self.counted = CountedScalars()
         self.place = Tier.DEVICE if on_device else Tier.HOST
         count, parts = parameter.numel(), named_parts(forms)
         sizes = [round_up(part.nbytes(count), _ALIGN_BYTES) for part in parts.values()]

@@ -8,8 +8,7 @@ there already, and the update runs by itself: `step` returns at once, and the ne
 
 import contextlib
 import warnings
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, overload
@@ -32,13 +31,14 @@ from tencache_fx.model_state.optimizer_state import OptimizerState
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.staged_update import PIECE_BYTES, Piece, Round, open_round, work_on_host
 from tencache_fx.model_state.step_hooks import check_last, check_node, hook, is_hooked_once, is_watched_in_graph
-from tencache_fx.model_state.step_kernel import StateDtype, find_rule
+from tencache_fx.model_state.step_kernel import StateDtype, Step, find_rule
 from tencache_fx.model_state.update import (
     ParameterUpdate,
     PieceUpdate,
     accumulates,
     dense_like,
     flat,
+    gradient_on_device,
     gradient_on_host,
     read_later,
     run_piece,
@@ -144,19 +144,23 @@ class OffloadedOptimizer(OptimizerState):
             found = {p: find_offloaded(p) for p in todo}
             self._make_states(found)
             here = {p: each for p, each in found.items() if self._is_updated_here(p, each)}
-            on_host = deque(
-                (p, each, gradient_on_host(p, p.grad))
+            on_host = [
+                self._prepare(p, each, gradient_on_host(p, p.grad))
                 for p, each in found.items()
                 if each is not None and p not in here and p.grad is not None
-            )
+            ]
             large = [p for p, each in found.items() if each is None and p not in here]
             with self._open_rounds(large) as rounds:
-                while on_host:  # these go on during the others
-                    self._update_on_host(*on_host.popleft())
+                updated: list[Tensor] = []
+                on_device = [self._device_update(p, offloaded, p.grad, updated) for p, offloaded in here.items()]
+                # The threads that do these take turns with this one from here on: all else that can be is done before.
+                for begin in on_host:
+                    begin()
+                del on_host  # with the gradients
                 for parameter in (p for p in self._urgency if p.grad is None):
                     if (frozen := find_offloaded(parameter)) is not None:
                         frozen.evict()
-                self._update_now(here, rounds)
+                self._update_now(on_device, rounds, updated)
         self._group_of = {}
         return loss
 
@@ -168,7 +172,7 @@ class OffloadedOptimizer(OptimizerState):
         try:
             yield
         finally:
-            self._taken = {}
+            self._taken, self._nexts = {}, {}
 
     def _make_states(self, todo: Mapping[Tensor, OffloadedParameter | None]) -> None:
         """Make the state of those that have none, before anything is updated: there may be no room for it."""
@@ -196,16 +200,18 @@ class OffloadedOptimizer(OptimizerState):
                 rounds.append((engine, opened, here))
             yield rounds
 
-    def _update_now(self, here: Mapping[Tensor, OffloadedParameter | None], rounds: _Rounds) -> None:
-        """Update parameters whose state is on their device, and then those of the rounds; returns when done."""
-        updated: list[Tensor] = []
+    def _update_now(self, on_device: Sequence[DeviceUpdate], rounds: _Rounds, updated: list[Tensor]) -> None:
+        """Update parameters whose state is on their device, and then those of the rounds; returns when done.
+
+        The parameters are added to `updated`.
+        """
         try:
-            update_on_device(self._device_update(p, offloaded, p.grad, updated) for p, offloaded in here.items())
+            update_on_device(on_device)
             for engine, opened, some in rounds:
                 with compat.any_number_of_compilations():  # for dtypes, lengths of 1, numbers of threads, ...
                     work_on_host(engine, opened, self._pieces(some, updated), run_piece)
         except BaseException as error:
-            count = len(here) + sum(len(some) for *_, some in rounds)
+            count = len(on_device) + sum(len(some) for *_, some in rounds)
             error.add_note(
                 f"Of {count} parameters {len(updated)} have been updated, those on the device first, and their state "
                 "counts one step more; the next one may be updated in part, the others are as they were."
@@ -235,7 +241,7 @@ class OffloadedOptimizer(OptimizerState):
             if offloaded.updated_on_device:
                 update_on_device([self._device_update(parameter, offloaded, gradient, [])])
             else:
-                self._update_on_host(parameter, offloaded, gradient_on_host(parameter, gradient))
+                self._prepare(parameter, offloaded, gradient_on_host(parameter, gradient))()
         elif not isinstance(gradient, HostGradient) or gradient.buffer is not begun:
             raise UsageError(
                 f"{offloaded.name} was updated by a gradient that is a part of it only: it is read in a compiled "
@@ -250,13 +256,19 @@ class OffloadedOptimizer(OptimizerState):
         if not self._is_in_a_group(parameter) or is_watched_in_graph(parameter):
             return
         if (offloaded := find_offloaded(parameter)) is not None and not offloaded.updated_on_device:
-            self._begin(parameter, offloaded, buffer, None)
+            self._prepare_update(parameter, offloaded, buffer, None)()
             offloaded.gradient.begun_by = buffer
 
-    def _update_on_host(self, parameter: Tensor, offloaded: OffloadedParameter, gradient: HostGradient) -> None:
-        """Begin the update of an offloaded parameter in host memory; it has no later readers."""
-        self._begin(parameter, offloaded, gradient.buffer, engine_of(parameter.device).streams.record_compute())
-        offloaded.gradient.end_started()
+    def _prepare(self, parameter: Tensor, offloaded: OffloadedParameter, gradient: HostGradient) -> Callable[[], None]:
+        """Return what begins the update of an offloaded parameter in host memory; it has no later readers."""
+        readers = engine_of(parameter.device).streams.record_compute()
+        begin = self._prepare_update(parameter, offloaded, gradient.buffer, readers)
+
+        def begin_last() -> None:
+            begin()
+            offloaded.gradient.end_started()
+
+        return begin_last
 
     def _device_update(
         self,
@@ -269,15 +281,13 @@ class OffloadedOptimizer(OptimizerState):
         assert gradient is not None
         if offloaded is not None:
             offloaded.load()
-        if isinstance(gradient, HostGradient):
-            gradient = gradient.buffer.device()
         self._ready(parameter, offloaded)
         held, step = self._states[parameter], self._next(parameter)
         assert isinstance(held, State)
         stats = engine_of(parameter.device).stats
 
         def done() -> None:
-            self._count(parameter, step.after)
+            self._count(parameter, step)
             if offloaded is None:
                 increment_version(parameter)
             else:
@@ -289,7 +299,7 @@ class OffloadedOptimizer(OptimizerState):
             updated.append(parameter)
 
         return DeviceUpdate(
-            change=lambda: flat(dense_like(parameter, gradient.to(parameter.dtype))),
+            change=lambda: flat(dense_like(parameter, gradient_on_device(gradient).to(parameter.dtype))),
             weight=flat(parameter.data),
             state=held,
             step=step,
@@ -297,10 +307,13 @@ class OffloadedOptimizer(OptimizerState):
             done=done,
         )
 
-    def _begin(
+    def _prepare_update(
         self, parameter: Tensor, offloaded: OffloadedParameter, buffer: HostGradientBuffer, readers: Event | None
-    ) -> None:
-        """Begin a parameter's update by a gradient in host memory; nothing reads it on the device behind `readers`."""
+    ) -> Callable[[], None]:
+        """Return what begins a parameter's update by a gradient in host memory, once all is done that may fail.
+
+        Nothing reads the parameter on the device behind `readers`.
+        """
         engine = engine_of(parameter.device)
         if buffer.changes:
             buffer.host()
@@ -316,10 +329,9 @@ class OffloadedOptimizer(OptimizerState):
             step=step,
             factor=factor,
             fresh=self._is_fresh(parameter, offloaded),
-            count=partial(self._count, parameter, step.after),
+            count=partial(self._count, parameter, step),
             stats=engine.stats,
         )
-        self._take_weight(parameter, offloaded)
         updates = parameters_of(engine).updates
         update.prepare(updates)
         offloaded.sync_host()
@@ -328,8 +340,12 @@ class OffloadedOptimizer(OptimizerState):
             on_disk = held.place is Tier.NVME
             return updates.submit(update, self._urgency[parameter], lambda: buffer.has_landed, on_disk=on_disk)
 
-        buffer.note_reader(offloaded.begin_update(submit, readers))
-        offloaded.count_update()
+        def begin() -> None:
+            self._take_weight(parameter, offloaded)
+            buffer.note_reader(offloaded.begin_update(submit, readers))
+            offloaded.count_update()
+
+        return begin
 
     def _pieces(self, todo: Iterable[Tensor], updated: list[Tensor]) -> Iterator[Piece[PieceUpdate]]:
         """Yield the pieces, parameter by parameter; `updated` has the parameters whose last piece is done."""
@@ -342,7 +358,7 @@ class OffloadedOptimizer(OptimizerState):
             assert isinstance(held, State)
             written = flat(self._written[parameter])
             step, most = self._next(parameter), PIECE_BYTES // parameter.element_size()
-            count = partial(self._count_all, parameter, step.after, updated)
+            count = partial(self._count_all, parameter, step, updated)
             if not weight.numel():
                 count()
             for start in range(0, weight.numel(), most):
@@ -351,7 +367,7 @@ class OffloadedOptimizer(OptimizerState):
                 update = PieceUpdate(state=(written[part], *held.piece(part)), step=step, done=done)
                 yield Piece(sources=(gradient[part], weight[part]), target=weight[part], about=update)
 
-    def _count_all(self, parameter: Tensor, scalars: Mapping[str, Any], updated: list[Tensor]) -> None:
-        self._count(parameter, scalars)
+    def _count_all(self, parameter: Tensor, step: Step, updated: list[Tensor]) -> None:
+        self._count(parameter, step)
         increment_version(parameter)
         updated.append(parameter)

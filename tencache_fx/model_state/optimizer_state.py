@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from tencache_fx.errors import OptionError, UsageError
+from tencache_fx.model_state.counted_scalars import on_cpu
 from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.group_options import GroupOptions
 from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.optimizer_checks import find_misfit
 from tencache_fx.model_state.parameter_store import find_offloaded
-from tencache_fx.model_state.placement import StatePlacement, decoded_of, hold_state, is_in, on_cpu, saved_of, shown_of
+from tencache_fx.model_state.placement import StatePlacement, decoded_of, hold_state, is_in, saved_of, shown_of
 from tencache_fx.model_state.shard import Shard
 from tencache_fx.model_state.step_kernel import LEAST_8BIT, MASTER, Rule, Step
 from tencache_fx.model_state.stored_form import StoredForm
@@ -39,6 +40,7 @@ class OptimizerState(torch.optim.Optimizer):
         ] = {}  # of each record, as the last step left it
         self._group_of: dict[Tensor, dict[str, Any]] = {}  # as far as it has been asked for
         self._taken: Mapping[Tensor, GroupOptions] = {}  # the options of each, while a step goes by these
+        self._nexts: dict[object, Step] = {}  # the steps that these lead to, by those before
         self._groups: list[tuple[int, int]] = []  # which groups that is of, and how large they were
         self._urgency: dict[Tensor, int] = {}  # by the order in which the next forward will read, as far as is known
         self._rule = rule
@@ -72,7 +74,7 @@ class OptimizerState(torch.optim.Optimizer):
         self._state = self.__dict__.pop("state")  # it came with the others
         self._written, self._versions, self._states = {}, {}, {}
         self._places, self._urgency, self._group_of, self._groups = StatePlacement(), {}, {}, []
-        self._taken = {}
+        self._taken, self._nexts = {}, {}
         for group in self.param_groups:
             self._place(group)
 
@@ -154,12 +156,23 @@ class OptimizerState(torch.optim.Optimizer):
         return self._group_of[parameter]
 
     def _next(self, parameter: Tensor) -> Step:
-        """Return the step that a parameter, whose state is ready, is to take."""
-        arrays = self._arrays(parameter)
-        held, count = self._states[parameter], parameter.numel()
+        """Return the step that a parameter, whose state is ready, is to take.
+
+        Most parameters of a group take the same one: within a call of `step` it is looked up by the one before.
+        """
+        held, state, count = self._states[parameter], self._state[parameter], parameter.numel()
+        if parameter not in self._taken or not held.counted.are_in(state, len(shown_of(held))):
+            return self._find_next(parameter)
+        key = id(self._taken[parameter]), parameter.dim(), held.counted.step, held.made, min(count, LEAST_8BIT)
+        if key not in self._nexts:
+            self._nexts[key] = self._find_next(parameter)
+        return self._nexts[key]
+
+    def _find_next(self, parameter: Tensor) -> Step:
+        arrays, held = self._arrays(parameter), self._states[parameter]
         kept = {*arrays, *held.tensors}
         scalars = {name: each for name, each in self._state[parameter].items() if name not in kept}
-        return self._rule.step(self._group(parameter), parameter.dim(), scalars, held.made, count)
+        return self._rule.step(self._group(parameter), parameter.dim(), scalars, held.made, parameter.numel())
 
     def _is_fresh(self, parameter: Tensor, offloaded: OffloadedParameter) -> bool:
         """Return whether the weight may have been set since its master was made, or last taken over."""
@@ -170,14 +183,14 @@ class OptimizerState(torch.optim.Optimizer):
         """Note that the master has been made of the weight as it is now."""
         self._versions[parameter] = weakref.ref(offloaded), offloaded.version
 
-    def _count(self, parameter: Tensor, scalars: Mapping[str, Any]) -> None:
-        """Note that a parameter has been updated, and what the class then has of it."""
+    def _count(self, parameter: Tensor, step: Step) -> None:
+        """Note that a parameter has taken a step, and what the class then has of it."""
         held = self._states[parameter]
         state, is_first = self._state[parameter], len(held.made) < len(held.forms)
         if is_first:
             held.made = frozenset(held.forms)
             state.update(shown_of(held))
-        state.update(on_cpu(scalars))
+        held.counted.write(step, state)
 
     def _arrays(self, parameter: Tensor) -> Mapping[str, StoredForm]:
         return self._rule.arrays(self._group(parameter), parameter.dim(), parameter.numel())
@@ -230,7 +243,8 @@ class OptimizerState(torch.optim.Optimizer):
         if MASTER not in saved:  # it is the weight's as it is now
             self._versions.pop(parameter, None)
             self._written.pop(parameter, None)
-        state = on_cpu({name: value for name, value in saved.items() if name not in arrays}) | dict(shown_of(held))
+        scalars = {name: on_cpu(value) for name, value in saved.items() if name not in arrays}
+        state = scalars | dict(shown_of(held))
         self._states[parameter], self._state[parameter] = held, state
         return state
 

@@ -1,6 +1,5 @@
 """Where the state of each parameter is to be: on the device, in host memory, or, where that has no room, on disk."""
 
-import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -129,11 +128,3 @@ def saved_of(
 def is_in(held: State | DiskState, state: Mapping[str, Any]) -> bool:
     """Return whether the arrays in `state` are those that are held."""
     return all(state.get(name) is tensor for name, tensor in shown_of(held).items())
-
-
-def on_cpu(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of what an optimizer has of a parameter besides arrays."""
-    return {
-        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
-        for name, value in scalars.items()
-    }

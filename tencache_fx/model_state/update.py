@@ -179,6 +179,11 @@ def gradient_on_host(parameter: Tensor, gradient: Tensor) -> HostGradient:
     return send_to_host(engine_of(parameter.device), dense_like(parameter, gradient.to(parameter.dtype)))
 
 
+def gradient_on_device(gradient: Tensor) -> Tensor:
+    """Return a gradient's values on the device; one in host memory is copied there."""
+    return gradient.buffer.device() if isinstance(gradient, HostGradient) else gradient
+
+
 def read_later(engine: Engine, number: Tensor) -> Callable[[], float]:
     """Return what gives the value that `number` has now, in any thread, without waiting for what comes later."""
     held = torch.empty((), dtype=number.dtype, pin_memory=number.is_cuda)

@@ -14,7 +14,7 @@ import heapq
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +37,7 @@ _DEPTH = 3  # pieces under way on the device: one coming in, one worked on, one 
 _LEAST_COUNT = 1 << 16  # elements of a piece below which copies take longer to begin than to run
 _ALIGN = 128  # elements
 _ALIGN_BYTES = 128
+_MOST_LAYOUTS = 64  # of pieces, of which views are kept
 
 
 class Update(Protocol):
@@ -79,10 +80,28 @@ class _Task:
             raise
 
 
-@dataclass(slots=True)
 class _Slot:
-    memory: Tensor
-    after: tuple[Event, ...]
+    """Memory for one piece, and what there is to wait for before it is overwritten."""
+
+    def __init__(self, memory: Tensor, after: tuple[Event, ...]) -> None:
+        self.memory, self.after = memory, after
+        self._views: dict[tuple[tuple[int, torch.dtype], ...], list[Tensor]] = {}
+
+    def like(self, arrays: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors like the arrays, one behind the other in the memory.
+
+        Most pieces are of the same sizes, and to make views takes the host some time.
+        """
+        key = tuple((array.nbytes, array.dtype) for array in arrays)
+        if key not in self._views:
+            if len(self._views) >= _MOST_LAYOUTS:
+                self._views.clear()
+            starts = itertools.accumulate((round_up(nbytes, _ALIGN_BYTES) for nbytes, _ in key), initial=0)
+            self._views[key] = [
+                self.memory[start : start + nbytes].view(dtype)
+                for start, (nbytes, dtype) in zip(starts, key, strict=False)
+            ]
+        return self._views[key]
 
 
 class Room:
@@ -134,6 +153,7 @@ class Room:
         gaps_bytes = _ALIGN_BYTES * sum(kind.per > 1 for kind in kinds)  # behind parts that are not as long as a unit
         slot_bytes = self._slots[0].memory.numel() - gaps_bytes
         most = slot_bytes // sum(kind.nbytes(unit) for kind in kinds) * unit
+        places = [next(place for place, array in enumerate(arrays) if array is target) for target in targets]
         last: Event = streams.record_compute()
         with streams.beside(), self._joined_on_failure():
             for start in range(0, count, most):
@@ -142,14 +162,14 @@ class Room:
                 streams.wait_host(slot.after)
                 self.between()
                 some = slice(start, min(start + most, count))
-                cuts = {array: kind.of(array, some) for array, kind in zip(arrays, kinds, strict=True)}
-                pieces = _like(cuts.values(), slot.memory)
-                coming = [(piece, cuts[source]) for piece, source in zip(pieces, sources, strict=False)]
+                whole = some.stop - start == count
+                cuts = arrays if whole else [kind.of(array, some) for array, kind in zip(arrays, kinds, strict=True)]
+                pieces = slot.like(cuts)
+                coming = list(zip(pieces, cuts[: len(sources)], strict=False))
                 streams.wait_compute(streams.copy_all(Lane.UPDATE_IN, coming, slot.after))
                 work(pieces)
                 done = (streams.record_compute(), *after)
-                by_array = dict(zip(arrays, pieces, strict=True))
-                going = [(cuts[target], by_array[target]) for target in targets]
+                going = [(cuts[place], pieces[place]) for place in places]
                 last = streams.copy_all(Lane.UPDATE_OUT, going, done)
                 slot.after = (last,)
         return last
@@ -162,15 +182,6 @@ class Room:
         except BaseException:
             self._streams.wait_host([event for slot in self._slots for event in slot.after])
             raise
-
-
-def _like(arrays: Iterable[Tensor], memory: Tensor) -> list[Tensor]:
-    """Return tensors like the arrays, one behind the other in `memory`."""
-    pieces, start = [], 0
-    for array in arrays:
-        pieces.append(memory[start : start + array.nbytes].view(array.dtype))
-        start = round_up(start + array.nbytes, _ALIGN_BYTES)
-    return pieces
 
 
 class _Queue:

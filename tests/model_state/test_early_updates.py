@@ -87,13 +87,15 @@ def test_they_are_those_of_a_step(
     budget: str | None,
 ) -> None:
     begun: list[bool] = []
-    begin = AdamW._begin
+    prepare_update = AdamW._prepare_update
 
-    def noting(self: AdamW, parameter: Tensor, home: object, lease: object, readers: Event | None) -> None:
+    def noting(
+        self: AdamW, parameter: Tensor, offloaded: object, buffer: object, readers: Event | None
+    ) -> Callable[[], None]:
         begun.append(readers is None)
-        begin(self, parameter, home, lease, readers)
+        return prepare_update(self, parameter, offloaded, buffer, readers)
 
-    monkeypatch.setattr(AdamW, "_begin", noting)
+    monkeypatch.setattr(AdamW, "_prepare_update", noting)
     torch.manual_seed(0)
     first = nn.Sequential(*(Block(HIDDEN) for _ in range(3)))
     found = []
