@@ -77,11 +77,14 @@ def cached(
 
     `key["what"]` begins the file's name; all of `key`, and this package's version, decide whether a value may be used.
     A file that is damaged, or whose value `accept` refuses, is measured again and replaced; a folder that cannot be
-    written costs only the time to measure in the next process.
+    written costs only the time to measure in the next process. Of processes that measure at once, the first one's value
+    is kept and used by all: plans that were made by another one would not be found again.
     """
     if not renew and (value := kept(key, cls, accept)) is not None:
         return value
     value = measure()
+    if not renew and (others := kept(key, cls, accept)) is not None:
+        return others
     _keep(key, value)
     return value
 

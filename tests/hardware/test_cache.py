@@ -54,6 +54,18 @@ def test_a_value_that_is_not_accepted_is_made_again(cache_folder: Path) -> None:
     assert kept(key, Disk) == other
 
 
+def test_processes_that_measure_at_once_go_on_with_one_value(cache_folder: Path) -> None:
+    key, first = {"what": "disk"}, Disk(write_bytes_per_s=3, read_bytes_per_s=4, direct=False)
+
+    def measure_late() -> Disk:
+        assert cached(key, Disk, lambda: first) == first, "another process has measured meanwhile"
+        return DISK
+
+    assert cached(key, Disk, measure_late) == first
+    assert kept(key, Disk) == first
+    assert cached(key, Disk, lambda: DISK, renew=True) == DISK
+
+
 def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
