@@ -283,7 +283,7 @@ class OffloadedOptimizer(OptimizerState):
             else:
                 self._take_weight(parameter, offloaded)
                 offloaded.mark_device_newer()
-                offloaded.count_update()
+                offloaded.count_update(self)
                 offloaded.gradient.end_started()
             stats.add(updates=1, device_updates=1)
             updated.append(parameter)
@@ -329,7 +329,7 @@ class OffloadedOptimizer(OptimizerState):
             return updates.submit(update, self._urgency[parameter], lambda: buffer.has_landed, on_disk=on_disk)
 
         buffer.note_reader(offloaded.begin_update(submit, readers))
-        offloaded.count_update()
+        offloaded.count_update(self)
 
     def _pieces(self, todo: Iterable[Tensor], updated: list[Tensor]) -> Iterator[Piece[PieceUpdate]]:
         """Yield the pieces, parameter by parameter; `updated` has the parameters whose last piece is done."""

@@ -83,6 +83,10 @@ class Streams(ABC):
         """Queue several copies, `(dst, src)`, one behind the other, as `copy` does; return the last one's event."""
 
     @abstractmethod
+    def record(self, lane: Lane) -> Event:
+        """Return an event behind everything queued on `lane` so far, by whichever thread."""
+
+    @abstractmethod
     def beside(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which the caller's compute stream is one beside all others, the same at each call."""
 
@@ -192,6 +196,10 @@ class CpuStreams(Streams):
 
         return self.submit(lane, job)
 
+    def record(self, lane: Lane) -> Event:
+        """Queue a job that does nothing."""
+        return self.submit(lane, lambda: None)
+
     def submit(self, lane: Lane, job: Callable[[], None]) -> CpuEvent:
         """Queue any job on the lane's thread."""
         return CpuEvent(self.lanes[lane].submit(job))
@@ -295,6 +303,10 @@ class CudaStreams(Streams):
         finally:
             torch.cuda.set_stream(compute)
         return self._record(stream)
+
+    def record(self, lane: Lane) -> Event:
+        """Record on the lane's stream."""
+        return self._record(self.lanes[lane])
 
     def beside(self) -> contextlib.AbstractContextManager[object]:
         """Return the context of a stream whose kernels go first: they are short, and copies wait for them."""
