@@ -3,7 +3,7 @@
 import itertools
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from tencache_fx.model_state.stored_form import StoredForm, by_form, named_parts
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.object_buffers import ObjectBuffers
+from tencache_fx.runtime.streams import Event, Lane
 from tencache_fx.units import round_up
 
 _ALIGN_BYTES = 64
@@ -93,20 +94,20 @@ def mapped_memory(nbytes: int, directory: Path | None) -> Tensor:
 class HeldTensors:
     """The tensors of one parameter's state, each of a shape and dtype of its own, like those given as `like` by name.
 
-    They are in host memory, of which the parts go back with the last reference to this, or on `device`. Their values
-    are not set. Raises `BudgetError` when the host budget has no room.
+    They are in host memory, of which the parts go back with the last reference to this, behind the copies noted, or on
+    `device`. Their values are not set. Raises `BudgetError` when the host budget has no room.
     """
 
     def __init__(self, buffers: ObjectBuffers, like: Mapping[str, Tensor], device: torch.device | None) -> None:
         self.place = Tier.HOST if device is None else Tier.DEVICE
+        self._copies: dict[Lane, Event] = {}  # the last one of each lane
         layouts = {name: torch.empty_like(each, device="meta") for name, each in like.items()}  # dense, in any case
-        sizes = [round_up(each.nbytes, _ALIGN_BYTES) for each in layouts.values()]
-        starts = list(itertools.accumulate(sizes, initial=0))
+        starts = list(itertools.accumulate(map(_aligned_bytes, layouts.values()), initial=0))
         self.nbytes = starts.pop()
         memory = None
         if device is None and self.nbytes >= _LEAST_BYTES:
             buffer = buffers.acquire_settled(self.nbytes, Use.STATE)
-            weakref.finalize(self, buffers.discard_later, buffer).atexit = False
+            weakref.finalize(self, buffers.discard_later, buffer, self._copies.values()).atexit = False
             memory = buffer.memory
         self.tensors: dict[str, Tensor] = {}
         for (name, each), start in zip(layouts.items(), starts, strict=True):
@@ -116,8 +117,21 @@ class HeldTensors:
                 array = own_storage(memory[start : start + each.nbytes], each.dtype)
                 self.tensors[name] = array.as_strided(each.size(), each.stride())
 
+    def note_copy(self, lane: Lane, event: Event) -> None:
+        """Note the last copy of a lane that reads or writes the tensors: their memory stays up to its `event`."""
+        self._copies[lane] = event
+
     def fits(self, like: Mapping[str, Tensor]) -> bool:
         """Return whether these are tensors of the names, sizes and dtypes of others."""
         return self.tensors.keys() == like.keys() and all(
             (held.size(), held.dtype) == (like[name].size(), like[name].dtype) for name, held in self.tensors.items()
         )
+
+
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return how many bytes `HeldTensors` has for such tensors."""
+    return sum(map(_aligned_bytes, tensors))
+
+
+def _aligned_bytes(tensor: Tensor) -> int:
+    return round_up(tensor.nbytes, _ALIGN_BYTES)

@@ -1,5 +1,6 @@
 """Modules with offloaded parameters: they cannot be moved or converted, but are saved and loaded as ever."""
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tencache_fx.errors import UsageError
+from tencache_fx.errors import InvariantError, UsageError
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.runtime.transfers import Layout
@@ -89,6 +90,12 @@ def _before_load(
         if offloaded.shard is not None and isinstance(saved, Tensor):
             part = offloaded.shard.take(saved)
             state_dict[prefix + name] = saved if part is None else part  # torch tells of one of another size
+        try:
+            offloaded.wait_update()
+        except InvariantError as error:
+            if saved is None:
+                raise
+            warnings.warn(str(error), stacklevel=2)  # its user does what it says
         offloaded.load()
 
 

@@ -55,7 +55,8 @@ class OffloadedParameter:
         self._parameter = weakref.ref(parameter)
         self._state = CopyState.HOST
         self._update = HostUpdate()
-        self._changes = 0  # made on the device, and not by its optimizer
+        self._changes = 0  # made on the device, or by another optimizer than the last one, `_optimizer`
+        self._optimizer: weakref.ref[object] | None = None
         self._updates = 0  # by which its optimizer has raised the parameter's version
         self._host_version = backing.version  # as the state accounts for it
         self._streams = streams
@@ -108,10 +109,7 @@ class OffloadedParameter:
 
     @property
     def version(self) -> int:
-        """Return a number that grows when somebody other than its optimizer has written to either copy.
-
-        Whoever has `host`, from a `state_dict` say, may write to that.
-        """
+        """Return a number that grows when somebody other than its optimizer has written to either copy, or `host`."""
         return self._changes + self.backing.version
 
     @property
@@ -280,10 +278,12 @@ class OffloadedParameter:
             "those of after: go back to a checkpoint."
         ) from error
 
-    def count_update(self) -> None:
-        """Note that its optimizer updates the parameter: whoever has saved it for a backward is told."""
+    def count_update(self, optimizer: object) -> None:
+        """Note that an optimizer updates the parameter: who has saved it for a backward is told, and another one."""
         increment_version(self.parameter)
         self._updates += 1
+        self._changes += self._optimizer is not None and self._optimizer() is not optimizer
+        self._optimizer = weakref.ref(optimizer)
 
     def update_on_host(self) -> None:
         """Have the parameter updated in host memory again; its optimizer's state leaves the device."""

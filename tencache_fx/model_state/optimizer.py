@@ -293,7 +293,7 @@ class OffloadedOptimizer(OptimizerState):
             else:
                 self._take_weight(parameter, offloaded)
                 offloaded.mark_device_newer()
-                offloaded.count_update()
+                offloaded.count_update(self)
                 offloaded.gradient.end_started()
             stats.add(updates=1, device_updates=1)
             updated.append(parameter)
@@ -343,7 +343,7 @@ class OffloadedOptimizer(OptimizerState):
         def begin() -> None:
             self._take_weight(parameter, offloaded)
             buffer.note_reader(offloaded.begin_update(submit, readers))
-            offloaded.count_update()
+            offloaded.count_update(self)
 
         return begin
 

@@ -7,7 +7,6 @@ parameters and this step, with their states carried over: so the arithmetic is t
 some 20 us, and one that was kept would have to be told of new weights, which few classes allow.
 """
 
-import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -19,12 +18,14 @@ from torch.optim.optimizer import ParamsT
 
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.model_state.host_gradient import HostGradient
-from tencache_fx.model_state.host_state import HeldTensors
+from tencache_fx.model_state.host_state import HeldTensors, held_bytes
 from tencache_fx.model_state.modules import roomy_engine
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.offloading import LEAST_BYTES
 from tencache_fx.model_state.optimizer_checks import check_group, check_params
 from tencache_fx.model_state.parameter_store import find_offloaded
+from tencache_fx.model_state.random_draws import RandomDraws
+from tencache_fx.model_state.state_values import arrays_of, copy_of, is_held, laid_out, renewed, widened
 from tencache_fx.model_state.step_kernel import MASTER, check_class
 from tencache_fx.model_state.streamed_update import Chunk, Done, StreamedUpdate, UpdateStream
 from tencache_fx.model_state.update import unhook, weakly
@@ -50,8 +51,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     Only what a class keeps in `state` of each parameter is carried from step to step. One that changes an option of its
     groups in `step`, or looks at several parameters at once, is not for this: each object of the class is given some
-    parameters of one group, small ones together, in an order of its own. Hooks that torch calls for the steps of all
-    optimizers are called for each of these objects, too.
+    parameters of one group, small ones together, in an order of its own; if the class draws random numbers, and in its
+    first step, which shows that, in the order of torch. Hooks that torch calls for the steps of all optimizers are
+    called for each of these objects, too.
 
     Raises `OptionError` for options it cannot use, for parameters that are spread over ranks, and for a class whose
     `step` needs a closure.
@@ -65,6 +67,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._class, self._options = optimizer_class, options
         self._held: dict[Tensor, HeldTensors] = {}  # the tensors in `state`, where these are kept
         self._versions: dict[Tensor, tuple[weakref.ref[OffloadedParameter], int]] = {}  # as the last step left them
+        self._unsettled: set[Tensor] = set()  # those whose weight and state may be of two steps
+        self._draws: bool | None = None  # whether the class draws random numbers; None before the first step
         weight = nn.Parameter(torch.zeros(1, 1, device="cpu"))
         super().__init__(params, self._made_for([weight], {}).defaults)
 
@@ -96,8 +100,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         Raises `UsageError` for a sparse gradient, before anything is updated, and `BudgetError` when the host budget
         has no room for a parameter's state. Each parameter is updated then, or as it was, with the state that it had:
         that one and those not reached are as they were. After an error of the class itself so are all that this object
-        of the class was given, but for state that stays on the device, which the class may have changed.
+        of the class was given, but for those whose state stays on the device, which the class may have changed. Where
+        there are such, or a copy failed, or an interrupt came as a parameter was written, the next call raises
+        `UsageError`, as do `state_dict` and copies of the optimizer, up to `load_state_dict`.
         """
+        self._check_settled()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -112,9 +119,21 @@ class StreamedOptimizer(torch.optim.Optimizer):
             _check_whole(offloaded)
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
-        for device in dict.fromkeys(wanted.parameter.device for wanted in todo):
+        devices = dict.fromkeys(wanted.parameter.device for wanted in todo)
+        draws = RandomDraws(devices, self.param_groups)
+        for device in devices:
             self._update([wanted for wanted in todo if wanted.parameter.device == device], roomy_engine(device))
+        if todo:
+            self._draws = bool(self._draws) or draws.any_since()
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as for torch.
+
+        Raises `UsageError` when a step was interrupted, or failed, so that weight and state may be of two steps.
+        """
+        self._check_settled()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the state of this class or of torch's own; a master weight that is missing is the weight.
@@ -133,17 +152,18 @@ class StreamedOptimizer(torch.optim.Optimizer):
                     "load the state of the same model."
                 )
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self._held, self._versions = {}, {}
+        self._held, self._versions, self._unsettled = {}, {}, set()
         for parameter, each in saved.items():
-            self.state[parameter] = {name: _wide(value) for name, value in each.items() if value is not None}
+            self.state[parameter] = {name: widened(value) for name, value in each.items() if value is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what to copy or pickle."""
+        """Return what to copy or pickle; raises `UsageError` as `state_dict` does."""
+        self._check_settled()
         return {**super().__getstate__(), "_class": self._class, "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._held, self._versions = {}, {}
+        self._held, self._versions, self._unsettled, self._draws = {}, {}, set(), None
 
     def _made_for(self, parameters: list[nn.Parameter], group: Mapping[str, Any]) -> torch.optim.Optimizer:
         """Return an object of the class for some parameters; raises `OptionError` if it refuses them or its options."""
@@ -158,11 +178,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def _update(self, todo: list[Wanted], engine: Engine) -> None:
         """Update parameters of one device; returns when their copies are done."""
-        stream = UpdateStream(engine)
+        stream = UpdateStream(engine, self, self._unsettled)
         started: deque[Chunk] = deque()
-        sized = [(_is_here(wanted.parameter, wanted.offloaded), wanted, self._work_bytes(wanted)) for wanted in todo]
-        copied = cut_chunks([(wanted, nbytes) for is_here, wanted, nbytes in sized if not is_here])
-        here = cut_chunks([(wanted, nbytes) for is_here, wanted, nbytes in sized if is_here])
+        in_order = self._draws is not False
+        sized = [(not in_order and _is_here(wanted), wanted, self._work_bytes(wanted)) for wanted in todo]
+        copied = cut_chunks([(wanted, nbytes) for apart, wanted, nbytes in sized if not apart], in_order=in_order)
+        here = cut_chunks([(wanted, nbytes) for apart, wanted, nbytes in sized if apart])
         moves, rest = 2 * len(copied), deque(here)  # a chunk's copies in begin, and its copies out
 
         def moved() -> None:
@@ -172,26 +193,31 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 self._update_here(rest.popleft(), stream)
 
         try:
-            for some in copied:
-                chunk = self._prepared(some)
-                while not stream.has_room(chunk):
+            try:
+                for some in copied:
+                    chunk = self._prepared(some)
+                    while not stream.has_room(chunk):
+                        self._finish(started.popleft(), stream)
+                        moved()
+                    stream.start(chunk)
+                    started.append(chunk)
+                    moved()
+                while started:
                     self._finish(started.popleft(), stream)
                     moved()
-                stream.start(chunk)
-                started.append(chunk)
-                moved()
-            while started:
-                self._finish(started.popleft(), stream)
-                moved()
-            while rest:
-                self._update_here(rest.popleft(), stream)
+                while rest:
+                    self._update_here(rest.popleft(), stream)
+            finally:
+                stream.end()
         finally:
-            stream.end()
+            stream.end()  # an interrupt may have come in the call before
 
     def _work_bytes(self, wanted: Wanted) -> int:
         """Return about how many bytes an update takes on the device: fp32 weight, its state, gradient, and weight."""
-        held, fp32_bytes = self._held.get(wanted.parameter), 4 * wanted.parameter.numel()
-        return max(0 if held is None else held.nbytes, fp32_bytes) + fp32_bytes + wanted.parameter.nbytes
+        # By the state itself, so that after a checkpoint is loaded they are those of a run that goes on.
+        state_bytes = held_bytes(arrays_of(self.state.get(wanted.parameter, {})).values())
+        fp32_bytes = 4 * wanted.parameter.numel()
+        return max(state_bytes, fp32_bytes) + fp32_bytes + wanted.parameter.nbytes
 
     def _update_here(self, some: list[Wanted], stream: UpdateStream) -> None:
         """Update parameters whose states are on their device."""
@@ -226,6 +252,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for weight, update in zip(weights, chunk.updates, strict=True):
             if state := self._carried(update):
                 optimizer.state[weight] = state
+        # The class changes in place what is on the device, here and nowhere else.
+        self._unsettled.update(each.parameter for each in chunk.updates if each.changes_held)
         with stream.scalars:
             optimizer.step()
         self._check_group(optimizer, chunk.group)
@@ -234,13 +262,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
             for weight, update in zip(weights, chunk.updates, strict=True):
                 update.take_weight(weight)
                 after = dict(optimizer.state[weight])
-                arrays = _arrays_of(after)
+                arrays = arrays_of(after)
                 if update.parameter.dtype != torch.float32:
                     arrays[MASTER] = update.master
                 held = update.held
                 if held is None or not held.fits(arrays):
                     held = self._hold(update.parameter, arrays)
-                rest = {name: _copied(value) for name, value in after.items() if name not in arrays}
+                rest = {name: copy_of(value) for name, value in after.items() if name not in arrays}
                 done.append(Done(update, held, arrays, rest))
         finally:
             self._keep(done, stream)
@@ -252,20 +280,35 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Return what the class has of a parameter, for it to change."""
         before = self.state.get(update.parameter, {})
         return {
-            name: update.arrays[name] if name in update.arrays else _copied(each)
+            name: update.arrays[name] if name in update.arrays else copy_of(each)
             for name, each in before.items()
             if name != MASTER
         }
 
     def _keep(self, done: list[Done], stream: UpdateStream) -> None:
         """Write what has come of updates to where it is kept."""
-        stream.depart(done)
+        departure = stream.depart(done)
         for each in done:
             parameter, offloaded = each.update.parameter, each.update.offloaded
             self._held[parameter] = each.held
-            self.state[parameter] = {**each.rest, **each.held.tensors}
+            before = self.state.get(parameter, {})
+            rest = {name: renewed(before.get(name), value) for name, value in each.rest.items()}
+            self.state[parameter] = {**rest, **each.held.tensors}
             if offloaded is not None:
                 self._versions[parameter] = weakref.ref(offloaded), offloaded.version
+            self._tell(parameter, offloaded, each.held)
+        departure.kept = True
+
+    def _check_settled(self) -> None:
+        """Raise `UsageError` if there is a parameter whose weight and state may be of two steps."""
+        if not self._unsettled:
+            return
+        sizes = ", ".join(str(tuple(each.shape)) for each in list(self._unsettled)[:3])
+        raise UsageError(
+            f"a step was interrupted, or failed, while it changed {len(self._unsettled)} parameters, of sizes {sizes}: "
+            "their weights and states may be of two steps; go back to a checkpoint, by load_state_dict of the model "
+            "and then of this optimizer."
+        )
 
     def _check_group(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
         """Raise `UsageError` if a step has changed an option: the object for the next ones would not know of it."""
@@ -285,8 +328,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if not state:
             self._held.pop(parameter, None)
             return
-        arrays = _arrays_of(state)
-        if held is None or held.place != _place_of(parameter, offloaded) or not _is_kept(parameter, held, arrays):
+        arrays = arrays_of(state)
+        if held is None or held.place != _place_of(parameter, offloaded) or not is_held(parameter, held, arrays):
             held = self._hold(parameter, arrays)
             for name, value in arrays.items():
                 held.tensors[name].copy_(value)
@@ -296,13 +339,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def _hold(self, parameter: Tensor, arrays: Mapping[str, Tensor]) -> HeldTensors:
         """Return memory for these tensors of a parameter's state; raises `BudgetError` where there is none."""
-        like = {name: _laid_out(each, parameter) for name, each in arrays.items()}
+        like = {name: laid_out(each, parameter) for name, each in arrays.items()}
         offloaded = find_offloaded(parameter)
         on_device = _place_of(parameter, offloaded) is Tier.DEVICE
         buffers = roomy_engine(parameter.device).object_buffers
-        held = HeldTensors(buffers, like, parameter.device if on_device else None)
-        self._tell(parameter, offloaded, held)
-        return held
+        return HeldTensors(buffers, like, parameter.device if on_device else None)
 
     def _tell(self, parameter: Tensor, offloaded: OffloadedParameter | None, held: HeldTensors) -> None:
         """Let an offloaded parameter know of its state."""
@@ -319,39 +360,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return reference is None or reference() is not offloaded or version != offloaded.version
 
 
-def _arrays_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a state that are no single numbers, and the master weight, whatever that is."""
-    return {
-        name: value for name, value in state.items() if isinstance(value, Tensor) and (value.dim() or name == MASTER)
-    }
-
-
-def _laid_out(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor without values like `value`, with the parameter's strides if it is of its size."""
-    like = parameter if value.size() == parameter.size() else value
-    return torch.empty_like(like, dtype=value.dtype, device="meta")
-
-
-def _is_kept(parameter: Tensor, held: HeldTensors, arrays: Mapping[str, Tensor]) -> bool:
-    """Return whether these tensors of a parameter's state are those held, in the order it has in memory now."""
-    return held.tensors.keys() == arrays.keys() and all(
-        held.tensors[name] is each and (each.size() != parameter.size() or each.stride() == parameter.stride())
-        for name, each in arrays.items()
-    )
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of what an optimizer has of a parameter."""
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-
-
-def _wide(value: Any) -> Any:
-    """Return a copy of what was saved, halves as fp32: torch saves those of a half in its dtype."""
-    if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
-        return value.detach().float()
-    return _copied(value)
-
-
 def _place_of(parameter: Tensor, offloaded: OffloadedParameter | None) -> Tier:
     """Return where a parameter's state belongs: small ones' stays on the device, as does what plans leave there."""
     if offloaded is not None:
@@ -359,9 +367,10 @@ def _place_of(parameter: Tensor, offloaded: OffloadedParameter | None) -> Tier:
     return Tier.DEVICE if parameter.nbytes < LEAST_BYTES else Tier.HOST
 
 
-def _is_here(parameter: Tensor, offloaded: OffloadedParameter | None) -> bool:
+def _is_here(wanted: Wanted) -> bool:
     """Return whether all that a parameter's update needs is on its device."""
-    return _place_of(parameter, offloaded) is Tier.DEVICE and not isinstance(parameter.grad, HostGradient)
+    place = _place_of(wanted.parameter, wanted.offloaded)
+    return place is Tier.DEVICE and not isinstance(wanted.parameter.grad, HostGradient)
 
 
 def _check_whole(offloaded: OffloadedParameter | None) -> None:

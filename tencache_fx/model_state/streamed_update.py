@@ -1,6 +1,5 @@
 """Updates on the device by whole gradients, weights and states that are copied there and back, some at a time."""
 
-import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from tencache_fx.errors import UsageError
+from tencache_fx.errors import InvariantError, TencacheError, UsageError
 from tencache_fx.model_state.host_gradient import HostGradient
 from tencache_fx.model_state.host_state import HeldTensors
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
@@ -30,6 +29,8 @@ Half of it is for copies in, a quarter for what is updated, and a quarter for co
 """
 
 _DEPTH = 4  # chunks whose copies in have begun: the host waits within the `step` of some classes
+
+_COPY_ERRORS = (RuntimeError, TencacheError)  # those of a device, and those that copies on the CPU raise
 
 _Pairs = list[tuple[Tensor, Tensor]]
 
@@ -65,6 +66,11 @@ class StreamedUpdate:
     def host_state(self) -> Mapping[str, Tensor]:
         """The tensors of the state that are copied in."""
         return {} if self.held is None or self.held.place is Tier.DEVICE else self.held.tensors
+
+    @property
+    def changes_held(self) -> bool:
+        """Whether a step changes the state where it is kept."""
+        return self.held is not None and self.held.place is Tier.DEVICE
 
     @property
     def reads_weight(self) -> bool:
@@ -115,20 +121,50 @@ class Done:
     rest: Mapping[str, Any]
 
 
+@dataclass(eq=False)
+class Departure:
+    """The copies out of updates of some `parameters`: their `event`, once they are queued.
+
+    `writes` are the weights in host memory, each with what its readers wait for. Who has noted where the states are
+    sets `kept`.
+    """
+
+    parameters: list[Tensor]
+    writes: list[tuple[OffloadedParameter, Future[None]]] = field(default_factory=list)
+    event: Event | None = None
+    kept: bool = False
+
+    def begin_write(self, offloaded: OffloadedParameter) -> "Future[None]":
+        """Return what the readers of a weight are to wait for."""
+        future: Future[None] = Future()
+        self.writes.append((offloaded, future))
+        return future
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the readers of all weights that have not been told yet."""
+        for _, future in self.writes:
+            if not future.done():
+                future.set_exception(error)
+
+
 class UpdateStream:
     """The copies of updates, to the device and back, in order with the compute stream of the thread that makes it.
 
     What a copy in writes is allocated in the order of the compute stream, and the copy waits for that. What a copy out
     reads is kept until the compute stream waits for the copy, or until it is known to be done.
+
+    A parameter of the `optimizer` is `unsettled` from before its weight or its state changes until both are known to be
+    of this step.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, optimizer: object, unsettled: set[Tensor]) -> None:
         self._engine, self._streams = engine, engine.streams
+        self._optimizer, self._unsettled = optimizer, unsettled
         self.scalars = read_past_copies(engine.streams.device)  # for steps that read numbers
         self._coming: dict[Chunk, int] = {}  # with the bytes of their copies in
-        self._arrivals: list[Event] = []
         self._going: deque[tuple[Event, list[Tensor], int]] = deque()  # the device memory that copies out read
-        self._ending: list[tuple[Event, OffloadedParameter, Future[None]]] = []
+        self._departures: deque[Departure] = deque()  # that have yet to be ended
+        self._is_idle = True
 
     def has_room(self, chunk: Chunk) -> bool:
         """Return whether the copies in of a chunk can begin beside those that are under way."""
@@ -143,8 +179,10 @@ class UpdateStream:
         for update in chunk.updates:
             self._take(update, pairs)
         if pairs:
+            self._is_idle = False
             chunk.arrived = self._streams.copy_all(Lane.UPDATE_IN, pairs, (self._streams.record_compute(),))
-            self._arrivals.append(chunk.arrived)
+            for held in (update.held for update in chunk.updates if update.held is not None):
+                held.note_copy(Lane.UPDATE_IN, chunk.arrived)
             self._engine.stats.add(h2d_bytes=sum(source.nbytes for _, source in pairs))
         self._coming[chunk] = nbytes
 
@@ -156,8 +194,11 @@ class UpdateStream:
         for update in chunk.updates:
             _widen(update)
 
-    def depart(self, done: Sequence[Done]) -> None:
+    def depart(self, done: Sequence[Done]) -> Departure:
         """Write the weights and the states to where they are kept; copies out begin."""
+        departure = Departure([each.update.parameter for each in done])
+        self._departures.append(departure)
+        self._unsettled.update(departure.parameters)
         pairs: _Pairs = []
         written: list[OffloadedParameter] = []
         for each in done:
@@ -175,22 +216,31 @@ class UpdateStream:
             elif update.master.data_ptr() != parameter.data_ptr():
                 parameter.data.copy_(update.master)  # whose version counts by itself
         if pairs:
-            sources = [source for _, source in pairs]
-            self._going.append((self._write_out(written, pairs), sources, sum(source.nbytes for source in sources)))
+            event, sources = self._write_out(departure, written, pairs), [source for _, source in pairs]
+            self._going.append((event, sources, sum(source.nbytes for source in sources)))
+            for each in done:
+                each.held.note_copy(Lane.UPDATE_OUT, event)
         for each in done:
-            _count(each.update)
+            _count(each.update, self._optimizer)
         out_bytes = sum(target.nbytes for target, _ in pairs)
         self._engine.stats.add(updates=len(done), device_updates=len(done), d2h_bytes=out_bytes)
         self._free()
+        return departure
 
     def end(self) -> None:
-        """Wait for all copies, and end the updates, even if one has failed; raises what a copy raised."""
-        with contextlib.ExitStack() as steps:
-            steps.callback(self._streams.wait_host, self._arrivals)  # sources may be released behind this
-            for event, _, _ in self._going:
-                steps.callback(event.synchronize)
-            for event, offloaded, future in reversed(self._ending):  # the last one first: it ends them in their order
-                steps.callback(self._end_update, event, offloaded, future)
+        """Wait for all copies, and end the updates, even if one has failed; raises what a copy raised.
+
+        A call that was interrupted is to be made again: it goes on there.
+        """
+        failed: BaseException | None = None
+        while self._departures:
+            failed = self._end(self._departures[0]) or failed
+            self._departures.popleft()
+        if not self._is_idle:  # host memory may be released behind this, whatever is known of the copies that touch it
+            self._streams.wait_host([self._streams.record(lane) for lane in (Lane.UPDATE_IN, Lane.UPDATE_OUT)])
+            self._is_idle = True
+        if failed is not None:
+            raise failed
 
     def _take(self, update: StreamedUpdate, pairs: _Pairs) -> None:
         """Give an update device memory for what is on the host, and add the copies to `pairs`."""
@@ -215,30 +265,50 @@ class UpdateStream:
             update.weight = torch.empty_like(parameter)
             pairs.append((flat(update.weight), update.offloaded.begin_write(read=True).elements))
 
-    def _end_update(self, event: Event, offloaded: OffloadedParameter, future: "Future[None]") -> None:
+    def _end(self, departure: Departure) -> BaseException | None:
+        """Wait for copies out, and end the updates of weights; return the first error of either."""
         try:
-            event.synchronize()
-            self._engine.stats.add(h2d_bytes=offloaded.finish_update())
-        except BaseException as error:  # raised by the next reader of the parameter, too
-            future.set_exception(error)
-            raise
-        future.set_result(None)
+            if departure.event is not None:
+                departure.event.synchronize()
+        except _COPY_ERRORS as error:
+            departure.fail(error)
+            return error
+        if departure.event is None:  # there are none, or somebody interrupted the step
+            departure.fail(InvariantError("the step was interrupted"))
+        failed: BaseException | None = None
+        for offloaded, future in departure.writes:
+            if not future.done():
+                failed = self._end_update(offloaded, future) or failed
+        if departure.kept and failed is None:
+            self._unsettled.difference_update(departure.parameters)
+        return failed
 
-    def _write_out(self, written: Sequence[OffloadedParameter], pairs: _Pairs) -> Event:
+    def _end_update(self, offloaded: OffloadedParameter, future: "Future[None]") -> BaseException | None:
+        """End the update of a weight whose copy is done; return an error."""
+        try:
+            self._engine.stats.add(h2d_bytes=offloaded.finish_update())
+            future.set_result(None)
+        except BaseException as error:  # raised by the next reader of the parameter, too
+            if not future.done():
+                future.set_exception(error)
+            if not isinstance(error, _COPY_ERRORS):
+                raise
+            return error
+        return None
+
+    def _write_out(self, departure: Departure, written: Sequence[OffloadedParameter], pairs: _Pairs) -> Event:
         """Begin to copy out weights and states, once nothing reads the host copies of the parameters written."""
+        self._is_idle = False
         computed = self._streams.record_compute()
-        futures: list[Future[None]] = []
         try:
             for offloaded in written:
-                futures.append(Future())
-                offloaded.begin_update(partial(futures.__getitem__, -1), computed)
+                offloaded.begin_update(partial(departure.begin_write, offloaded), computed)
             reading = [each.last_read for each in written if each.last_read is not None]
-            event = self._streams.copy_all(Lane.UPDATE_OUT, pairs, (computed, *reading))
+            departure.event = event = self._streams.copy_all(Lane.UPDATE_OUT, pairs, (computed, *reading))
         except BaseException as error:
-            for future in futures:
-                future.set_exception(error)
+            if departure.event is None:
+                departure.fail(error)
             raise
-        self._ending += [(event, *each) for each in zip(written, futures, strict=True)]
         return event
 
     def _free(self) -> None:
@@ -278,11 +348,11 @@ def _widen(update: StreamedUpdate) -> None:
     update.weight = update.gradient = None
 
 
-def _count(update: StreamedUpdate) -> None:
-    """Note that a parameter has been updated, where others look."""
+def _count(update: StreamedUpdate, optimizer: object) -> None:
+    """Note that an optimizer has updated a parameter, where others look."""
     if update.offloaded is None:
         increment_version(update.parameter)
         return
     if not update.is_on_host:
         update.offloaded.mark_device_newer()
-    update.offloaded.count_update()
+    update.offloaded.count_update(optimizer)

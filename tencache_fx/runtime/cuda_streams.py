@@ -80,6 +80,10 @@ class CudaStreams(Streams):
         self.transfer(lane, pairs)
         return self._record(stream)
 
+    def record(self, lane: Lane) -> Event:
+        """Record on the lane's stream."""
+        return self._record(self.lanes[lane])
+
     def beside(self) -> contextlib.AbstractContextManager[object]:
         """Return the context of a stream whose kernels go first: they are short, and copies wait for them."""
         return torch.cuda.stream(self._beside)

@@ -6,18 +6,14 @@ held: it only appends to a deque, which the next runtime call drains.
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
+from tencache_fx.errors import BudgetError
 from tencache_fx.runtime.buffers import Buffer, Use
 from tencache_fx.runtime.pool import Pool
-from tencache_fx.runtime.streams import Streams
-
-
-def _at_once() -> bool:
-    return True
+from tencache_fx.runtime.streams import Event, Streams
 
 
 class ObjectBuffers:
@@ -27,6 +23,7 @@ class ObjectBuffers:
         self._pool = pool
         self._streams = streams
         self._returned: deque[Buffer] = deque()
+        self._discarded: deque[tuple[Buffer, Collection[Event]]] = deque()
         self._frees: deque[tuple[Callable[[], object], Callable[[], bool]]] = deque()
         self._expected: deque[Future[Any]] = deque()
         self._expecting = threading.Lock()
@@ -49,7 +46,14 @@ class ObjectBuffers:
         self.drain()
         while (buffer := self._pool.acquire_reserved(nbytes, use)) is None and self._wait_for_one():
             self.drain()
-        return self._pool.acquire(nbytes, use) if buffer is None else buffer
+        if buffer is not None:
+            return buffer
+        try:
+            return self._pool.acquire(nbytes, use)
+        except BudgetError:
+            if not self._wait_for_copies():
+                raise
+        return self._pool.acquire(nbytes, use)
 
     def acquire_settled(self, nbytes: int, use: Use) -> Buffer:
         """Acquire a buffer, as `acquire`, that no copy touches any more. Blocks the host; raises `BudgetError`."""
@@ -62,12 +66,12 @@ class ObjectBuffers:
         """Let the next runtime call release a buffer: safe to call from a finalizer."""
         self._returned.append(buffer)
 
-    def discard_later(self, buffer: Buffer) -> None:
-        """Let the next runtime call unmap a buffer that no copy touches: safe to call from a finalizer.
+    def discard_later(self, buffer: Buffer, copies: Collection[Event] = ()) -> None:
+        """Let the next runtime call that finds no `copies` under way unmap a buffer: safe to call from a finalizer.
 
         The memory goes with the last tensor that shares it, such as one of a `state_dict`.
         """
-        self.free_later(partial(self._pool.discard, buffer), _at_once)
+        self._discarded.append((buffer, copies))
 
     def free_later(self, free: Callable[[], object], is_unused: Callable[[], bool]) -> None:
         """Let a runtime call `free()` something, once `is_unused()`: safe to call from a finalizer."""
@@ -75,11 +79,17 @@ class ObjectBuffers:
 
     def drain(self) -> None:
         """Release the buffers of dead objects; free what is to be freed and no longer used."""
-        if not (self._returned or self._frees or self._draining.locked()):  # who drains may have yet to release
-            return
+        if not (self._returned or self._discarded or self._frees or self._draining.locked()):
+            return  # else who drains may have yet to release
         with self._draining:
             while self._returned:
                 self._pool.release(self._returned.popleft())
+            for _ in range(len(self._discarded)):
+                buffer, copies = self._discarded.popleft()
+                if all(copy.query() for copy in copies):
+                    self._pool.discard(buffer)
+                else:
+                    self._discarded.append((buffer, copies))
             for _ in range(len(self._frees)):
                 free, is_unused = self._frees.popleft()
                 if is_unused():
@@ -90,6 +100,7 @@ class ObjectBuffers:
     def forget(self) -> None:
         """Forget all buffers: the pool is about to be closed."""
         self._returned.clear()
+        self._discarded.clear()
         self._frees.clear()
 
     def _wait_for_one(self) -> bool:
@@ -99,3 +110,11 @@ class ObjectBuffers:
         if first is not None:
             first.exception()
         return first is not None
+
+    def _wait_for_copies(self) -> bool:
+        """Block until copies no longer touch the buffers to be unmapped, and do so; return False if there were none."""
+        found = tuple(self._discarded)
+        for _, copies in found:
+            self._streams.wait_host(copies)
+        self.drain()
+        return bool(found)

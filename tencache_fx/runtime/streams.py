@@ -82,6 +82,10 @@ class Streams(ABC):
         """Queue several copies, `(dst, src)`, one behind the other, as `copy` does; return the last one's event."""
 
     @abstractmethod
+    def record(self, lane: Lane) -> Event:
+        """Return an event behind everything queued on `lane` so far, by whichever thread."""
+
+    @abstractmethod
     def beside(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which the caller's compute stream is one beside all others, the same at each call."""
 
@@ -190,6 +194,10 @@ class CpuStreams(Streams):
             some.clear()  # before the event happens: whoever waits for it may count on being the last to hold them
 
         return self.submit(lane, job)
+
+    def record(self, lane: Lane) -> Event:
+        """Queue a job that does nothing."""
+        return self.submit(lane, lambda: None)
 
     def submit(self, lane: Lane, job: Callable[[], None]) -> CpuEvent:
         """Queue any job on the lane's thread."""
