@@ -88,7 +88,7 @@ def key_of(what: str, load: Workload, target: Target, *facts: object) -> dict[st
         policy="none",
     )
     settings = json.dumps(dict(load.settings), sort_keys=True, default=str)
-    rates = (target.rates.roofline, target.workspace_bytes)
+    rates = (target.rates.roofline, target.workspace_bytes, target.compute_capability)
     stated = (load.config, settings, load.dtype, load.sequence, rates, options, facts)
     package = Path(__file__).parents[1]
     return {

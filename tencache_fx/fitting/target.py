@@ -21,7 +21,7 @@ class Target:
     """A device to plan for, its rates, and the options. Models are traced on `traced_on`, which is in this machine.
 
     `profile` is the name of the one it is known by, else empty; `source` is where a profile's rates are from.
-    `workspace_bytes` are what libraries keep on it.
+    `workspace_bytes` are what libraries keep on it; torch chooses some kernels by its `compute_capability`.
     """
 
     traced_on: str
@@ -30,6 +30,7 @@ class Target:
     profile: str = ""
     source: str = ""
     workspace_bytes: int = 0
+    compute_capability: tuple[int, int] = (8, 0)
 
     @property
     def device(self) -> "torch.device":
@@ -70,6 +71,7 @@ class Target:
             profile=known.name,
             source=known.source,
             workspace_bytes=known.workspace_bytes,
+            compute_capability=known.compute_capability,
         )
 
 

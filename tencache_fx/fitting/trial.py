@@ -1,5 +1,6 @@
 """One model as `tencache fit` sees it: captured on fake tensors, each region planned as the backend would."""
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from tencache_fx.errors import OptionError, TencacheError, UsageError
 from tencache_fx.fitting.dry_run import DryRegion, DryRun, WouldBeOffloaded
 from tencache_fx.fitting.estimate import RegionPlan, estimate_of, least_device_bytes
 from tencache_fx.fitting.fake_model import FactoryResult, fake_model, figures_of
-from tencache_fx.fitting.gpu_attention import choose_as_a_gpu
+from tencache_fx.fitting.gpu_attention import attention_of_gpu
 from tencache_fx.fitting.model_figures import ParameterFigures
 from tencache_fx.fitting.target import Target
 from tencache_fx.model_state.modules import parameters_read_by, watch
@@ -56,14 +57,20 @@ class Trial:
         target = whole if loss_fn else model
         compiled: Any = torch.compile(target, backend=self._plan, dynamic=False)
         try:
-            with self._mode, torch.enable_grad(), compat.any_number_of_compilations(), compat.without_collecting():
+            with (
+                self._mode,
+                torch.enable_grad(),
+                compat.any_number_of_compilations(),
+                compat.without_collecting(),
+                self._as_on_target(),
+            ):
                 returned = compiled(*self._made.inputs, **self._made.named_inputs)
         except TencacheError:
             raise
         except compat.COMPILER_ERRORS as error:
             cause = getattr(error, "inner_exception", error)
-            if isinstance(cause, TencacheError):
-                raise cause from error
+            if (ours := _own_error(error)) is not None:
+                raise ours from error
             why = f"{type(cause).__name__}: {_first_sentence(str(cause))}"
             raise UsageError(
                 f"the model cannot be captured, {why}; see that it runs under torch.compile, with such inputs."
@@ -80,8 +87,6 @@ class Trial:
         target, figures = self._target, self.figures
         if main_device(inputs) != target.device:
             return gm.forward
-        if target.is_gpu and target.device.type == "cpu":
-            choose_as_a_gpu(gm)
         names = {index: self._names[id(value)] for index, value in enumerate(inputs) if id(value) in self._names}
         offloaded = {index: _would_be_offloaded(figures.by_name[name]) for index, name in names.items()}
         elsewhere = (figures.by_name[name] for name in figures.offloaded - set(names.values()))
@@ -141,7 +146,14 @@ class Trial:
 
     def _has_plan(self, device_bytes: int) -> bool:
         options = replace(self._target.options, device_budget=device_bytes)
-        return all(region.plan_for(options).record is not None for region, _ in self._regions)
+        with self._as_on_target():
+            return all(region.plan_for(options).record is not None for region, _ in self._regions)
+
+    def _as_on_target(self) -> contextlib.AbstractContextManager[None]:
+        """Have torch trace what it would on the target, where that is a GPU that is known by its profile only."""
+        if not self._target.is_gpu or self._target.device.type != "cpu":
+            return contextlib.nullcontext()
+        return attention_of_gpu(self._target.compute_capability)
 
 
 def _check_loss(loss: object, *, trains: bool) -> None:
@@ -160,6 +172,16 @@ def _check_loss(loss: object, *, trains: bool) -> None:
             "the loss function returned a tensor that depends on no parameter that is trained; return it without "
             "detach() or no_grad(), or freeze the model with requires_grad_(False)."
         )
+
+
+def _own_error(error: BaseException) -> TencacheError | None:
+    """Return the error of this package that one of torch's was raised for."""
+    within: BaseException | None = error
+    while within is not None:
+        if isinstance(within, TencacheError):
+            return within
+        within = getattr(within, "inner_exception", None) or within.__cause__ or within.__context__
+    return None
 
 
 def _first_sentence(text: str) -> str:

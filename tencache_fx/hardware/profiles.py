@@ -17,6 +17,7 @@ class DeviceProfile:
     """A device's memory and rates, and those of the links to it; as `rates.roofline` and `rates.links` return them.
 
     `workspace_bytes` are what libraries keep on it while a model is trained; `source` says where the figures are from.
+    torch chooses some kernels by the `compute_capability` of a GPU.
     """
 
     name: str
@@ -25,6 +26,7 @@ class DeviceProfile:
     links: Links
     source: str = "measured"
     workspace_bytes: int = 0
+    compute_capability: tuple[int, int] = (8, 0)
 
 
 def workspace_bytes(compute_capability: int) -> int:
@@ -39,7 +41,7 @@ def workspace_bytes(compute_capability: int) -> int:
 def _profile(
     name: str,
     memory_bytes: int,
-    compute_capability: int,
+    compute_capability: tuple[int, int],
     flops_per_s: tuple[int, int, int],
     memory_bytes_per_s: int,
     attention_flops_per_s: tuple[int, int],
@@ -60,12 +62,19 @@ def _profile(
         ),
         links=links,
         source=source,
-        workspace_bytes=workspace_bytes(compute_capability),
+        workspace_bytes=workspace_bytes(compute_capability[0]),
+        compute_capability=compute_capability,
     )
 
 
 def _by_published_rates(
-    name: str, gib: int, tflops: tuple[float, float], memory_tb_per_s: float, link_gb_per_s: float, host_gb_per_s: float
+    name: str,
+    gib: int,
+    compute_capability: tuple[int, int],
+    tflops: tuple[float, float],
+    memory_tb_per_s: float,
+    link_gb_per_s: float,
+    host_gb_per_s: float,
 ) -> DeviceProfile:
     """Return the profile of a GPU of `gib`, from Ampere on, with its rates in reduced precision and in fp32.
 
@@ -78,7 +87,7 @@ def _by_published_rates(
     return _profile(
         name,
         gib << 30,
-        8,
+        compute_capability,
         (half, half, single),
         int(memory_tb_per_s * 0.78e12),
         (int(tflops[0] * 0.63e12), int(tflops[0] * 0.54e12)),
@@ -99,7 +108,7 @@ _ALL = (
     _profile(
         "h100",
         85_000_000_000,
-        9,
+        (9, 0),
         (750_562_257_758_589, 522_082_233_145_669, 46_480_207_326_775),
         2_615_530_792_662,
         _HOPPER_ATTENTION,
@@ -116,7 +125,7 @@ _ALL = (
     _profile(
         "h200",
         150_000_000_000,
-        9,
+        (9, 0),
         (770_159_790_383_934, 739_399_669_592_729, 45_927_539_111_404),
         3_633_412_858_078,
         _HOPPER_ATTENTION,
@@ -129,10 +138,10 @@ _ALL = (
         ),
         "NVIDIA H200, torch 2.11.0: one virtual machine of 16 cores; launch times are assumed",
     ),
-    _by_published_rates("a100-80gb", 80, (312, 19.5), 2.04, 32, 100),
-    _by_published_rates("a100-40gb", 40, (312, 19.5), 1.55, 32, 100),
-    _by_published_rates("rtx4090", 24, (165, 82.6), 1.01, 32, 45),
-    _by_published_rates("rtx3090", 24, (71, 35.6), 0.94, 32, 35),
+    _by_published_rates("a100-80gb", 80, (8, 0), (312, 19.5), 2.04, 32, 100),
+    _by_published_rates("a100-40gb", 40, (8, 0), (312, 19.5), 1.55, 32, 100),
+    _by_published_rates("rtx4090", 24, (8, 9), (165, 82.6), 1.01, 32, 45),
+    _by_published_rates("rtx3090", 24, (8, 6), (71, 35.6), 0.94, 32, 35),
 )
 PROFILES: Mapping[str, DeviceProfile] = MappingProxyType({profile.name: profile for profile in _ALL})
 """Those that have a name."""
