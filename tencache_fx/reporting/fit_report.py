@@ -15,7 +15,7 @@ class RegionFit:
 
     `floor_bytes` is the least device budget that has a plan, `peak_bytes` the most that the plan holds on the
     device, both with external memory there. `buffer_bytes` are pinned buffers for transfers; offloaded parameters and
-    their gradients are not among them.
+    their gradients are not among them. Times and traffic are of one of its `calls` in a step.
     """
 
     name: str
@@ -31,6 +31,7 @@ class RegionFit:
     in_bytes: int = 0
     disk_write_bytes: int = 0
     disk_read_bytes: int = 0
+    calls: int = 1
 
     trip_bytes = Renamed("buffer_bytes")
 
@@ -68,7 +69,7 @@ class Fit:
 
     A step is `accumulation` times forward and backward; for a transformers `model` it has `samples` or `tokens`, and
     `settings` are the ways to take them through that were compared. Of its layers those were captured that `traced`
-    says.
+    says. So many `guessed_conditions` depend on values that only a run knows, and were taken to be false.
     """
 
     device: str
@@ -96,6 +97,7 @@ class Fit:
     tokens: int = 0
     traced: str = ""
     settings: tuple[Setting, ...] = ()
+    guessed_conditions: int = 0
 
     home_bytes = Renamed("offloaded_bytes")
     state_at_home_bytes = Renamed("resting_host_bytes")
@@ -144,4 +146,4 @@ class Fit:
     @property
     def step_ns(self) -> int:
         """How long forward and backward of all regions take, one after the other."""
-        return sum(region.step_ns for region in self.regions)
+        return sum(region.calls * region.step_ns for region in self.regions)
