@@ -20,6 +20,7 @@ from tencache_fx.fitting.target import Target
 from tencache_fx.fitting.workload import Request, Workload
 from tencache_fx.hardware.cache import cached, kept
 from tencache_fx.planning.external import least_spill_bytes
+from tencache_fx.planning.host_work import HostWork
 from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.search import plan_region
 from tencache_fx.reporting.fit_report import Fit, Setting
@@ -93,7 +94,8 @@ def _graph_by_graph(captures: "_Captures", samples: int) -> Fit:
 
 def _with_fastest(captures: "_Captures", samples: int, other: Helper | None) -> Fit:
     load, target, tried, sequence = captures.load, captures.target, captures.tried, captures.sequence
-    found = find_setting(captures.problem, samples, tried, target.options.policy, other)
+    host = HostWork(costs=target.host, trained=captures.trained_count)
+    found = find_setting(captures.problem, samples, tried, target.options.policy, host, other)
     region = RegionPlan(captured=found.captured, planned=found.planned, refusal=found.setting.refusal)
     fitted = estimate_of([region], captures.figures(found.setting.micro_batch), target)
     fitted = replace(
@@ -201,6 +203,11 @@ class _Captures:
             return self.at(micro_batch)[1]
         self._ends = (others[0], high)
         return self._interpolated(micro_batch)
+
+    @property
+    def trained_count(self) -> int:
+        """How many parameters are trained, at any micro-batch."""
+        return self.at(self._ends[0])[0].whole.trained_count
 
     def figures(self, micro_batch: int) -> ModelFigures:
         """Return what the whole model takes at a micro-batch."""

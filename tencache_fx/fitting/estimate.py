@@ -7,6 +7,7 @@ from tencache_fx.fitting.model_figures import ModelFigures
 from tencache_fx.fitting.target import Target
 from tencache_fx.options import Options
 from tencache_fx.planning.external import least_spill_bytes
+from tencache_fx.planning.host_work import HostWork
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.loads import Load, loads_of
 from tencache_fx.planning.parameter_schedule import keep_resident, step_ns
@@ -40,6 +41,8 @@ def estimate_of(plans: Sequence[RegionPlan], figures: ModelFigures, target: Targ
     here_bytes = sum(figures.by_name[name].state_bytes * calls for name, calls in here.items())
     staying_bytes = sum(figures.by_name[name].nbytes * calls for name, calls in resident.items())
     loads = [(load, calls) for calls, problem, plan in made for load in loads_of(problem, plan)]
+    host = HostWork(costs=target.host, trained=figures.trained_count).load(made)
+    device_ns = sum(calls * step_ns(problem, plan.forecast) for calls, problem, plan in made)
     return Fit(
         device=target.name,
         device_budget_bytes=options.device_budget,
@@ -69,9 +72,10 @@ def estimate_of(plans: Sequence[RegionPlan], figures: ModelFigures, target: Targ
                 nbytes=sum(load.nbytes * calls for load, calls in loads if load.name == name),
             )
             for name in dict.fromkeys(load.name for load, _ in loads)
-        ),
+        )
+        + ((host,) if made else ()),
         accumulation=plans[0].captured.accumulation,
-        whole_step_ns=sum(calls * step_ns(problem, plan.forecast) for calls, problem, plan in made),
+        whole_step_ns=max(device_ns, host.busy_ns) if made else 0,
     )
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tencache_fx.errors import OptionError
-from tencache_fx.hardware.profiles import find_profile, workspace_bytes
+from tencache_fx.hardware.profiles import HOST_COSTS, find_profile, workspace_bytes
 from tencache_fx.hardware.roofline import KnownRates
 from tencache_fx.options import Options
+from tencache_fx.planning.host_work import HostCosts
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,7 @@ class Target:
 
     `profile` is the name of the one it is known by, else empty; `source` is where a profile's rates are from.
     `workspace_bytes` are what libraries keep on it; torch chooses some kernels by its `compute_capability`.
+    `host` are the costs of the thread that runs a step; a CPU has none beside its own work.
     """
 
     traced_on: str
@@ -31,6 +33,7 @@ class Target:
     source: str = ""
     workspace_bytes: int = 0
     compute_capability: tuple[int, int] = (8, 0)
+    host: HostCosts | None = None
 
     @property
     def device(self) -> "torch.device":
@@ -72,6 +75,7 @@ class Target:
             source=known.source,
             workspace_bytes=known.workspace_bytes,
             compute_capability=known.compute_capability,
+            host=known.host if known.roofline.of_gpu else None,
         )
 
 
@@ -91,4 +95,5 @@ def _in_this_machine(device: "torch.device | str | None", given: Mapping[str, ob
         options=options,
         rates=rates,
         workspace_bytes=0 if about is None else workspace_bytes(about.major),
+        host=None if about is None else HOST_COSTS,
     )

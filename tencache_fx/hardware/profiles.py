@@ -8,8 +8,15 @@ from types import MappingProxyType
 
 from tencache_fx.errors import OptionError
 from tencache_fx.hardware.roofline import Roofline
+from tencache_fx.planning.host_work import HostCosts
 from tencache_fx.planning.problem import Links
 from tencache_fx.serialization import Positive, from_json, to_json
+
+# Rounded, from profiles of training steps: the time of the thread in a region's graphs, as `region/host_clock.py` takes
+# it, by the kernels and the runtime ops in them; and its time in `step()` of our AdamW, by the parameters updated on the
+# device, and by those updated in host memory.
+HOST_COSTS = HostCosts(launch_ns=14_000, transfer_op_ns=70_000, device_update_ns=75_000, host_update_ns=380_000)
+"""Those of a host that is not known better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +24,8 @@ class DeviceProfile:
     """A device's memory and rates, and those of the links to it; as `rates.roofline` and `rates.links` return them.
 
     `workspace_bytes` are what libraries keep on it while a model is trained; `source` says where the figures are from.
-    torch chooses some kernels by the `compute_capability` of a GPU.
+    torch chooses some kernels by the `compute_capability` of a GPU. `host` are the costs of the thread that
+    runs a step.
     """
 
     name: str
@@ -27,6 +35,7 @@ class DeviceProfile:
     source: str = "measured"
     workspace_bytes: int = 0
     compute_capability: tuple[int, int] = (8, 0)
+    host: HostCosts = HOST_COSTS
 
 
 def workspace_bytes(compute_capability: int) -> int:
@@ -56,8 +65,8 @@ def _profile(
         roofline=Roofline(
             flops_per_s=tuple(zip(names, flops_per_s, strict=True)),
             memory_bytes_per_s=memory_bytes_per_s,
-            launch_ns=2_500,  # assumed, not measured, as is the next
-            issue_ns=5_000,
+            launch_ns=2_500,  # assumed, not measured
+            issue_ns=HOST_COSTS.launch_ns,
             attention_flops_per_s=attention_flops_per_s,
         ),
         links=links,

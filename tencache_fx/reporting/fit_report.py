@@ -5,6 +5,7 @@ Sizes are bytes, times nanoseconds, of one training step: forward and backward o
 
 from dataclasses import dataclass
 
+from tencache_fx.planning.host_work import HOST_THREAD
 from tencache_fx.planning.loads import Load, bound_of
 from tencache_fx.renames import Renamed
 
@@ -117,6 +118,11 @@ class Fit:
     def bound(self) -> Load | None:
         """The resource that is busy longest: no step is shorter with the plan's copies; None without a plan."""
         return bound_of(self.loads)
+
+    @property
+    def host_ns(self) -> int:
+        """How long the thread that runs a step works on a GPU's behalf; 0 on a CPU, or without a plan."""
+        return next((load.busy_ns for load in self.loads if load.name == HOST_THREAD), 0)
 
     @property
     def floor_bytes(self) -> int:

@@ -50,7 +50,7 @@ def _fit_sentence(fit: Fit) -> str:
 def _pace(fit: Fit) -> str:
     """Return how fast it is, in a sentence."""
     if not fit.settings:
-        return f"{format_ns(fit.step_ns)} a step"
+        return f"{format_ns(max(fit.step_ns, fit.host_ns))} a step"
     amount = fit.tokens or fit.samples
     return (
         f"{format_ns(fit.whole_step_ns)} a step of {amount:,} {_unit(fit)}, "
