@@ -13,8 +13,8 @@ from tencache_fx.planning.problem import Links
 from tencache_fx.serialization import Positive, from_json, to_json
 
 # Rounded, from profiles of training steps: the time of the thread in a region's graphs, as `region/host_clock.py` takes
-# it, by the kernels and the runtime ops in them; and its time in `step()` of our AdamW, by the parameters updated on the
-# device, and by those updated in host memory.
+# it, by the kernels and the runtime ops in them; and its time in `step()` of our AdamW, by the parameters updated
+# on the device, and by those updated in host memory.
 HOST_COSTS = HostCosts(launch_ns=14_000, transfer_op_ns=70_000, device_update_ns=75_000, host_update_ns=380_000)
 """Those of a host that is not known better."""
 
