@@ -3,6 +3,7 @@
 What is known of a profile's device is found without torch.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -73,7 +74,7 @@ class Target:
             rates=KnownRates(roofline=known.roofline, links=links, measured=True),
             profile=known.name,
             source=known.source,
-            workspace_bytes=known.workspace_bytes,
+            workspace_bytes=_workspace_bytes(known.compute_capability[0], known.workspace_bytes),
             compute_capability=known.compute_capability,
             host=known.host if known.roofline.of_gpu else None,
         )
@@ -94,6 +95,14 @@ def _in_this_machine(device: "torch.device | str | None", given: Mapping[str, ob
         traced_on=str(found),
         options=options,
         rates=rates,
-        workspace_bytes=0 if about is None else workspace_bytes(about.major),
+        workspace_bytes=0 if about is None else _workspace_bytes(about.major),
         host=None if about is None else HOST_COSTS,
     )
+
+
+def _workspace_bytes(compute_capability: int, known_bytes: int | None = None) -> int:
+    """Return what cuBLAS keeps, by the environment that a training would have, too, and else as it is known."""
+    configured = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    if known_bytes is not None and not (configured and known_bytes):  # a profile of a CPU has none
+        return known_bytes
+    return workspace_bytes(compute_capability, configured)

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from tencache_fx.fitting.dry_run import DryRegion, DryRun, WouldBeOffloaded
 from tencache_fx.fitting.estimate import RegionPlan, all_on_device_bytes, estimate_of, least_device_bytes
 from tencache_fx.fitting.fake_model import FactoryResult, fake_model, figures_of
 from tencache_fx.fitting.gpu_attention import attention_of_gpu
+from tencache_fx.fitting.gpu_padding import padding_of_gpu
 from tencache_fx.fitting.host_values import HostValues
 from tencache_fx.fitting.model_figures import ParameterFigures
 from tencache_fx.fitting.several_regions import plan_several
@@ -181,11 +182,14 @@ class Trial:
         with self._as_on_target():
             return all(region.dry.plan_for(options).record is not None for region in self._regions)
 
-    def _as_on_target(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _as_on_target(self) -> Iterator[None]:
         """Have torch trace what it would on the target, where that is a GPU that is known by its profile only."""
         if not self._target.is_gpu or self._target.device.type != "cpu":
-            return contextlib.nullcontext()
-        return attention_of_gpu(self._target.compute_capability)
+            yield
+            return
+        with attention_of_gpu(self._target.compute_capability), padding_of_gpu(self._target.rates.roofline):
+            yield
 
 
 def _check_loss(loss: object, *, trains: bool) -> None:

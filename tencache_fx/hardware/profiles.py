@@ -1,6 +1,7 @@
 """Profiles of devices: what `tencache fit` has to know of one that need not be in this machine."""
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +39,18 @@ class DeviceProfile:
     host: HostCosts = HOST_COSTS
 
 
-def workspace_bytes(compute_capability: int) -> int:
+def workspace_bytes(compute_capability: int, configured: str | None = None) -> int:
     """Return what cuBLAS keeps on a GPU of this major compute capability, while a model is trained.
 
     It has a workspace for the thread of the forward, and one for the backward's (torch:
-    `aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize`).
+    `aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize`). `configured` is `CUBLAS_WORKSPACE_CONFIG`,
+    sizes in KiB and how many of each.
+
+    >>> workspace_bytes(9) >> 20, workspace_bytes(9, ":4096:2:16:8") >> 10
+    (64, 16640)
     """
+    if configured and (sizes := re.findall(r":([0-9]+):([0-9]+)", configured)):
+        return 2 * sum(int(kib) * int(count) << 10 for kib, count in sizes)
     return 2 * ((32 << 20) if compute_capability in (9, 10) else (8 << 20) + (128 << 10))
 
 
