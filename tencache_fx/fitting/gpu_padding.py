@@ -4,7 +4,7 @@ Tensor cores want rows that begin at multiples of 16 bytes. Inductor copies oper
 of the product, where timing both ways tells it that this is faster (torch: `_inductor/fx_passes/pad_mm.py`); on a CPU
 it never does. The copies are large: for a vocabulary of 50,257, those of the logits' gradient are. Here a product
 counts as padded if Inductor would time it, because its work outweighs what it reads and writes, and if rows of an
-operand, or of the result, begin where a GPU is slow.
+operand, or of the result, begin where tensor cores are slow. Full precision is not for these.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ def _sizes(node: fx.Node) -> tuple[int, int, int]:
 
 def _is_odd(node: fx.Node) -> bool:
     sizes, dtype = _sizes(node), node.meta["val"].dtype
-    if not all(isinstance(size, int) for size in sizes) or dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if not all(isinstance(size, int) for size in sizes) or dtype not in (torch.float16, torch.bfloat16):
         return False
     alignment = pad_mm.get_alignment_size_dtype(dtype)
     rows = [max(operand.meta["val"].stride()[-2:]) for operand in _operands(node)]

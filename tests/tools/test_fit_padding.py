@@ -16,12 +16,14 @@ GIVEN = {"calibrate": False, "recompute": "none", "host_budget": "1TiB"}
 WIDE = 1024
 
 
-def ops_of(width: int, folder: Path, *, bias: bool = False, rows: int = 4096, **more: Any) -> list[str]:
+def ops_of(
+    width: int, folder: Path, *, bias: bool = False, rows: int = 4096, dtype: torch.dtype = torch.bfloat16, **more: Any
+) -> list[str]:
     """Return the names of the ops of a layer that is `width` wide, as a forecast counts them."""
     torch.compiler.reset()
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(WIDE, width, bias=bias, dtype=torch.bfloat16), nn.Tanh())
-        x = torch.randn(rows, WIDE, dtype=torch.bfloat16)
+        model = nn.Sequential(nn.Linear(WIDE, width, bias=bias, dtype=dtype), nn.Tanh())
+        x = torch.randn(rows, WIDE, dtype=dtype)
     target = {"device_profile": "h200"} | more
     tencache_fx.fit(model, x, dump_dir=str(folder), **target, **GIVEN)
     (record,) = read_regions(folder)
@@ -43,6 +45,7 @@ def test_products_are_not_padded_where_inductor_would_not(tmp_path: Path) -> Non
         "odd rows alone": ops_of(4096, tmp_path / "rows", rows=4097),
         "little work": ops_of(50_257, tmp_path / "little", rows=16),
         "the setting": ops_of(50_257, tmp_path / "setting", inductor={"shape_padding": False}),
+        "full precision": ops_of(50_257, tmp_path / "full", dtype=torch.float32),
         "without Inductor": ops_of(50_257, tmp_path / "eager", compiler="eager"),
         "a CPU": ops_of(50_257, tmp_path / "cpu", device_profile=None, device="cpu"),
     }
@@ -54,10 +57,11 @@ def test_what_is_padded_is_the_same_product() -> None:
         return torch.addmm(c, a, b, alpha=2.0, beta=0.5) @ (a.t() @ a)
 
     torch.compiler.reset()
-    a, b, c = torch.randn(2048, 2043), torch.randn(2043, 2043), torch.randn(2043)
+    sizes = (1024, 1019), (1019, 1019), (1019,)
+    a, b, c = (torch.randn(*size, dtype=torch.bfloat16) / 32 for size in sizes)
     with padding_of_gpu(PROFILES["a100-40gb"].roofline):
         made = torch.compile(product)(a, b, c)
-    assert torch.allclose(made, product(a, b, c), rtol=1e-3, atol=1.0)
+    assert torch.allclose(made, product(a, b, c), rtol=0.1, atol=0.05)
 
 
 @pytest.mark.parametrize("profile", ["h200", "rtx3090"])
