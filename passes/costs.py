@@ -13,12 +13,12 @@ from torch import fx
 
 from tencache_fx.hardware.op_timing import Call, OpCost, describe_call
 from tencache_fx.hardware.roofline import Roofline
-from tencache_fx.ops import arguments_of
+from tencache_fx.ops import arguments_of, by_name
 from tencache_fx.passes.bodies import held_inside
 from tencache_fx.passes.collectives import begins_collective
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.inductor_model import InductorModel, Traffic, eager_traffic
-from tencache_fx.passes.op_kinds import count_flops, is_pointwise, nbytes_of, packet_of, readers_of
+from tencache_fx.passes.op_kinds import called_op, count_flops, is_pointwise, nbytes_of, packet_of, readers_of
 from tencache_fx.planning.problem import Op
 from tencache_fx.tensors import byte_hint, tensors_of
 
@@ -116,10 +116,12 @@ def _roofline_ns(node: fx.Node, traffic: Traffic, roofline: Roofline) -> int:
 
 def _flops_rate(node: fx.Node, roofline: Roofline) -> int:
     """Return the FLOP/s at which an op runs, of those that torch's formulas count."""
-    dtype, name = tensors_of(node)[0].dtype, str(node.target)
+    op, args, kwargs = called_op(node)
+    name = str(op)
     if "scaled_dot_product" not in name:
-        return roofline.flops_rate(dtype)
-    causal = bool(arguments_of(node).get("is_causal"))
+        return roofline.flops_rate(tensors_of(node)[0].dtype)
+    given = by_name(op, args, kwargs)
+    dtype, causal = tensors_of(given["query"])[0].dtype, bool(given.get("is_causal"))
     return roofline.attention_rate(dtype, backward="backward" in name, causal=causal)
 
 

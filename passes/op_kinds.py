@@ -119,15 +119,29 @@ def count_flops(node: fx.Node, *, on_gpu: bool = False) -> int:
 
     torch has none for a CPU's attention, which `on_gpu` stands for that of a GPU.
     """
-    packet = packet_of(node)
+    op, args, kwargs = called_op(node)
+    packet = getattr(op, "overloadpacket", op)
     formula = flop_registry.get(_GPU_ATTENTION.get(packet, packet) if on_gpu else packet)
     if formula is None:
         return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    assert isinstance(node.target, torch._ops.OpOverload)
-    if "scaled_dot_product" in node.target.__name__:
-        args = _with_all_heads(node.target, args)
-    return byte_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
+    value = node.meta["val"]
+    args, kwargs = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
+    assert isinstance(op, torch._ops.OpOverload)
+    if "scaled_dot_product" in op.__name__:
+        args = _with_all_heads(op, args)
+    return byte_hint(formula(*args, **kwargs, out_val=value))
+
+
+def called_op(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return what a node calls, with its arguments: the op that is to draw by a given state, where it is one of those.
+
+    Torch: `_prims/rng_prims.py`; before 2.14 the attention of what is checkpointed is such an op.
+    """
+    ops = [place for place, value in enumerate(node.args) if isinstance(value, torch._ops.OpOverload)]
+    if not ops or not draws_numbers(node):
+        return node.target, node.args, dict(node.kwargs)
+    named = {name: value for name, value in node.kwargs.items() if name != "rng_state"}
+    return node.args[ops[0]], node.args[ops[0] + 1 :], named
 
 
 _aten = torch.ops.aten

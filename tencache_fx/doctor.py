@@ -95,13 +95,15 @@ def _profile_of(report: Report, options: Options) -> DeviceProfile:
     """Return a device's rates as plans count on them, not as they were measured."""
     is_gpu = report.device.type == "cuda"
     found = known_rates(report.device, options.spill_dir, calibrate=True, has_disk=bool(options.spill_dir))
+    capability = torch.cuda.get_device_capability(report.device) if is_gpu else (0, 0)
     return DeviceProfile(
         name=report.device_name,
         memory_bytes=report.device_space.total_bytes,
         roofline=replace(found.roofline, attention_flops_per_s=report.roofline.attention_flops_per_s),
         links=found.links,
         source=f"measured, torch {torch.__version__}",
-        workspace_bytes=workspace_bytes(torch.cuda.get_device_capability(report.device)[0]) if is_gpu else 0,
+        workspace_bytes=workspace_bytes(capability[0]) if is_gpu else 0,
+        compute_capability=capability,
     )
 
 

@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tencache_fx.errors import OptionError
 from tencache_fx.fitting.model_figures import ModelFigures
 from tencache_fx.fitting.repetition import NotRepeatedError, layer_of, repeat_layers
 from tencache_fx.fitting.target import Target
@@ -20,6 +21,10 @@ from tencache_fx.hardware.cache import digest_sources
 from tencache_fx.planning.external import external_bytes, input_bytes, least_spill_bytes
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.problem import Kind, Problem
+
+
+class SeveralGraphsError(OptionError):
+    """A model breaks into several graphs, which are planned one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +93,7 @@ def key_of(what: str, load: Workload, target: Target, *facts: object) -> dict[st
         policy="none",
     )
     settings = json.dumps(dict(load.settings), sort_keys=True, default=str)
-    rates = (target.rates.roofline, target.workspace_bytes)
+    rates = (target.rates.roofline, target.workspace_bytes, target.compute_capability)
     stated = (load.config, settings, load.dtype, load.sequence, rates, options, facts)
     package = Path(__file__).parents[1]
     return {

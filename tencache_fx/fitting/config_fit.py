@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from tencache_fx.errors import BudgetError
-from tencache_fx.fitting.captures import Capture, Sample, figures_between, key_of, whole_problem
+from tencache_fx.fitting.captures import Capture, Sample, SeveralGraphsError, figures_between, key_of, whole_problem
 from tencache_fx.fitting.estimate import RegionPlan, estimate_of, least_device_bytes
 from tencache_fx.fitting.micro_batches import NotEvenError, Planner, between, divisors, find_setting
 from tencache_fx.fitting.model_figures import ModelFigures
@@ -20,9 +20,10 @@ from tencache_fx.fitting.target import Target
 from tencache_fx.fitting.workload import Request, Workload
 from tencache_fx.hardware.cache import cached, kept
 from tencache_fx.planning.external import least_spill_bytes
+from tencache_fx.planning.host_work import HostWork
 from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.search import plan_region
-from tencache_fx.reporting.fit_report import Fit
+from tencache_fx.reporting.fit_report import Fit, Setting
 
 
 class Helper(Planner, Protocol):
@@ -46,6 +47,7 @@ def fit_config(
     """Return how a model of transformers would train, with the fastest setting of micro-batch and accumulation.
 
     Takes seconds, as few layers stand for all of a kind: `Fit.traced` says how many. `other` does a part of the work.
+    Of a model whose graph breaks each region is captured and planned by itself, at one micro-batch.
     Raises `OptionError` for what cannot be used, among it a model that transformers is missing for.
     """
     load.check()
@@ -56,7 +58,44 @@ def fit_config(
         captures.other = other
     sequence = captures.sequence
     samples, tried = load.samples_of(sequence), captures.tried
-    found = find_setting(captures.problem, samples, tried, target.options.policy, other)
+    try:
+        return _with_fastest(captures, samples, other)
+    except SeveralGraphsError:
+        if samples != tried[-1]:
+            raise
+        return _graph_by_graph(captures, samples)
+
+
+def _graph_by_graph(captures: "_Captures", samples: int) -> Fit:
+    """Return how a model whose graph breaks would train, all samples at once."""
+    from tencache_fx.fitting.few_layers import fit_graph_by_graph  # here: needs torch
+
+    load, found = captures.load, fit_graph_by_graph(captures.load, captures.target, samples)
+    refusal = next((region.refusal for region in found.regions if region.refusal), "")
+    setting = Setting(
+        micro_batch=samples,
+        accumulation=1,
+        floor_bytes=found.floor_bytes,
+        planned=not refusal,
+        step_ns=found.whole_step_ns,
+        peak_bytes=found.peak_bytes,
+        refusal=refusal,
+    )
+    return replace(
+        found,
+        settings=(setting,),
+        micro_batch=samples,
+        tokens=samples * captures.sequence,
+        samples=samples,
+        model=load.config,
+        traced=f"all layers, in {len(found.regions)} graphs",
+    )
+
+
+def _with_fastest(captures: "_Captures", samples: int, other: Helper | None) -> Fit:
+    load, target, tried, sequence = captures.load, captures.target, captures.tried, captures.sequence
+    host = HostWork(costs=target.host, trained=captures.trained_count)
+    found = find_setting(captures.problem, samples, tried, target.options.policy, host, other)
     region = RegionPlan(captured=found.captured, planned=found.planned, refusal=found.setting.refusal)
     fitted = estimate_of([region], captures.figures(found.setting.micro_batch), target)
     fitted = replace(
@@ -164,6 +203,11 @@ class _Captures:
             return self.at(micro_batch)[1]
         self._ends = (others[0], high)
         return self._interpolated(micro_batch)
+
+    @property
+    def trained_count(self) -> int:
+        """How many parameters are trained, at any micro-batch."""
+        return self.at(self._ends[0])[0].whole.trained_count
 
     def figures(self, micro_batch: int) -> ModelFigures:
         """Return what the whole model takes at a micro-batch."""

@@ -7,6 +7,7 @@ from tencache_fx.fitting.model_figures import ModelFigures
 from tencache_fx.fitting.target import Target
 from tencache_fx.options import Options
 from tencache_fx.planning.external import least_spill_bytes
+from tencache_fx.planning.host_work import HostWork
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.loads import Load, loads_of
 from tencache_fx.planning.parameter_schedule import keep_resident, step_ns
@@ -21,21 +22,27 @@ _PROBES = 5  # device budgets that are tried between one that is too small and o
 
 @dataclass(frozen=True, kw_only=True)
 class RegionPlan:
-    """A region's problem as it was captured, and its plan with the problem that it is for, or why there is none."""
+    """A region's problem as it was captured, and its plan with the problem that it is for, or why there is none.
+
+    A step has so many `calls` of it, with other parameters each.
+    """
 
     captured: Problem
     planned: tuple[Problem, Plan] | None
     refusal: str = ""
+    calls: int = 1
 
 
 def estimate_of(plans: Sequence[RegionPlan], figures: ModelFigures, target: Target) -> Fit:
     """Return what the plans come to, for a step of as many forwards and backwards as their problems say."""
-    options, made = target.options, [each.planned for each in plans if each.planned]
-    resident = {name for _, plan in made for name in plan.resident}
-    here = {name for _, plan in made for name in plan.updated_here}
-    here_bytes = sum(figures.by_name[name].state_bytes for name in here)
-    staying_bytes = sum(figures.by_name[name].nbytes for name in resident)
-    loads = [loads_of(*each) for each in made]
+    options, made = target.options, [(each.calls, *each.planned) for each in plans if each.planned]
+    resident = {name: calls for calls, _, plan in made for name in plan.resident}
+    here = {name: calls for calls, _, plan in made for name in plan.updated_here}
+    here_bytes = sum(figures.by_name[name].state_bytes * calls for name, calls in here.items())
+    staying_bytes = sum(figures.by_name[name].nbytes * calls for name, calls in resident.items())
+    loads = [(load, calls) for calls, problem, plan in made for load in loads_of(problem, plan)]
+    host = HostWork(costs=target.host, trained=figures.trained_count).load(made)
+    device_ns = sum(calls * step_ns(problem, plan.forecast) for calls, problem, plan in made)
     return Fit(
         device=target.name,
         device_budget_bytes=options.device_budget,
@@ -46,24 +53,29 @@ def estimate_of(plans: Sequence[RegionPlan], figures: ModelFigures, target: Targ
         device_parameter_bytes=staying_bytes + figures.kept_bytes,
         offloaded_bytes=figures.offloaded_bytes,
         gradient_bytes=sum(
-            s.nbytes
+            s.nbytes * each.calls
             for each in plans
             for s in each.captured.storages
             if s.kind is Kind.STORED and s.parameter not in here
         ),
         state_bytes=figures.offloaded_state_bytes - here_bytes,
         device_state_bytes=here_bytes + figures.kept_state_bytes,
-        all_on_device_bytes=_all_on_device_bytes([each.captured for each in plans], figures),
+        all_on_device_bytes=all_on_device_bytes([each.captured for each in plans], figures),
         least_device_bytes=None,
         measured=target.rates.measured,
         rates_source=target.source,
         regions=tuple(_region_fit(index, each, options.policy) for index, each in enumerate(plans)),
         loads=tuple(
-            Load(name=same[0].name, busy_ns=sum(s.busy_ns for s in same), nbytes=sum(s.nbytes for s in same))
-            for same in zip(*loads, strict=True)
-        ),
+            Load(
+                name=name,
+                busy_ns=sum(load.busy_ns * calls for load, calls in loads if load.name == name),
+                nbytes=sum(load.nbytes * calls for load, calls in loads if load.name == name),
+            )
+            for name in dict.fromkeys(load.name for load, _ in loads)
+        )
+        + ((host,) if made else ()),
         accumulation=plans[0].captured.accumulation,
-        whole_step_ns=sum(step_ns(problem, plan.forecast) for problem, plan in made),
+        whole_step_ns=max(device_ns, host.busy_ns) if made else 0,
     )
 
 
@@ -97,6 +109,7 @@ def _region_fit(index: int, region: RegionPlan, policy: str) -> RegionFit:
         steps=len(region.captured.ops),
         floor_bytes=policy_floor_bytes(region.captured, policy),
         refusal=region.refusal,
+        calls=region.calls,
     )
     if region.planned is None:
         return bare
@@ -117,7 +130,7 @@ def _region_fit(index: int, region: RegionPlan, policy: str) -> RegionFit:
     )
 
 
-def _all_on_device_bytes(captured: Sequence[Problem], figures: ModelFigures) -> int:
+def all_on_device_bytes(captured: Sequence[Problem], figures: ModelFigures) -> int:
     """Return the bytes on the device if nothing were offloaded: at the peak, with all gradients."""
     most = []
     for problem in captured:

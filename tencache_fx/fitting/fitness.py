@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from tencache_fx.fitting.fake_model import FactoryResult, call_factory
+from tencache_fx.fitting.host_values import HostValues
 from tencache_fx.fitting.target import Target
 from tencache_fx.fitting.trial import Trial
 from tencache_fx.model_state.arguments import need_model
@@ -49,7 +50,7 @@ def fit(
     modes = (leaf.fake_mode for leaf in tree_leaves(given) if isinstance(leaf, FakeTensor))
     made = FactoryResult(model=model, inputs=inputs, named_inputs=named_inputs or {}, loss_fn=loss_fn)
     target = Target.find(device, device_profile, options)
-    return _fit(made, target, next(modes, None) or FakeTensorMode())
+    return _fit(made, target, next(modes, None) or HostValues())
 
 
 def fit_factory(
@@ -63,7 +64,7 @@ def fit_factory(
 ) -> Fit:
     """Return how the model that the factory `name` makes with these `settings` would train; see `call_factory`."""
     target = Target.find(device, profile, options)
-    return _fit(call_factory(name, settings, inputs), target, FakeTensorMode())
+    return _fit(call_factory(name, settings, inputs), target, HostValues())
 
 
 def _fit(made: FactoryResult, target: Target, mode: FakeTensorMode) -> Fit:

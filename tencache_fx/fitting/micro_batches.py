@@ -10,6 +10,7 @@ from typing import Protocol
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning.bounds import joint_lower_bound_ns
+from tencache_fx.planning.host_work import HostWork
 from tencache_fx.planning.parameter_schedule import host_memory_ns, step_ns
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Kind, Op, Problem, Storage
@@ -105,7 +106,12 @@ def _is_alike(low: Problem, high: Problem) -> bool:
 
 
 def find_setting(
-    problems: Callable[[int], Problem], samples: int, tried: Sequence[int], policy: str, other: Planner | None = None
+    problems: Callable[[int], Problem],
+    samples: int,
+    tried: Sequence[int],
+    policy: str,
+    host: HostWork,
+    other: Planner | None = None,
 ) -> Found:
     """Return the fastest way to take `samples` through, of these micro-batches.
 
@@ -115,7 +121,7 @@ def find_setting(
     been planned.
     """
     captured = {each: replace(problems(each), accumulation=samples // each) for each in tried}
-    settings = {each: _estimated(problem, each, policy) for each, problem in captured.items()}
+    settings = {each: _estimated(problem, each, policy, host) for each, problem in captured.items()}
     hopeful = [each for each in tried if not settings[each].refusal]
     plans, planned = _Plans(captured, policy, other), dict[int, tuple[Problem, Plan]]()
     for left in reversed(range(_MOST_PLANS)):
@@ -129,7 +135,8 @@ def find_setting(
             hopeful.remove(chosen)
             continue
         planned[chosen] = problem, plan = made
-        took_ns, peak_bytes = step_ns(problem, plan.forecast), plan.forecast.peak_bytes
+        took_ns = max(step_ns(problem, plan.forecast), host.load([(1, problem, plan)]).busy_ns)
+        peak_bytes = plan.forecast.peak_bytes
         settings[chosen] = replace(setting, planned=True, step_ns=took_ns, peak_bytes=peak_bytes)
     if planned:
         best = min(planned, key=lambda each: settings[each].step_ns)
@@ -207,7 +214,7 @@ def _near(hopeful: Sequence[int], micro_batch: int) -> list[int]:
     return [each for each in hopeful[max(0, place - 1) : place + 2] if each != micro_batch]
 
 
-def _estimated(captured: Problem, micro_batch: int, policy: str) -> Setting:
+def _estimated(captured: Problem, micro_batch: int, policy: str, host: HostWork) -> Setting:
     """Return a setting with about what its step takes: no less than its busiest resource, and without stalls.
 
     Of the room beside the least that the rest takes the most is expected: it saves copies in of as many bytes, and,
@@ -233,5 +240,6 @@ def _estimated(captured: Problem, micro_batch: int, policy: str) -> Setting:
         accumulation * in_bytes * 1_000_000_000 // captured.links.h2d_bytes_per_s,
         accumulation * out_bytes * 1_000_000_000 // captured.links.d2h_bytes_per_s,
         int(updated * host_memory_ns(captured, in_bytes + out_bytes)),
+        host.load([(1, captured, None)]).busy_ns,
     )
     return Setting(micro_batch=micro_batch, accumulation=accumulation, floor_bytes=floor, step_ns=max(busy_ns))

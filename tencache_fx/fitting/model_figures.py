@@ -50,6 +50,11 @@ class ModelFigures:
         return any(each.trained for each in self.parameters)
 
     @property
+    def trained_count(self) -> int:
+        """How many parameters are trained."""
+        return sum(each.trained for each in self.parameters)
+
+    @property
     def count(self) -> int:
         """How many numbers the parameters have."""
         return sum(each.numbers for each in self.parameters)

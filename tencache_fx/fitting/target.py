@@ -3,14 +3,16 @@
 What is known of a profile's device is found without torch.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tencache_fx.errors import OptionError
-from tencache_fx.hardware.profiles import find_profile, workspace_bytes
+from tencache_fx.hardware.profiles import HOST_COSTS, find_profile, workspace_bytes
 from tencache_fx.hardware.roofline import KnownRates
 from tencache_fx.options import Options
+from tencache_fx.planning.host_work import HostCosts
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +23,8 @@ class Target:
     """A device to plan for, its rates, and the options. Models are traced on `traced_on`, which is in this machine.
 
     `profile` is the name of the one it is known by, else empty; `source` is where a profile's rates are from.
-    `workspace_bytes` are what libraries keep on it.
+    `workspace_bytes` are what libraries keep on it; torch chooses some kernels by its `compute_capability`.
+    `host` are the costs of the thread that runs a step; a CPU has none beside its own work.
     """
 
     traced_on: str
@@ -30,6 +33,8 @@ class Target:
     profile: str = ""
     source: str = ""
     workspace_bytes: int = 0
+    compute_capability: tuple[int, int] = (8, 0)
+    host: HostCosts | None = None
 
     @property
     def device(self) -> "torch.device":
@@ -69,7 +74,9 @@ class Target:
             rates=KnownRates(roofline=known.roofline, links=links, measured=True),
             profile=known.name,
             source=known.source,
-            workspace_bytes=known.workspace_bytes,
+            workspace_bytes=_workspace_bytes(known.compute_capability[0], known.workspace_bytes),
+            compute_capability=known.compute_capability,
+            host=known.host if known.roofline.of_gpu else None,
         )
 
 
@@ -88,5 +95,14 @@ def _in_this_machine(device: "torch.device | str | None", given: Mapping[str, ob
         traced_on=str(found),
         options=options,
         rates=rates,
-        workspace_bytes=0 if about is None else workspace_bytes(about.major),
+        workspace_bytes=0 if about is None else _workspace_bytes(about.major),
+        host=None if about is None else HOST_COSTS,
     )
+
+
+def _workspace_bytes(compute_capability: int, known_bytes: int | None = None) -> int:
+    """Return what cuBLAS keeps, by the environment that a training would have, too, and else as it is known."""
+    configured = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    if known_bytes is not None and not (configured and known_bytes):  # a profile of a CPU has none
+        return known_bytes
+    return workspace_bytes(compute_capability, configured)

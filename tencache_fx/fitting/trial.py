@@ -1,8 +1,9 @@
 """One model as `tencache fit` sees it: captured on fake tensors, each region planned as the backend would."""
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,16 +13,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tencache_fx import compat
 from tencache_fx.errors import OptionError, TencacheError, UsageError
 from tencache_fx.fitting.dry_run import DryRegion, DryRun, WouldBeOffloaded
-from tencache_fx.fitting.estimate import RegionPlan, estimate_of, least_device_bytes
+from tencache_fx.fitting.estimate import RegionPlan, all_on_device_bytes, estimate_of, least_device_bytes
 from tencache_fx.fitting.fake_model import FactoryResult, fake_model, figures_of
-from tencache_fx.fitting.gpu_attention import choose_as_a_gpu
+from tencache_fx.fitting.gpu_attention import attention_of_gpu
+from tencache_fx.fitting.gpu_padding import padding_of_gpu
+from tencache_fx.fitting.host_values import HostValues
 from tencache_fx.fitting.model_figures import ParameterFigures
+from tencache_fx.fitting.several_regions import plan_several
 from tencache_fx.fitting.target import Target
 from tencache_fx.model_state.modules import parameters_read_by, watch
+from tencache_fx.options import Options
 from tencache_fx.passes.nested_regions import inline_nested_regions
-from tencache_fx.planning.external import is_input
-from tencache_fx.planning.plan import Plan, TransferKind
-from tencache_fx.planning.problem import Kind, Problem
+from tencache_fx.planning.problem import Problem
 from tencache_fx.region.environment import Environment
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
@@ -29,6 +32,15 @@ from tencache_fx.reporting.dump import write_region
 from tencache_fx.reporting.fit_report import Fit
 from tencache_fx.runtime.engine_registry import Usage
 from tencache_fx.tensors import main_device
+
+
+@dataclass(kw_only=True)
+class _Region:
+    """A captured region, as it was planned by itself, and how often it has run."""
+
+    dry: DryRegion
+    planned: DryRun
+    calls: int = 0
 
 
 class Trial:
@@ -43,8 +55,7 @@ class Trial:
         for module in self._made.model.modules():
             if any(id(p) in self._names for p in parameters_read_by(module)):
                 watch(module)  # its hooks decide the order of a region's inputs, by whose names the cache knows it
-        self._held_bytes = self.figures.held_bytes
-        self._regions: list[tuple[DryRegion, DryRun]] = []
+        self._regions: list[_Region] = []
 
     def capture(self) -> None:
         """Have torch hand over the regions; raises `UsageError` if it cannot, or finds none."""
@@ -56,14 +67,20 @@ class Trial:
         target = whole if loss_fn else model
         compiled: Any = torch.compile(target, backend=self._plan, dynamic=False)
         try:
-            with self._mode, torch.enable_grad(), compat.any_number_of_compilations(), compat.without_collecting():
+            with (
+                self._mode,
+                torch.enable_grad(),
+                compat.any_number_of_compilations(),
+                compat.without_collecting(),
+                self._as_on_target(),
+            ):
                 returned = compiled(*self._made.inputs, **self._made.named_inputs)
         except TencacheError:
             raise
         except compat.COMPILER_ERRORS as error:
             cause = getattr(error, "inner_exception", error)
-            if isinstance(cause, TencacheError):
-                raise cause from error
+            if (ours := _own_error(error)) is not None:
+                raise ours from error
             why = f"{type(cause).__name__}: {_first_sentence(str(cause))}"
             raise UsageError(
                 f"the model cannot be captured, {why}; see that it runs under torch.compile, with such inputs."
@@ -80,8 +97,6 @@ class Trial:
         target, figures = self._target, self.figures
         if main_device(inputs) != target.device:
             return gm.forward
-        if target.is_gpu and target.device.type == "cpu":
-            choose_as_a_gpu(gm)
         names = {index: self._names[id(value)] for index, value in enumerate(inputs) if id(value) in self._names}
         offloaded = {index: _would_be_offloaded(figures.by_name[name]) for index, name in names.items()}
         elsewhere = (figures.by_name[name] for name in figures.offloaded - set(names.values()))
@@ -90,7 +105,7 @@ class Trial:
             roofline=target.rates.roofline,
             links=target.rates.links,
             # As `memory.held_bytes`: on a CPU the budget is for what a region itself holds.
-            held_bytes=self._held_bytes if target.is_gpu else 0,
+            held_bytes=figures.held_bytes if target.is_gpu else 0,
             usage=Usage(
                 host_acquired_bytes=figures.offloaded_bytes
                 + state_bytes
@@ -107,30 +122,46 @@ class Trial:
             device=target.device,
             settings=self._settings,
         )
-        region = DryRegion(source, offloaded, environment)
-        planned = region.plan(inputs)
-        self._regions.append((region, planned))
-        if (record := planned.record) is not None:
-            self._held_bytes += _left_bytes(record.problem, record.plan)
-            if target.options.dump_dir is not None:
-                write_region(target.options.dump_dir, record)
-        return planned.run
+        dry = DryRegion(source, offloaded, environment)
+        region = _Region(dry=dry, planned=dry.plan(inputs))
+        self._regions.append(region)
+        if (record := region.planned.record) is not None and target.options.dump_dir is not None:
+            write_region(target.options.dump_dir, record)
+
+        def run(*args: Any) -> Any:
+            region.calls += 1
+            return region.planned.run(*args)
+
+        return run
 
     def plans(self) -> list[RegionPlan]:
         """Return the problem and the plan of each region; raises `UsageError` where sizes are known only at a run."""
-        return [
-            RegionPlan(
-                captured=_captured(run),
-                planned=None if run.record is None else (run.record.problem, run.record.plan),
-                refusal=run.refusal,
-            )
-            for _, run in self._regions
-        ]
+        return self._settled(self._target.options)
+
+    def _by_itself(self, region: _Region) -> RegionPlan:
+        record = region.planned.record
+        return RegionPlan(
+            captured=_captured(region.planned),
+            planned=None if record is None else (record.problem, record.plan),
+            refusal=region.planned.refusal,
+            calls=max(1, region.calls),
+        )
+
+    def _settled(self, options: Options) -> list[RegionPlan]:
+        """Return the regions, planned for these options beside each other where there are several on a GPU."""
+        regions = [self._by_itself(region) for region in self._regions]
+        several = len(regions) > 1 or any(region.calls > 1 for region in regions)
+        return plan_several(regions, options) if several and self._target.is_gpu else regions
 
     def result(self) -> Fit:
         """Return the estimate; where there is no plan, with the least device budget that has one."""
         plans = self.plans()
-        found = estimate_of(plans, self.figures, self._target)
+        guessed = self._mode.guessed if isinstance(self._mode, HostValues) else 0
+        found = replace(
+            estimate_of(plans, self.figures, self._target),
+            all_on_device_bytes=self._all_on_device_bytes(),
+            guessed_conditions=guessed,
+        )
         refused = any(plan.refusal for plan in plans)
         if not refused or found.resting_host_bytes > self._target.options.host_budget:
             return found
@@ -139,9 +170,26 @@ class Trial:
         )
         return replace(found, least_device_bytes=least)
 
+    def _all_on_device_bytes(self) -> int:
+        """Return what would be on the device if nothing were offloaded: all that calls leave there, too."""
+        settled = self._settled(replace(self._target.options, device_budget=None))
+        return all_on_device_bytes([each.captured for each in settled], self.figures)
+
     def _has_plan(self, device_bytes: int) -> bool:
         options = replace(self._target.options, device_budget=device_bytes)
-        return all(region.plan_for(options).record is not None for region, _ in self._regions)
+        if len(self._regions) > 1 and self._target.is_gpu:
+            return not any(region.refusal for region in self._settled(options))
+        with self._as_on_target():
+            return all(region.dry.plan_for(options).record is not None for region in self._regions)
+
+    @contextlib.contextmanager
+    def _as_on_target(self) -> Iterator[None]:
+        """Have torch trace what it would on the target, where that is a GPU that is known by its profile only."""
+        if not self._target.is_gpu or self._target.device.type != "cpu":
+            yield
+            return
+        with attention_of_gpu(self._target.compute_capability), padding_of_gpu(self._target.rates.roofline):
+            yield
 
 
 def _check_loss(loss: object, *, trains: bool) -> None:
@@ -162,6 +210,16 @@ def _check_loss(loss: object, *, trains: bool) -> None:
         )
 
 
+def _own_error(error: BaseException) -> TencacheError | None:
+    """Return the error of this package that one of torch's was raised for."""
+    within: BaseException | None = error
+    while within is not None:
+        if isinstance(within, TencacheError):
+            return within
+        within = getattr(within, "inner_exception", None) or within.__cause__ or within.__context__
+    return None
+
+
 def _first_sentence(text: str) -> str:
     """Return what an error says in its first line, or where Dynamo explains it."""
     explained = re.search(r"^ *Explanation: (.+)$", text, re.MULTILINE)
@@ -173,17 +231,6 @@ def _captured(planned: DryRun) -> Problem:
     if (problem := planned.captured) is None:
         raise UsageError("a region has sizes that are known only when it runs; give a device budget, to see why.")
     return problem
-
-
-def _left_bytes(problem: Problem, plan: Plan) -> int:
-    """Return the bytes that a region holds on the device between forward and backward, without its inputs."""
-    boundary = problem.boundary
-    swaps = (spill for spill in plan.transfers if spill.kind is TransferKind.SWAP)
-    away = {spill.name for spill in swaps if spill.freed_at <= boundary <= spill.prefetch_at}
-    last = min(boundary + 1, len(problem.ops))
-    left = [s for s in problem.storages if s.birth < boundary and s.death >= last and not is_input(s)]
-    resident = [s for s in problem.storages if s.parameter in plan.resident and s.kind is Kind.PARAMETER]
-    return sum(s.nbytes for s in (*left, *resident) if s.name not in away)
 
 
 def _would_be_offloaded(parameter: ParameterFigures) -> WouldBeOffloaded:

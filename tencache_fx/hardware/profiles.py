@@ -1,6 +1,7 @@
 """Profiles of devices: what `tencache fit` has to know of one that need not be in this machine."""
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +9,15 @@ from types import MappingProxyType
 
 from tencache_fx.errors import OptionError
 from tencache_fx.hardware.roofline import Roofline
+from tencache_fx.planning.host_work import HostCosts
 from tencache_fx.planning.problem import Links
 from tencache_fx.serialization import Positive, from_json, to_json
+
+# Rounded, from profiles of training steps: the time of the thread in a region's graphs, as `region/host_clock.py` takes
+# it, by the kernels and the runtime ops in them; and its time in `step()` of our AdamW, by the parameters updated
+# on the device, and by those updated in host memory.
+HOST_COSTS = HostCosts(launch_ns=14_000, transfer_op_ns=70_000, device_update_ns=75_000, host_update_ns=380_000)
+"""Those of a host that is not known better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +25,8 @@ class DeviceProfile:
     """A device's memory and rates, and those of the links to it; as `rates.roofline` and `rates.links` return them.
 
     `workspace_bytes` are what libraries keep on it while a model is trained; `source` says where the figures are from.
+    torch chooses some kernels by the `compute_capability` of a GPU. `host` are the costs of the thread that
+    runs a step.
     """
 
     name: str
@@ -25,21 +35,29 @@ class DeviceProfile:
     links: Links
     source: str = "measured"
     workspace_bytes: int = 0
+    compute_capability: tuple[int, int] = (8, 0)
+    host: HostCosts = HOST_COSTS
 
 
-def workspace_bytes(compute_capability: int) -> int:
+def workspace_bytes(compute_capability: int, configured: str | None = None) -> int:
     """Return what cuBLAS keeps on a GPU of this major compute capability, while a model is trained.
 
     It has a workspace for the thread of the forward, and one for the backward's (torch:
-    `aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize`).
+    `aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize`). `configured` is `CUBLAS_WORKSPACE_CONFIG`,
+    sizes in KiB and how many of each.
+
+    >>> workspace_bytes(9) >> 20, workspace_bytes(9, ":4096:2:16:8") >> 10
+    (64, 16640)
     """
+    if configured and (sizes := re.findall(r":([0-9]+):([0-9]+)", configured)):
+        return 2 * sum(int(kib) * int(count) << 10 for kib, count in sizes)
     return 2 * ((32 << 20) if compute_capability in (9, 10) else (8 << 20) + (128 << 10))
 
 
 def _profile(
     name: str,
     memory_bytes: int,
-    compute_capability: int,
+    compute_capability: tuple[int, int],
     flops_per_s: tuple[int, int, int],
     memory_bytes_per_s: int,
     attention_flops_per_s: tuple[int, int],
@@ -54,18 +72,25 @@ def _profile(
         roofline=Roofline(
             flops_per_s=tuple(zip(names, flops_per_s, strict=True)),
             memory_bytes_per_s=memory_bytes_per_s,
-            launch_ns=2_500,  # assumed, not measured, as is the next
-            issue_ns=5_000,
+            launch_ns=2_500,  # assumed, not measured
+            issue_ns=HOST_COSTS.launch_ns,
             attention_flops_per_s=attention_flops_per_s,
         ),
         links=links,
         source=source,
-        workspace_bytes=workspace_bytes(compute_capability),
+        workspace_bytes=workspace_bytes(compute_capability[0]),
+        compute_capability=compute_capability,
     )
 
 
 def _by_published_rates(
-    name: str, gib: int, tflops: tuple[float, float], memory_tb_per_s: float, link_gb_per_s: float, host_gb_per_s: float
+    name: str,
+    gib: int,
+    compute_capability: tuple[int, int],
+    tflops: tuple[float, float],
+    memory_tb_per_s: float,
+    link_gb_per_s: float,
+    host_gb_per_s: float,
 ) -> DeviceProfile:
     """Return the profile of a GPU of `gib`, from Ampere on, with its rates in reduced precision and in fp32.
 
@@ -78,7 +103,7 @@ def _by_published_rates(
     return _profile(
         name,
         gib << 30,
-        8,
+        compute_capability,
         (half, half, single),
         int(memory_tb_per_s * 0.78e12),
         (int(tflops[0] * 0.63e12), int(tflops[0] * 0.54e12)),
@@ -99,7 +124,7 @@ _ALL = (
     _profile(
         "h100",
         85_000_000_000,
-        9,
+        (9, 0),
         (750_562_257_758_589, 522_082_233_145_669, 46_480_207_326_775),
         2_615_530_792_662,
         _HOPPER_ATTENTION,
@@ -116,7 +141,7 @@ _ALL = (
     _profile(
         "h200",
         150_000_000_000,
-        9,
+        (9, 0),
         (770_159_790_383_934, 739_399_669_592_729, 45_927_539_111_404),
         3_633_412_858_078,
         _HOPPER_ATTENTION,
@@ -129,10 +154,10 @@ _ALL = (
         ),
         "NVIDIA H200, torch 2.11.0: one virtual machine of 16 cores; launch times are assumed",
     ),
-    _by_published_rates("a100-80gb", 80, (312, 19.5), 2.04, 32, 100),
-    _by_published_rates("a100-40gb", 40, (312, 19.5), 1.55, 32, 100),
-    _by_published_rates("rtx4090", 24, (165, 82.6), 1.01, 32, 45),
-    _by_published_rates("rtx3090", 24, (71, 35.6), 0.94, 32, 35),
+    _by_published_rates("a100-80gb", 80, (8, 0), (312, 19.5), 2.04, 32, 100),
+    _by_published_rates("a100-40gb", 40, (8, 0), (312, 19.5), 1.55, 32, 100),
+    _by_published_rates("rtx4090", 24, (8, 9), (165, 82.6), 1.01, 32, 45),
+    _by_published_rates("rtx3090", 24, (8, 6), (71, 35.6), 0.94, 32, 35),
 )
 PROFILES: Mapping[str, DeviceProfile] = MappingProxyType({profile.name: profile for profile in _ALL})
 """Those that have a name."""

@@ -5,6 +5,7 @@ Sizes are bytes, times nanoseconds, of one training step: forward and backward o
 
 from dataclasses import dataclass
 
+from tencache_fx.planning.host_work import HOST_THREAD
 from tencache_fx.planning.loads import Load, bound_of
 from tencache_fx.renames import Renamed
 
@@ -15,7 +16,7 @@ class RegionFit:
 
     `floor_bytes` is the least device budget that has a plan, `peak_bytes` the most that the plan holds on the
     device, both with external memory there. `buffer_bytes` are pinned buffers for transfers; offloaded parameters and
-    their gradients are not among them.
+    their gradients are not among them. Times and traffic are of one of its `calls` in a step.
     """
 
     name: str
@@ -31,6 +32,7 @@ class RegionFit:
     in_bytes: int = 0
     disk_write_bytes: int = 0
     disk_read_bytes: int = 0
+    calls: int = 1
 
     trip_bytes = Renamed("buffer_bytes")
 
@@ -68,7 +70,7 @@ class Fit:
 
     A step is `accumulation` times forward and backward; for a transformers `model` it has `samples` or `tokens`, and
     `settings` are the ways to take them through that were compared. Of its layers those were captured that `traced`
-    says.
+    says. So many `guessed_conditions` depend on values that only a run knows, and were taken to be false.
     """
 
     device: str
@@ -96,6 +98,7 @@ class Fit:
     tokens: int = 0
     traced: str = ""
     settings: tuple[Setting, ...] = ()
+    guessed_conditions: int = 0
 
     home_bytes = Renamed("offloaded_bytes")
     state_at_home_bytes = Renamed("resting_host_bytes")
@@ -115,6 +118,11 @@ class Fit:
     def bound(self) -> Load | None:
         """The resource that is busy longest: no step is shorter with the plan's copies; None without a plan."""
         return bound_of(self.loads)
+
+    @property
+    def host_ns(self) -> int:
+        """How long the thread that runs a step works on a GPU's behalf; 0 on a CPU, or without a plan."""
+        return next((load.busy_ns for load in self.loads if load.name == HOST_THREAD), 0)
 
     @property
     def floor_bytes(self) -> int:
@@ -144,4 +152,4 @@ class Fit:
     @property
     def step_ns(self) -> int:
         """How long forward and backward of all regions take, one after the other."""
-        return sum(region.step_ns for region in self.regions)
+        return sum(region.calls * region.step_ns for region in self.regions)

@@ -50,7 +50,7 @@ def _fit_sentence(fit: Fit) -> str:
 def _pace(fit: Fit) -> str:
     """Return how fast it is, in a sentence."""
     if not fit.settings:
-        return f"{format_ns(fit.step_ns)} a step"
+        return f"{format_ns(max(fit.step_ns, fit.host_ns))} a step"
     amount = fit.tokens or fit.samples
     return (
         f"{format_ns(fit.whole_step_ns)} a step of {amount:,} {_unit(fit)}, "
@@ -76,15 +76,19 @@ def _fit_rows(fit: Fit) -> Iterator[tuple[str, str]]:
     if not any(region.refusal for region in fit.regions):
         budget = "no limit" if fit.device_budget_bytes is None else format_bytes(fit.device_budget_bytes)
         share = fit.device_parameter_bytes / max(1, fit.parameter_bytes)
-        over = fit.step_ns / max(1, sum(region.ideal_ns for region in fit.regions))
+        over = fit.step_ns / max(1, sum(region.calls * region.ideal_ns for region in fit.regions))
         yield "device peak", f"{format_bytes(fit.peak_bytes)} of {budget}"
         state = f"; AdamW's state of some, {format_bytes(fit.device_state_bytes)}" if fit.device_state_bytes else ""
         yield "stay on the device", f"{share:.1%} of the parameters, {format_bytes(fit.device_parameter_bytes)}{state}"
         once = "forward and backward" if fit.settings else "step"
         yield once, f"{format_ns(fit.step_ns)}, {over:.3f} of the time without limits"
-        out_bytes, in_bytes = (sum(getattr(r, name) for r in fit.regions) for name in ("out_bytes", "in_bytes"))
+        out_bytes, in_bytes = (
+            sum(r.calls * getattr(r, name) for r in fit.regions) for name in ("out_bytes", "in_bytes")
+        )
         yield "link traffic", f"{format_bytes(out_bytes)} out, {format_bytes(in_bytes)} in"
         yield from load_rows(fit.loads, fit.whole_step_ns)
+    if fit.guessed_conditions:
+        yield "conditions", f"{fit.guessed_conditions} depend on values of a run, and count as false"
     offloaded = (
         ("weights", fit.offloaded_bytes),
         ("gradients", fit.gradient_bytes),
@@ -112,7 +116,8 @@ def _setting_cells(fit: Fit, setting: Setting) -> tuple[str, ...]:
 
 
 def _region_cells(region: RegionFit) -> tuple[str, ...]:
-    head = region.name, str(region.steps), format_bytes(region.floor_bytes)
+    steps = f"{region.calls} x {region.steps}" if region.calls > 1 else str(region.steps)
+    head = region.name, steps, format_bytes(region.floor_bytes)
     if region.refusal:
         return (*head, "no plan", *"----")
     sizes = map(format_bytes, (region.buffer_bytes, region.out_bytes, region.in_bytes))

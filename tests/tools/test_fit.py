@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ import tencache_fx
 from tencache_fx.cli import main
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.hardware.device_memory import allocate_workspaces
-from tencache_fx.hardware.profiles import workspace_bytes
+from tencache_fx.hardware.profiles import find_profile, workspace_bytes, write_profile
 from tencache_fx.planning.problem import STATE_BYTES
 from tencache_fx.reporting.dump import read_regions
 from tencache_fx.reporting.fit_report import Fit
 from tencache_fx.reporting.fit_text import show_fit
+from tencache_fx.units import format_ns
 
 WIDTH, ROWS, LAYERS = 256, 128, 6
 GIVEN = {"compiler": "eager", "calibrate": False, "recompute": "none", "host_budget": "64MiB"}
@@ -85,6 +87,23 @@ def test_bytes_are_those_counted_by_hand(budget: str | None, here: bool) -> None
     assert found.device_state_bytes == of_vectors + (12 * 2 * matrix if here else 0)
     assert found.state_bytes == (0 if here else 12 * 2 * matrix)
     assert found.host_bytes == found.offloaded_bytes + found.gradient_bytes + found.state_bytes  # no buffers
+
+
+def test_no_step_on_a_gpu_is_shorter_than_its_thread_works(tmp_path: Path) -> None:
+    known = find_profile("h200")
+    slow, file = replace(known.host, transfer_op_ns=10**9), tmp_path / "slow.json"
+    write_profile(file, replace(known, name="slow", host=slow))
+    given = {**GIVEN, "device_budget": workspace_bytes(9) + 1_200_000}
+    fast, bound = (
+        tencache_fx.fit(mlp(), torch.randn(ROWS, WIDTH), device_profile=name, **given) for name in ("h200", str(file))
+    )
+    assert 0 < fast.host_ns <= fast.whole_step_ns
+    assert bound.whole_step_ns == bound.host_ns > 10**9
+    assert bound.bound is not None
+    assert bound.bound.name == "host thread"
+    assert "\nbound" in show_fit(bound)
+    assert f"{format_ns(bound.host_ns)} a step" in show_fit(bound).splitlines()[0]
+    assert fitted(device_budget="3MB").host_ns == 0  # a CPU's thread computes
 
 
 def test_a_model_that_needs_no_offloading_is_told_so() -> None:

@@ -32,6 +32,7 @@ from tencache_fx.fitting.transformers_model import ConfiguredModel
 from tencache_fx.fitting.trial import Trial
 from tencache_fx.fitting.workload import Request, Workload
 from tencache_fx.hardware.profiles import PROFILES, find_profile, write_profile
+from tencache_fx.planning.host_work import HostWork
 from tencache_fx.planning.parameter_schedule import step_ns
 from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.search import plan_region
@@ -179,11 +180,11 @@ def test_the_setting_that_is_found_is_the_fastest_of_all() -> None:
     def problems(micro_batch: int) -> Problem:
         return between(low, high, (2, 16), micro_batch)
 
-    found = find_setting(problems, 16, tried, "joint")
+    found = find_setting(problems, 16, tried, "joint", HostWork(costs=None, trained=0))
     assert found.planned is not None
     for answers in (True, False):
         other = Beside(answers=answers)
-        assert find_setting(problems, 16, tried, "joint", other) == found
+        assert find_setting(problems, 16, tried, "joint", HostWork(costs=None, trained=0), other) == found
         assert other.asked
     assert sum(setting.planned for setting in found.settings) <= 3
     steps_ns = []
