@@ -33,8 +33,8 @@ from tencache_fx.option_values import nearest
 from tencache_fx.stages import STAGES
 
 log = logging.getLogger("tencache_fx")
-_aten = torch.ops.aten
-
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+"""The version of torch: (2, 14), say."""
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 Lower = Callable[..., Any]
 
@@ -174,16 +174,16 @@ def _is_laid_out(graph: fx.Graph) -> bool:
     Where they are all contiguous, it would lay values out in another way than the graph says, and a copy of them would
     leave instead of them. Warns of what that may cost.
     """
-    made = [node.meta["val"] for node in graph.find_nodes(op="call_function", target=_aten.convolution.default)]
+    aten = torch.ops.aten
+    made = [node.meta["val"] for node in graph.find_nodes(op="call_function", target=aten.convolution.default)]
     made += [
         gradient.meta["val"]
-        for node in graph.find_nodes(op="call_function", target=_aten.convolution_backward.default)
+        for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default)
         for gradient in (arguments_of(node)["grad_output"], arguments_of(node)["input"])
     ]
     flat = [value for value in made if value.dim() == 4]
-    if not all(value.is_contiguous() for value in flat):
-        return True
-    if all(value.is_contiguous(memory_format=torch.channels_last) for value in flat):
+    in_order = all(value.is_contiguous() for value in flat)
+    if not in_order or all(value.is_contiguous(memory_format=torch.channels_last) for value in flat):
         return True
     log.warning(
         "a graph with a plan keeps its convolutions' memory format, where Inductor alone would have channels last; "

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
+from tencache_fx.compat import TORCH
 from tencache_fx.errors import UsageError
 from tencache_fx.ops import by_name
 
@@ -30,7 +31,7 @@ _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _BY_DEFAULT = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION)
 
-AS_214 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+AS_214 = TORCH >= (2, 14)
 """Whether torch chooses kernels as 2.14 does.
 
 Memory-efficient attention takes groups of queries from then on, and all kernels one head of keys and values for all
