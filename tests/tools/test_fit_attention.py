@@ -170,9 +170,7 @@ def test_a_gpu_s_own_kernel_is_counted(name: str, profile: str, tmp_path: Path) 
     assert kernels_of(ops_of(make(), tmp_path, profile)) == {kernels[profile != "h200"]}
 
 
-@pytest.mark.parametrize(
-    ("mask", "kernel"), [(no_mask, EFFICIENT), (of_columns, EFFICIENT), (of_rows, OP_BY_OP)], ids=str
-)
+@pytest.mark.parametrize(("mask", "kernel"), [(no_mask, EFFICIENT), (of_columns, EFFICIENT), (of_rows, OP_BY_OP)])
 def test_full_precision_has_one_kernel(mask: Mask, kernel: str, tmp_path: Path) -> None:
     assert kernels_of(ops_of(Attention(mask), tmp_path, dtype=torch.float32)) == {kernel}
 
