@@ -26,6 +26,7 @@ from tencache_fx.reporting.tables import (
     show_reached,
     show_reasons,
     show_summary,
+    show_writes,
 )
 from tencache_fx.reporting.view import views_of
 from tencache_fx.runtime.engine import Engine
@@ -38,8 +39,8 @@ from tencache_fx.units import format_bytes
 def configure(*, reset: bool = False, **options: object) -> Mapping[str, object]:
     """Set process-wide defaults for later compilations and return all that are set; `reset` forgets earlier ones.
 
-    `host_budget`, `spill_dir` and `spill_budget` count at once for what is open already, up or down: after a
-    `BudgetError`, raise the budget and try again. Values that are in other directories are read there.
+    `host_budget`, `spill_dir`, `spill_budget` and `spill_write_budget` count at once for what is open already, up or
+    down: after a `BudgetError`, raise the budget and try again. Values in other directories are read there.
 
     `device_budget` counts from the next step on for regions that are planned together (`scope="step"`), unless it was
     given to `torch.compile`; nothing is compiled again for it.
@@ -78,10 +79,15 @@ def _carry_over(engine: Engine, options: Mapping[str, object], undo: contextlib.
             host_budget_bytes=engine.pool.budget_bytes,
             spill_dirs=chosen.spill_dir,
             spill_budget_bytes=chosen.spill_budget,
+            spill_write_bytes_per_day=chosen.spill_write_budget,
             checksum=chosen.checksum,
         )
         if store is not None and "spill_budget" in options:
             store.resize_budget(chosen.spill_budget)
+    if store is not None and "spill_write_budget" in options:
+        chosen = options_of_process(engine.device, spill_dir=store.directories)
+        undo.callback(store.write_pace.limit, store.write_pace.bytes_per_day)
+        store.write_pace.limit(chosen.spill_write_budget)
 
 
 def regions() -> tuple[RegionRecord, ...]:
@@ -129,7 +135,9 @@ def report(*, html: str | os.PathLike[str] | None = None) -> str:
         return "No region has been compiled."
     disk_bytes = {engine.device: engine.parameter_disk_bytes for engine in engines()}
     parts.extend(f"parameters of {device} on disk: {format_bytes(n)}" for device, n in disk_bytes.items() if n)
-    parts.extend(show_directories(engine.store.uses()) for engine in engines() if engine.store is not None)
+    for store in (engine.store for engine in engines() if engine.store is not None):
+        parts.append(show_directories(store.uses()))
+        parts.append(show_writes(store.written_bytes, store.open_ns, store.write_pace.bytes_per_day))
     spent_ns = Counter(STAGES.spent_ns()) + Counter({"Dynamo": compat.dynamo_ns()})
     ends = f"compiling, so far: {show_times(spent_ns)}\nread from caches: {show_uses(count_uses())}"
     return "\n\n".join((*parts, ends))

@@ -141,6 +141,7 @@ def _describe_fit(fit: argparse.ArgumentParser) -> None:
     )
     for name in ("device", "host", "spill"):
         fit.add_argument(f"--{name}-budget", metavar="SIZE", help="such as 12GiB")
+    fit.add_argument("--spill-write-budget", metavar="SIZE", help="most bytes written to disk in a day, such as 2TB")
     for name, what in (
         ("tokens", "of a step: the fastest micro-batch and accumulation is found"),
         ("samples", "of a step, instead of tokens"),
@@ -254,7 +255,7 @@ def _fit(arguments: argparse.Namespace) -> str:
     profile = arguments.device_profile
     if (arguments.device == "cpu" or profile is not None) and "torch" not in sys.modules:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nobody asks for a GPU, and some of torch's tracing would start one
-    names = ("device_budget", "host_budget", "spill_budget", "spill_dir", "policy", "dump_dir")
+    names = ("device_budget", "host_budget", "spill_budget", "spill_write_budget", "spill_dir", "policy", "dump_dir")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     load = {each: getattr(arguments, each) for each in ("tokens", "samples", "sequence", "micro_batch", "dtype")}
     load = {each: value for each, value in load.items() if value is not None}

@@ -62,6 +62,14 @@ def read_size(name: str, value: object) -> Size | None:
     return Size(str(value), nbytes=int(number * units[unit]))
 
 
+def read_bytes(name: str, value: object) -> int | None:
+    """Return the bytes that `value` asks for, None for no limit; raises `OptionError` as `read_size` does."""
+    size = read_size(name, value)
+    if size is not None and size.nbytes is None:
+        raise OptionError(f'{name}={shown(value)} is not a number of bytes; give one, such as "2TB", or None.')
+    return None if size is None else size.nbytes
+
+
 class _Shown(reprlib.Repr):
     """Values in an error's line: the ends of long ones, and no digits of numbers that Python refuses to spell."""
 

@@ -1,26 +1,28 @@
 """The options, read once: what "12GiB" means is decided here and nowhere else.
 
-| option          | default  | what it is                                                                            |
-|-----------------|----------|---------------------------------------------------------------------------------------|
-| device_budget   | auto     | most bytes of device tensors this process may hold; auto: 90 % of what it can have    |
-|                 |          | when it compiles (no limit on a CPU); None: no limit                                  |
-| host_budget     | auto     | most pinned host bytes; auto: 80 % of the memory available to this process, divided   |
-|                 |          | by the ranks on this host: LOCAL_WORLD_SIZE, as torchrun sets it, or the size of the  |
-|                 |          | process group                                                                         |
-| spill_dir       | ()       | directory, or several, on fast disks; none: nothing is spilled to disk                |
-| spill_budget    | auto     | most bytes on disk; auto: 90 % of what is free in spill_dir, divided by these ranks   |
-| policy          | joint    | the algorithm that plans transfers and recomputing: none, 10cache, teraio, joint      |
-| scope           | auto     | what is planned as one: region, each captured graph by itself; step, all the graphs   |
-|                 |          | that a training step runs; auto: the step where it has several, else the region       |
-| repeated_layers | inline   | inline: a captured graph is compiled whole; once: it is split at equal layers, whose  |
-|                 |          | code is compiled once and called for each of them                                     |
-| recompute       | auto     | auto: the partitioner recomputes what is cheap; none: save all that autograd saves    |
-| compiler        | inductor | what runs the rewritten graphs: inductor, or eager (for debugging)                    |
-| calibrate       | True     | measure this machine's links, compute and memory rates (kept in a cache); False: use  |
-|                 |          | fixed, low rates                                                                      |
-| dump_dir        | None     | directory for problems, plans and graphs of regions and steps, for `tencache dump`    |
-| checksum        | False    | verify every byte that comes back from disk                                           |
-| inductor        | {}       | options passed on to Inductor, such as {"max_autotune": True}                         |
+| option             | default  | what it is                                                                           |
+|--------------------|----------|--------------------------------------------------------------------------------------|
+| device_budget      | auto     | most bytes of device tensors this process may hold; auto: 90 % of what it can have   |
+|                    |          | when it compiles (no limit on a CPU); None: no limit                                 |
+| host_budget        | auto     | most pinned host bytes; auto: 80 % of the memory available to this process, divided  |
+|                    |          | by the ranks on this host: LOCAL_WORLD_SIZE, as torchrun sets it, or the size of the |
+|                    |          | process group                                                                        |
+| spill_dir          | ()       | directory, or several, on fast disks; none: nothing is spilled to disk               |
+| spill_budget       | auto     | most bytes on disk; auto: 90 % of what is free in spill_dir, divided by these ranks  |
+| spill_write_budget | None     | most bytes that this process writes to spill_dir in a day, which is what SSDs are    |
+|                    |          | rated for; a twenty-fourth of it may be written at once; None: no limit              |
+| policy             | joint    | the algorithm that plans transfers and recomputing: none, 10cache, teraio, joint     |
+| scope              | auto     | what is planned as one: region, each captured graph by itself; step, all the graphs  |
+|                    |          | that a training step runs; auto: the step where it has several, else the region      |
+| repeated_layers    | inline   | inline: a captured graph is compiled whole; once: it is split at equal layers, whose |
+|                    |          | code is compiled once and called for each of them                                    |
+| recompute          | auto     | auto: the partitioner recomputes what is cheap; none: save all that autograd saves   |
+| compiler           | inductor | what runs the rewritten graphs: inductor, or eager (for debugging)                   |
+| calibrate          | True     | measure this machine's links, compute and memory rates (kept in a cache); False: use |
+|                    |          | fixed, low rates                                                                     |
+| dump_dir           | None     | directory for problems, plans and graphs of regions and steps, for `tencache dump`   |
+| checksum           | False    | verify every byte that comes back from disk                                          |
+| inductor           | {}       | options passed on to Inductor, such as {"max_autotune": True}                        |
 
 A size is a number of bytes (`536870912`), a number with a unit ("12GiB", "12GB", "512 MiB"), a share of the tier
 ("80%": of the device's memory, of the host's memory, of the disk's free space) or "auto".
@@ -31,7 +33,8 @@ environment (`TENCACHE_DEVICE_BUDGET=12GiB`; several directories as in PATH; `in
 A host_budget or spill_budget given to torch.compile limits that region's plan only: a device's memory pool may take the
 largest that any region asks for. Offloaded parameters and optimizers may take what is set for the process. `configure`
 changes both, and spill_dir, at once; it refuses a budget below what is acquired now. New values go to the directories
-that were named last.
+that were named last. A spill_write_budget counts for all that this process writes from then on, whichever region gave
+it; plans take it for the rate of the disks.
 """
 
 import dataclasses
@@ -53,6 +56,7 @@ from tencache_fx.option_values import (
     Size,
     listed,
     nearest,
+    read_bytes,
     read_choice,
     read_flag,
     read_inductor,
@@ -86,6 +90,7 @@ class Options:
     host_budget: int
     spill_dir: tuple[Path, ...]
     spill_budget: int
+    spill_write_budget: int | None
     policy: str
     scope: str
     repeated_layers: str
@@ -185,6 +190,7 @@ _READERS: Mapping[str, Callable[[str, object], object]] = MappingProxyType(
         "host_budget": read_size,
         "spill_dir": read_paths,
         "spill_budget": read_size,
+        "spill_write_budget": read_bytes,
         "policy": read_choice(POLICIES),
         "scope": read_choice(SCOPES),
         "repeated_layers": read_choice(REPEATED_LAYERS),
@@ -202,6 +208,7 @@ _DEFAULTS: Mapping[str, object] = MappingProxyType(
         "host_budget": AUTO,
         "spill_dir": (),
         "spill_budget": AUTO,
+        "spill_write_budget": None,
         "policy": "joint",
         "scope": "auto",
         "repeated_layers": "inline",

@@ -71,7 +71,7 @@ class Target:
         return Target(
             traced_on="cpu",
             options=replace(options, calibrate=False),  # what was timed of this machine's ops says nothing of it
-            rates=KnownRates(roofline=known.roofline, links=links, measured=True),
+            rates=KnownRates(roofline=known.roofline, links=links.within(options.spill_write_budget), measured=True),
             profile=known.name,
             source=known.source,
             workspace_bytes=_workspace_bytes(known.compute_capability[0], known.workspace_bytes),
@@ -94,7 +94,7 @@ def _in_this_machine(device: "torch.device | str | None", given: Mapping[str, ob
     return Target(
         traced_on=str(found),
         options=options,
-        rates=rates,
+        rates=replace(rates, links=rates.links.within(options.spill_write_budget)),
         workspace_bytes=0 if about is None else _workspace_bytes(about.major),
         host=None if about is None else HOST_COSTS,
     )

@@ -203,6 +203,7 @@ def roomy_engine(device: torch.device) -> Engine:
             host_budget_bytes=chosen.host_budget,
             spill_dirs=() if engine is not None and engine.store is not None else chosen.spill_dir,
             spill_budget_bytes=chosen.spill_budget,
+            spill_write_bytes_per_day=chosen.spill_write_budget,
             checksum=chosen.checksum,
         )
         engine.serves_all = True

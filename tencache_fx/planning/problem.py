@@ -140,6 +140,22 @@ class Links:
         """Whether anything can be written to a disk, and read from it."""
         return min(self.disk_write_bytes_per_s, self.disk_read_bytes_per_s) > 0
 
+    def within(self, disk_write_bytes_per_day: int | None) -> "Links":
+        """Return the same links with disks that are written to no faster than an endurance budget allows all day."""
+        if disk_write_bytes_per_day is None:
+            return self
+        most = max(1, int(steady_bytes_per_s(disk_write_bytes_per_day)))
+        return replace(self, disk_write_bytes_per_s=min(self.disk_write_bytes_per_s, most))
+
+
+AT_ONCE = 24
+"""This part of what may be written to disks in a day may be written at once."""
+
+
+def steady_bytes_per_s(bytes_per_day: int) -> float:
+    """Return the rate at which disks can be written to all day, beside what is written at once."""
+    return bytes_per_day * (AT_ONCE - 1) / AT_ONCE / (24 * 60 * 60)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:

@@ -74,7 +74,8 @@ def links_of(device: torch.device, options: Options) -> Links:
 
     Where parameters are read from weight files, and there is no spill directory, the disk reads at a fixed rate.
     """
-    found = rates.links(device, options.spill_dir, calibrate=options.calibrate)
+    measured = rates.links(device, options.spill_dir, calibrate=options.calibrate)
+    found = measured.within(options.spill_write_budget)
     if found.disk_read_bytes_per_s or not has_parameters_on_disk(device):
         return found
     return replace(found, disk_read_bytes_per_s=rates.FIXED_DISK.read_bytes_per_s)

@@ -259,6 +259,7 @@ def reserve(source: RegionSource, plan: Plan) -> Engine:
         host_budget_bytes=options.host_budget,
         spill_dirs=options.spill_dir,
         spill_budget_bytes=options.spill_budget,
+        spill_write_bytes_per_day=options.spill_write_budget,
         checksum=options.checksum,
     )
     engine.reserve(pool=plan.pool, staging=plan.staging, disk_bytes=plan.forecast.disk_bytes)

@@ -189,6 +189,13 @@ def show_directories(uses: "Sequence[DirectoryUse]") -> str:
     return show_table(rows, headers=("spill directory", "share", "writes", "reads", "file", "written", "read"))
 
 
+def show_writes(written_bytes: int, open_ns: int, bytes_per_day: int | None) -> str:
+    """Return how much is written to disks in a day if it goes on like this, and how much may be."""
+    a_day = int(written_bytes / max(1, open_ns) * 86_400e9)
+    limit = "no spill_write_budget" if bytes_per_day is None else f"spill_write_budget {format_bytes(bytes_per_day)}"
+    return f"written to disks: {format_bytes(written_bytes)}, {format_bytes(a_day)} a day at this rate ({limit})"
+
+
 def show_frontier(frontier: "Frontier") -> str:
     """Return one row per budget and policy: the predicted time, as a share of the ideal one, and where it goes."""
     named = zip(frontier.policies, frontier.floors_bytes, strict=True)

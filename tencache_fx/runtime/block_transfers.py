@@ -15,13 +15,17 @@ _ZERO_PROGRESS_TRIES = 8
 
 @dataclass(frozen=True, slots=True)
 class BlockTransfers:
-    """Moves values one way, down to disk or up from it; `fate` is what an error message says of the value."""
+    """Moves values one way, down to disk or up from it; `fate` is what an error message says of the value.
+
+    `admit` is called with the bytes of each block before it is moved, and may block.
+    """
 
     traffic: Callable[[SpillFile], Traffic]
     call: Callable[[int, memoryview, int], int]
     verb: str
     fate: str
     block_bytes: int
+    admit: Callable[[int], None] = lambda _: None
 
     def move(self, label: str, places: Sequence[tuple[SpillFile, int, int]], view: memoryview) -> None:
         """Move `view` from or to these places `(file, offset, nbytes)`, one behind the other, all blocks in parallel.
@@ -46,6 +50,7 @@ class BlockTransfers:
     def _move(self, label: str, file: SpillFile, view: memoryview, offset: int) -> None:
         """Move one block; survives short transfers and names what failed."""
         traffic, done, tries = self.traffic(file), 0, 0
+        self.admit(view.nbytes)
         while done < view.nbytes:
             request = partial(self.call, file.fd, view[done:], offset + done)
             try:

@@ -280,6 +280,8 @@ class Engine:
             steps.callback(self.pool.stop)
             if self.attachment is not None:
                 steps.callback(self.attachment.stop, at_exit=at_exit)
+            if self.store is not None:
+                steps.callback(self.store.write_pace.end)
 
     def enter(self) -> None:
         """Begin a call: release what dead objects owned. Raises `TencacheError` for a closed engine."""

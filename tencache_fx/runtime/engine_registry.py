@@ -186,13 +186,15 @@ def open_engine(
     host_budget_bytes: int,
     spill_dirs: Sequence[Path] = (),
     spill_budget_bytes: int = 0,
+    spill_write_bytes_per_day: int | None = None,
     checksum: bool = False,
 ) -> Engine:
     """Return the open engine of `device`, or a new one.
 
     An open one has at least these budgets from now on, and its values go to these directories, if any are given; what
     is elsewhere is read there. Of several, each gets bytes in proportion to its rate: to begin with, what was measured
-    earlier. Raises `OptionError` or `StoreError` for directories that cannot be used.
+    earlier. An endurance budget counts for all that is written from now on. Raises `OptionError` or `StoreError` for
+    directories that cannot be used, and for an endurance budget that is too small.
     """
     engine = find_engine(device)
     if engine is None:
@@ -205,7 +207,7 @@ def open_engine(
         )
         engine.serves_all = False
         install_engine(engine)
-        _expect_disk_rates(engine, spill_dirs)
+        _set_up_disks(engine, spill_dirs, spill_write_bytes_per_day)
         return engine
     engine.pool.raise_budget(host_budget_bytes)
     if spill_dirs and engine.store is None:
@@ -214,12 +216,17 @@ def open_engine(
         engine.store.spill_to(spill_dirs)
         engine.store.raise_budget(spill_budget_bytes)
         engine.store.checksum |= checksum
-    _expect_disk_rates(engine, spill_dirs)
+    _set_up_disks(engine, spill_dirs, spill_write_bytes_per_day)
     return engine
 
 
-def _expect_disk_rates(engine: Engine, spill_dirs: Sequence[Path]) -> None:
-    """Let the store deal by what was measured of these directories so far; one alone gets everything anyway."""
+def _set_up_disks(engine: Engine, spill_dirs: Sequence[Path], write_bytes_per_day: int | None) -> None:
+    """Let the store keep an endurance budget, if one is given, and deal by what was measured of these directories.
+
+    One alone gets everything anyway.
+    """
+    if engine.store is not None and write_bytes_per_day is not None:
+        engine.store.write_pace.limit(write_bytes_per_day)
     if engine.store is not None and len(spill_dirs) > 1:
         engine.store.expect_rates(rates_by_directory(spill_dirs, measured_disk))
 

@@ -39,6 +39,7 @@ from tencache_fx.runtime.dealing import Dealer, split
 from tencache_fx.runtime.file_io import FileIO
 from tencache_fx.runtime.spill_files import SpillFile, open_unnamed
 from tencache_fx.runtime.traffic import Traffic
+from tencache_fx.runtime.write_pace import WritePace
 from tencache_fx.units import PAGE_BYTES, round_up
 
 BLOCK_BYTES = 8 << 20
@@ -106,12 +107,15 @@ class Store:
         self._files: list[SpillFile] = []  # all there ever were: pieces name them by index
         self._current: list[int] = []  # those that take what comes
         self.spill_to(directories)
+        self._opened_ns = self._io.now_ns()
+        self.write_pace = WritePace(block_bytes, self._io.now_ns)
         self._writes = BlockTransfers(
             lambda file: file.writes,
             self._io.pwrite,
             "write",
             "it is still in host memory, nothing is lost",
             block_bytes,
+            self.write_pace.admit,
         )
         self._reads = BlockTransfers(
             lambda file: file.reads, self._io.pread, "read", "it is lost, and so is this step", block_bytes
@@ -186,6 +190,11 @@ class Store:
     def written_bytes(self) -> int:
         """Return the bytes that were written to all directories so far."""
         return sum(file.writes.moved_bytes for file in self._files)
+
+    @property
+    def open_ns(self) -> int:
+        """Return how long it has been open."""
+        return self._io.now_ns() - self._opened_ns
 
     def uses(self) -> tuple[DirectoryUse, ...]:
         """Return what each directory has done, those of now first, then former ones."""

@@ -27,6 +27,7 @@ from tencache_fx.runtime.stats import Stats
 from tencache_fx.runtime.store import WORKERS, Extent, Store
 from tencache_fx.runtime.streams import Event, Lane, Streams
 from tencache_fx.runtime.transfers import ActiveTransfer, Layout, Stage, TransferTable
+from tencache_fx.units import format_bytes
 
 
 class TransferLifecycle:
@@ -111,7 +112,13 @@ class TransferLifecycle:
             failure, planned_bytes = self._write_failure, self._planned_bytes[use]
             if use is Use.STAGING and failure is not None:
                 raise StoreError(f"{failure}\n  {label} found no free staging buffer: {error}") from error
-            if nbytes > planned_bytes:
+            pace = None if self.store is None else self.store.write_pace
+            if use is Use.STAGING and pace is not None and pace.holds_up and pace.bytes_per_day is not None:
+                cause = (
+                    f"Writes wait for spill_write_budget, {format_bytes(pace.bytes_per_day)} a day; raise it, or raise "
+                    "host_budget so that less is written."
+                )
+            elif nbytes > planned_bytes:
                 cause = (
                     f"The largest that plans hold is {planned_bytes} bytes: a shape has grown, or what runs has no "
                     "plan that fits; compile for the largest shape first, or raise host_budget."
