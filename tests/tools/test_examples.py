@@ -122,6 +122,17 @@ def test_train_gpt_takes_budgets_and_a_directory_and_says_so_where_there_is_no_c
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
+def test_losses_are_those_of_torch_whatever_state_is_kept_in():
+    sizes = ("--layers", "1", "--hidden", "64", "--seq", "32", "--batch", "2")
+    steps = ("--steps", "6", "--every", "3", "--seeds", "1", "--compiler", "eager", "--device", "cpu")
+    about, *lines = map(json.loads, run_example("loss_curves.py", *sizes, *steps).splitlines())
+    assert [line["state"] for line in lines] == about["states"] == ["torch", "fp32", "bf16", "8bit"]
+    torchs, *ours = (torch.tensor([*line["losses"], line["validation_loss"]]) for line in lines)
+    assert torchs[1] < torchs[0], "it learns"
+    for losses in ours:
+        torch.testing.assert_close(losses, torchs, rtol=0.01, atol=0)
+
+
 def test_inspect_graph_shows_every_op(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     output = run_example("inspect_graph.py")

@@ -1,6 +1,6 @@
 """Losses of the GPT of `train_gpt.py` by what the optimizer keeps its state in, beside torch's own optimizer.
 
-    python examples/bench/loss_curves.py --steps 300 --seeds 2
+    python examples/loss_curves.py --steps 300 --seeds 2
 
 Weights are bf16 and in host memory, and our AdamW has fp32 masters. `torch` has all on the device and steps fp32
 weights, of which a bf16 copy is trained: the same arithmetic with nothing of ours. All see the same text in the same
@@ -73,8 +73,12 @@ def train(state: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any
     arguments.seed = seed
     model = Model(arguments.layers, arguments.hidden, arguments.seq).to(arguments.device, torch.bfloat16)
     step = torchs(model, arguments) if state == "torch" else ours(model, state, arguments)
-    backend = "inductor" if state == "torch" else "tencache"
-    run: Any = torch.compile(model, backend=backend)
+    run: Any
+    if state == "torch":
+        eager = arguments.compiler == "eager"
+        run = torch.compile(model, backend="aot_eager_decomp_partition" if eager else "inductor")
+    else:
+        run = torch.compile(model, backend="tencache", options={"compiler": arguments.compiler})
     training_text, validation_text = read_sources()
     losses = []
     for text in islice(batches(training_text, arguments), arguments.steps):
@@ -111,6 +115,7 @@ def main() -> None:
     sizes = {"steps": 300, "every": 50, "seeds": 2, "layers": 4, "hidden": 128, "seq": 128, "batch": 16}
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--compiler", choices=("inductor", "eager"), default="inductor")
     parser.add_argument("--lr", type=float, default=1e-3)
     arguments = parser.parse_args()
     print(json.dumps({"torch": torch.__version__, **vars(arguments), "device": str(arguments.device)}))
