@@ -11,12 +11,13 @@ import torch
 from conftest import MIB, eventually, settled
 from faulty_streams import FaultyCudaStreams, FaultyIO
 
-from tencache_fx.errors import StoreError, TencacheError, UsageError
+from tencache_fx.errors import InvariantError, StoreError, TencacheError, UsageError
 from tencache_fx.planning.plan import PoolClass
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.cuda_streams import CudaStreams
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.store import Store
+from tencache_fx.runtime.streams import Lane
 
 pytestmark = pytest.mark.gpu
 TIERS = [Tier.HOST, Tier.NVME]
@@ -171,6 +172,24 @@ def test_buffers_are_pinned_and_unpinned(new_cuda_engine: EngineMaker) -> None:
     assert memory.is_pinned()
     engine.close()
     assert not memory.is_pinned()
+
+
+@pytest.mark.parametrize("bindings", [True, False])
+def test_copies_are_of_bytes_with_and_without_bindings_to_cuda(bindings: bool) -> None:  # noqa: FBT001
+    streams = CudaStreams(torch.device("cuda", torch.cuda.current_device()))
+    if bindings:
+        pytest.importorskip("cuda.bindings.runtime")
+    else:
+        streams._memcpy = None
+    src = torch.randn(3, 1 << 20, device="cuda").t()
+    there, back = torch.empty(src.nbytes, dtype=torch.uint8).pin_memory(), torch.empty_like(src)
+    out = streams.copy(Lane.OUT, there, src, (streams.record_compute(),))
+    streams.wait_compute(streams.copy(Lane.IN, back, there, (out,)))
+    assert torch.equal(back, src)
+    if bindings:
+        with pytest.raises(InvariantError, match="a copy of 4 bytes to 8 bytes"):
+            streams.copy(Lane.OUT, there[:8], src[:1, :1])
+    streams.close()
 
 
 def test_refused_pinning_leaves_no_error_behind() -> None:

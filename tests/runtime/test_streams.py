@@ -1,5 +1,6 @@
 """The CPU lanes obey the rules that CUDA streams obey: order within a lane, events between lanes."""
 
+import sys
 import threading
 import time
 import weakref
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.runtime.cuda_streams import open_streams
+from tencache_fx.runtime.cuda_streams import find_memcpy, open_streams
 from tencache_fx.runtime.streams import CpuStreams, Lane
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -120,3 +121,28 @@ def test_cpu_streams_never_touch_cuda() -> None:
     assert streams.pin(np.zeros(1, dtype=np.uint8))
     streams.close()
     assert torch.cuda.is_available() or not torch.cuda.is_initialized()
+
+
+def test_copies_are_of_bytes_whatever_their_shape_is() -> None:
+    streams = CpuStreams()
+    src = torch.arange(12, dtype=torch.float32).view(3, 4).t()
+    there, back = torch.empty(48, dtype=torch.uint8), torch.empty_strided((4, 3), (1, 4), dtype=torch.float32)
+    out = streams.copy(Lane.OUT, there, src)
+    streams.copy(Lane.IN, back, there, (out,)).synchronize()
+    assert torch.equal(there.view(torch.float32), torch.arange(12, dtype=torch.float32))
+    assert torch.equal(back, src)
+    streams.close()
+
+
+def test_there_may_be_no_bindings_to_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    assert find_memcpy() is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a driver")
+def test_a_copy_that_cuda_refuses_is_an_error() -> None:
+    pytest.importorskip("cuda.bindings.runtime")
+    memcpy = find_memcpy()
+    assert memcpy is not None
+    with pytest.raises(RuntimeError, match=r"CUDA error: a copy of 8 bytes could not be issued: .*cudaError"):
+        memcpy(0, 0, 8, 0)
