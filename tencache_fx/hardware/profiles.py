@@ -13,10 +13,10 @@ from tencache_fx.planning.host_work import HostCosts
 from tencache_fx.planning.problem import Links
 from tencache_fx.serialization import Positive, from_json, to_json
 
-# Rounded, of the virtual machines of an H200, which differ by a factor of two. The time of the thread in the graphs of a
-# GPT-2 of 8 layers, 62 ms for some 250 kernels and 306 runtime ops: twice what these take one behind the other, as other
-# code runs between them. And its time in `step()` of our AdamW, 17 ms for 70 parameters on the device and 30 in host
-# memory.
+# Rounded, of the virtual machines of an H200, which differ by a factor of two. The time of the thread in the graphs
+# of a GPT-2 of 8 layers, 62 ms for some 250 kernels and 306 runtime ops: twice what these take one behind the other,
+# as other code runs between them. And its time in `step()` of our AdamW, 17 ms for 70 parameters on the device and 30
+# in host memory.
 HOST_COSTS = HostCosts(launch_ns=14_000, transfer_op_ns=120_000, device_update_ns=75_000, host_update_ns=380_000)
 """Those of a host that is not known better."""
 
