@@ -33,6 +33,7 @@ from tencache_fx.model_state.update_chunks import Wanted, cut_chunks
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import RankStage
+from tencache_fx.tensors import ordinary_tensors
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
@@ -121,8 +122,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
         devices = dict.fromkeys(wanted.parameter.device for wanted in todo)
         draws = RandomDraws(devices, self.param_groups)
-        for device in devices:
-            self._update([wanted for wanted in todo if wanted.parameter.device == device], roomy_engine(device))
+        with ordinary_tensors():  # of the state, in any mode of the caller's
+            for device in devices:
+                self._update([wanted for wanted in todo if wanted.parameter.device == device], roomy_engine(device))
         if todo:
             self._draws = bool(self._draws) or draws.any_since()
         return loss
