@@ -121,7 +121,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
         devices = dict.fromkeys(wanted.parameter.device for wanted in todo)
-        draws = RandomDraws(devices, self.param_groups)
+        draws = RandomDraws(devices, [*self.param_groups, self._options])
         with ordinary_tensors():  # of the state, in any mode of the caller's
             for device in devices:
                 self._update([wanted for wanted in todo if wanted.parameter.device == device], roomy_engine(device))
