@@ -12,6 +12,7 @@ The kernels' fakes are the same on any device, so the op of the GPU is in the gr
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,7 +24,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from tencache_fx.compat import TORCH
+from tencache_fx import compat
 from tencache_fx.errors import UsageError
 from tencache_fx.ops import by_name
 
@@ -31,7 +32,7 @@ _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _BY_DEFAULT = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION)
 
-AS_214 = TORCH >= (2, 14)
+AS_214 = compat.TORCH >= (2, 14)
 """Whether torch chooses kernels as 2.14 does.
 
 Memory-efficient attention takes groups of queries from then on, and all kernels one head of keys and values for all
@@ -41,23 +42,29 @@ queries. cuDNN's takes heads of 256, and dropout in sixteenths only.
 
 @contextlib.contextmanager
 def attention_of_gpu(capability: tuple[int, int]) -> Iterator[None]:
-    """Have attention of fake tensors on the CPU be what a GPU of this capability would run, inside.
+    """Have attention of this thread's fake tensors on the CPU be what a GPU of this capability would run, inside.
 
-    torch's dispatcher calls `_attend` then, wherever the call is: Dynamo evaluates what it captures, AOTAutograd traces
-    it, and the attention within `nn.MultiheadAttention` is in no graph of Dynamo's.
+    torch's dispatcher calls `attend` then, wherever the call is: Dynamo evaluates what it captures, AOTAutograd traces
+    it, and the attention within `nn.MultiheadAttention` is in no graph of Dynamo's. The dispatcher is that of all
+    threads. So others neither compile meanwhile, nor do this.
     """
+    op, ours = _aten.scaled_dot_product_attention.default, threading.get_ident()
 
     def attend(*args: Any, **named: Any) -> Tensor:
-        return _attend(capability, _Attention(**by_name(_aten.scaled_dot_product_attention.default, args, named)))
+        given = _Attention(**by_name(op, args, named))
+        if threading.get_ident() != ours or not is_fake(given.query):
+            return op.decompose(*args, **named)  # type: ignore[no-any-return]  # torch's own
+        return _attend(capability, given)
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("scaled_dot_product_attention", attend, "AutogradCPU")
-    try:
-        _forget_kernel()
-        yield
-    finally:
-        library._destroy()
-        _forget_kernel()
+    with compat.compile_lock():
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("scaled_dot_product_attention", attend, "AutogradCPU")
+        try:
+            _forget_kernel()
+            yield
+        finally:
+            library._destroy()
+            _forget_kernel()
 
 
 def _forget_kernel() -> None:
@@ -104,8 +111,6 @@ class _Attention:
 
 def _attend(capability: tuple[int, int], given: _Attention) -> Tensor:
     """Return what attention returns; raises `UsageError` if a GPU has no kernel for it."""
-    if not is_fake(given.query):  # another thread's
-        return _on_cpu(given)
     for kernel in _kernels_in_order(capability):
         fits, run = _KERNELS[kernel]
         if fits(given, capability):
@@ -259,16 +264,6 @@ def _op_by_op(given: _Attention) -> Tensor:
         given.is_causal,
         scale=given.scale,
         enable_gqa=given.enable_gqa,
-    )
-    return made[0]  # type: ignore[no-any-return]
-
-
-def _on_cpu(given: _Attention) -> Tensor:
-    chosen = torch._fused_sdp_choice(**vars(given))
-    if chosen != SDPBackend.FLASH_ATTENTION.value:
-        return _op_by_op(given)
-    made = _aten._scaled_dot_product_flash_attention_for_cpu.default(
-        *given.three, given.dropout_p, given.is_causal, attn_mask=given.added_mask(), scale=given.scale
     )
     return made[0]  # type: ignore[no-any-return]
 

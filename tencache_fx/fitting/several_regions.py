@@ -16,7 +16,7 @@ from tencache_fx.planning.problem import Kind, Problem
 from tencache_fx.region.kept_plans import kept_region_plan
 from tencache_fx.region.reservations import bytes_over_budget
 
-_TRIES = 3
+_TRIES = 4
 _SHARES = (0.75, 0.5, 0.25, 0.0)
 
 
@@ -26,11 +26,14 @@ def plan_several(regions: Sequence[RegionPlan], options: Options) -> list[Region
     Each keeps on the device what it has room for. Where the last ones then have none, all keep a share of that, the
     largest of a few that does.
     """
-    planned = roomy = _planned_in_order(regions, [None] * len(regions), options)
+    planned = _planned_in_order(regions, [None] * len(regions), options)
+    if options.device_budget is None or not any(region.refusal for region in planned):
+        return planned
+    most_bytes = [_left_bytes(_planned_among(region, 0, 0, None, options)) for region in regions]
     for share in _SHARES:
-        if options.device_budget is None or not any(region.refusal for region in planned):
+        planned = _planned_in_order(regions, [int(share * each) for each in most_bytes], options)
+        if not any(region.refusal for region in planned):
             break
-        planned = _planned_in_order(regions, [int(share * _left_bytes(region)) for region in roomy], options)
     return planned
 
 
@@ -44,26 +47,51 @@ def _planned_in_order(regions: Sequence[RegionPlan], kept: Sequence[int | None],
 
 
 def _planned_beside(region: RegionPlan, held_bytes: int, kept_bytes: int | None, options: Options) -> RegionPlan:
-    """Return a region planned for its last call, which runs beside all that its others have left."""
+    """Return a region planned for its last call, which runs beside all that its others have left.
+
+    None of them leaves more than is counted there: the more that is, the less a plan leaves, and a few tries find about
+    as much as that.
+    """
+    found = _planned_among(region, held_bytes, kept_bytes or 0, kept_bytes, options)
+    if region.calls == 1 or found.refusal or _left_bytes(found) <= (kept_bytes or 0):
+        return found
+    best, least_bytes, most_bytes = None, 0, _left_bytes(found)
+    counted_bytes = most_bytes
+    for _ in range(_TRIES):
+        found = _planned_among(region, held_bytes, counted_bytes, kept_bytes, options)
+        rest_bytes = counted_bytes - _left_bytes(found)
+        if rest_bytes < 0:
+            least_bytes = counted_bytes
+        else:
+            most_bytes = counted_bytes
+            best = best if found.refusal else found
+        if best is found and rest_bytes <= counted_bytes // 8:
+            break
+        counted_bytes = (least_bytes + most_bytes) // 2
+    refusal = found.refusal or f"the device has no room for what {region.calls} calls leave there."
+    return best or replace(found, planned=None, refusal=refusal)
+
+
+def _planned_among(
+    region: RegionPlan, held_bytes: int, counted_bytes: int, kept_bytes: int | None, options: Options
+) -> RegionPlan:
+    """Return a region planned for its last call, where each of its others counts as so many bytes on the device.
+
+    With `kept_bytes` it leaves about those.
+    """
     limit = options.device_budget
     captured = replace(region.captured, min_spill_bytes=least_spill_bytes(limit)).within(device_bytes=limit)
-    found, expected_bytes, beside_bytes = region, kept_bytes or 0, -1
-    for _ in range(_TRIES):
-        before_bytes, beside_bytes = beside_bytes, held_bytes + (region.calls - 1) * expected_bytes
-        if beside_bytes == before_bytes:
-            break
-        stated = replace(captured, external_bytes=captured.external_bytes + beside_bytes)
-        if limit is not None and kept_bytes is not None:
-            room_bytes = limit - max(0, bytes_over_budget(replace(stated, boundary_bytes=limit)))
-            boundary_bytes = min(room_bytes, limit - stated.external_bytes - kept_bytes)
-            stated = replace(stated, boundary_bytes=max(0, boundary_bytes))
-        try:
-            planned = kept_region_plan(stated, options.policy)
-        except BudgetError as refusal:
-            return replace(region, captured=replace(stated, boundary_bytes=0), planned=None, refusal=str(refusal))
-        found = replace(region, captured=replace(stated, boundary_bytes=0), planned=planned, refusal="")
-        expected_bytes = _left_bytes(found)
-    return found
+    beside_bytes = held_bytes + (region.calls - 1) * counted_bytes
+    stated = replace(captured, external_bytes=captured.external_bytes + beside_bytes)
+    if limit is not None and kept_bytes is not None:
+        room_bytes = limit - max(0, bytes_over_budget(replace(stated, boundary_bytes=limit)))
+        boundary_bytes = min(room_bytes, limit - stated.external_bytes - kept_bytes)
+        stated = replace(stated, boundary_bytes=max(0, boundary_bytes))
+    try:
+        planned = kept_region_plan(stated, options.policy)
+    except BudgetError as refusal:
+        return replace(region, captured=replace(stated, boundary_bytes=0), planned=None, refusal=str(refusal))
+    return replace(region, captured=replace(stated, boundary_bytes=0), planned=planned, refusal="")
 
 
 def _left_bytes(region: RegionPlan) -> int:

@@ -83,8 +83,11 @@ def cached(
     if not renew and (value := kept(key, cls, accept)) is not None:
         return value
     value = measure()
-    if not renew and (others := kept(key, cls, accept)) is not None:
-        return others
+    if not renew:
+        if _keep(key, value, new=True):
+            return value
+        if (others := kept(key, cls, accept)) is not None:
+            return others
     _keep(key, value)
     return value
 
@@ -115,13 +118,15 @@ def kept(key: Mapping[str, str], cls: type[_T], accept: Callable[[_T], bool] | N
     return value
 
 
-def _keep(key: Mapping[str, str], value: "DataclassInstance") -> None:
+def _keep(key: Mapping[str, str], value: "DataclassInstance", *, new: bool = False) -> bool:
+    """Write a value's file, if that can be; return False where it is to be `new`, and there is one."""
     full, name = _named(key)
     entry = {"key": full, "value": dataclasses.asdict(value), "digest": _digest(full, value)}
     try:
-        keep_file(folder() / name, json.dumps(entry, indent=1).encode())
+        return keep_file(folder() / name, json.dumps(entry, indent=1).encode(), new=new)
     except OSError as error:
         log.info("%s cannot be kept: %s", name, str(error))
+        return True
 
 
 def _digest(key: Mapping[str, str], value: "DataclassInstance") -> str:
@@ -146,22 +151,37 @@ def folder() -> Path:
         raise FileNotFoundError(f"there is no cache folder: {error}") from error
 
 
-def keep_file(path: Path, content: bytes) -> None:
+def keep_file(path: Path, content: bytes, *, new: bool = False) -> bool:
     """Write a file of the folder, and delete those of its sort that were not used for longest, if they are too many.
 
-    A reader sees the old bytes or the new, never a part. Raises `OSError` if it cannot be written.
+    A reader sees the old bytes or the new, never a part. One that is to be `new` is not written, and False returned, if
+    there is one already. Raises `OSError` if it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{_sort(path)}-")
     try:
         with open(descriptor, "wb") as file:
             file.write(content)
-        os.replace(temporary, path)
-    except OSError:
+        if not (new and _link(temporary, path)):
+            os.replace(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
         Path(temporary).unlink(missing_ok=True)
-        raise
     USES.note(path, written=True)
     _evict(path)
+    return True
+
+
+def _link(path: str, other: Path) -> bool:
+    """Give a file another name; return False where file systems cannot. Raises `FileExistsError` if that is taken."""
+    try:
+        os.link(path, other)
+    except FileExistsError:
+        raise
+    except OSError:
+        return False
+    return True
 
 
 @functools.cache

@@ -19,18 +19,18 @@ class CountedScalars:
     def __init__(self) -> None:
         self.step: Step | None = None
         self._values: dict[str, Any] = {}
-        self._versions: list[tuple[Tensor, int]] = []
+        self._numbers: list[tuple[Tensor, Any]] = []  # of tensors: not every write to one raises its version
 
     def write(self, step: Step, state: dict[str, Any]) -> None:
         """Have `state` say that the step was taken."""
-        with ordinary_tensors():  # which count their versions
+        with ordinary_tensors():  # which may be written to in any mode
             for name, value in step.after.items():
                 mine = self._values.get(name)
                 if isinstance(value, Tensor) and state.get(name) is mine and _may_hold(mine, value):
                     mine.copy_(value)
                 else:
                     state[name] = self._values[name] = on_cpu(value)
-        self._versions = [(value, value._version) for value in self._values.values() if isinstance(value, Tensor)]
+        self._numbers = [(value, value.tolist()) for value in self._values.values() if isinstance(value, Tensor)]
         self.step = step
 
     def are_in(self, state: Mapping[str, Any], arrays: int) -> bool:
@@ -38,7 +38,7 @@ class CountedScalars:
         return (
             len(state) == arrays + len(self._values)
             and all(state.get(name) is value for name, value in self._values.items())
-            and all(tensor._version == version for tensor, version in self._versions)
+            and all(tensor.tolist() == numbers for tensor, numbers in self._numbers)
         )
 
 

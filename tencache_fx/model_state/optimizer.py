@@ -49,6 +49,7 @@ from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import RankStage
 from tencache_fx.runtime.streams import Event
+from tencache_fx.tensors import ordinary_tensors
 
 _Rounds = list[tuple[Engine, Round, list[Tensor]]]
 
@@ -140,7 +141,7 @@ class OffloadedOptimizer(OptimizerState):
         for parameter in todo:
             if parameter.grad.is_sparse:
                 raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
-        with self._same_options():
+        with ordinary_tensors(), self._same_options():  # of the state, in any mode of the caller's
             found = {p: find_offloaded(p) for p in todo}
             self._make_states(found)
             here = {p: each for p, each in found.items() if self._is_updated_here(p, each)}

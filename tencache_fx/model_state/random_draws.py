@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 class RandomDraws:
-    """The states of torch's generators of some devices, and of those among the options of groups, as they are now."""
+    """The states of torch's generators of some devices, and of those among the options given, as they are now."""
 
-    def __init__(self, devices: Iterable[torch.device], groups: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, devices: Iterable[torch.device], options: Iterable[Mapping[str, Any]]) -> None:
         generators = [torch.default_generator]
         generators += [torch.cuda.default_generators[each.index or 0] for each in devices if each.type == "cuda"]
-        generators += [each for group in groups for each in group.values() if isinstance(each, torch.Generator)]
+        generators += [each for some in options for each in some.values() if isinstance(each, torch.Generator)]
         self._before: list[tuple[torch.Generator, Tensor]] = [(each, each.get_state()) for each in generators]
 
     def any_since(self) -> bool:

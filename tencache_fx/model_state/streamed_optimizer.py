@@ -33,6 +33,7 @@ from tencache_fx.model_state.update_chunks import Wanted, cut_chunks
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import RankStage
+from tencache_fx.tensors import ordinary_tensors
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
@@ -120,9 +121,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
         devices = dict.fromkeys(wanted.parameter.device for wanted in todo)
-        draws = RandomDraws(devices, self.param_groups)
-        for device in devices:
-            self._update([wanted for wanted in todo if wanted.parameter.device == device], roomy_engine(device))
+        draws = RandomDraws(devices, [*self.param_groups, self._options])
+        with ordinary_tensors():  # of the state, in any mode of the caller's
+            for device in devices:
+                self._update([wanted for wanted in todo if wanted.parameter.device == device], roomy_engine(device))
         if todo:
             self._draws = bool(self._draws) or draws.any_since()
         return loss

@@ -1,7 +1,10 @@
 """The folder of what is kept: how large it gets, who was used, and what stands in its way."""
 
+import errno
 import logging
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,31 @@ def test_processes_that_measure_at_once_go_on_with_one_value(cache_folder: Path)
     assert cached(key, Disk, measure_late) == first
     assert kept(key, Disk) == first
     assert cached(key, Disk, lambda: DISK, renew=True) == DISK
+
+
+def test_of_values_that_are_measured_at_the_same_time_one_is_used_by_all(cache_folder: Path) -> None:
+    together = threading.Barrier(4)
+
+    def measured(number: int) -> Disk:
+        together.wait()
+        return Disk(write_bytes_per_s=number, read_bytes_per_s=1, direct=True)
+
+    with ThreadPoolExecutor(4) as processes:
+        for index in range(20):
+            key = {"what": "disk", "of": str(index)}
+            used = list(processes.map(lambda n, key=key: cached(key, Disk, lambda: measured(n)), range(1, 5)))
+            assert len(set(used)) == 1
+            assert kept(key, Disk) == used[0]
+    assert len(list(cache_folder.iterdir())) == 20
+
+
+def test_a_file_system_without_links_keeps_values_too(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(path: str, other: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    assert cached({"what": "disk"}, Disk, lambda: DISK) == kept({"what": "disk"}, Disk) == DISK
+    assert len(list(cache_folder.iterdir())) == 1
 
 
 def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from tencache_fx.errors import BudgetError, OptionError, UsageError
 from tencache_fx.model_state import optimizer as optimizer_module
 from tencache_fx.model_state import placement, staged_update
 from tencache_fx.model_state.update import run_piece
-from tencache_fx.optim import AdamW
+from tencache_fx.optim import AdamW, StreamedOptimizer
 from tencache_fx.runtime.engine_registry import engines, install_engine
 
 CPU = torch.device("cpu")
@@ -36,6 +36,12 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Module:
     model.register_parameter("scale", nn.Parameter(torch.tensor(0.5)))
     model.register_parameter("turned", nn.Parameter(torch.randn(7, 5).t()))
     return model.to(dtype)
+
+
+def linears() -> nn.Module:
+    """Large weights, and small ones, which are not offloaded."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
@@ -265,6 +271,41 @@ def test_many_sorts_of_parameters_and_settings_are_not_too_many() -> None:
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
     assert {int(optimizer.state[parameter]["step"]) for parameter in parameters} == {3}
+
+
+@pytest.mark.parametrize(
+    "change", [lambda step: step.fill_(10), lambda step: step.data.fill_(10), lambda step: step.numpy().fill(10)]
+)
+def test_however_a_count_of_steps_is_changed_the_next_step_goes_on_from_there(change: Callable[[Tensor], Any]) -> None:
+    ours, theirs = network(), network()
+    optimizers = [AdamW(groups(ours)), torch.optim.AdamW(groups(theirs))]
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        train(model, optimizer, range(2))
+        for state in list(optimizer.state.values())[1::2]:
+            change(state["step"])
+        train(model, optimizer, range(2, 4))
+        assert [int(state["step"]) for state in optimizer.state.values()][:4] == [4, 12, 4, 12]
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("inside", [{0}, {1}, {0, 1, 2}])
+@pytest.mark.parametrize(
+    "make", [AdamW, lambda params: StreamedOptimizer(params, torch.optim.AdamW)], ids=["AdamW", "StreamedOptimizer"]
+)
+def test_steps_within_inference_mode_are_as_others(
+    make: Callable[[Any], torch.optim.Optimizer], inside: set[int]
+) -> None:
+    expected, model = linears(), tencache_fx.offload(linears(), "cpu")
+    theirs, ours = torch.optim.AdamW(expected.parameters()), make(model.parameters())
+    for step in range(3):
+        expected(torch.ones(4, 256)).square().mean().backward()
+        model(torch.ones(4, 256)).square().mean().backward()
+        theirs.step()
+        with torch.inference_mode(step in inside):
+            ours.step()
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, expected.state_dict()[name], atol=1e-5)
 
 
 def test_state_of_another_size_is_refused_and_nothing_changes() -> None:

@@ -40,7 +40,9 @@ class Langevin(torch.optim.Optimizer):
                 p.add_(state["mean"] + state["noise"], alpha=-group["lr"])
 
 
-def made(*, where: str, own: bool = True, **options: Any) -> tuple[nn.ParameterList, torch.optim.Optimizer]:
+def made(
+    *, where: str, own: bool = True, cls: type[torch.optim.Optimizer] = Langevin, **options: Any
+) -> tuple[nn.ParameterList, torch.optim.Optimizer]:
     """Return parameters and an optimizer of two groups, of which every second parameter is in the other."""
     torch.manual_seed(0)
     model = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in SHAPES)
@@ -49,8 +51,8 @@ def made(*, where: str, own: bool = True, **options: Any) -> tuple[nn.ParameterL
     all_parameters = list(model)
     groups = [{"params": all_parameters[::2]}, {"params": all_parameters[1::2], "lr": 0.05}]
     if own:
-        return model, StreamedOptimizer(groups, Langevin, **options)
-    return model, Langevin(groups, **options)
+        return model, StreamedOptimizer(groups, cls, **options)
+    return model, cls(groups, **options)
 
 
 def train(model: nn.ParameterList, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -76,19 +78,37 @@ def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return size
 
 
+class Bound(Langevin):
+    """It draws from a generator that is no option of its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1, generator: torch.Generator | None = None) -> None:
+        super().__init__(params, lr)
+        self.generator = generator
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["generator"] = self.generator
+        super().step(closure)
+        for group in self.param_groups:
+            group["generator"] = None
+
+
 @pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("cls", [Langevin, Bound])
 @pytest.mark.parametrize("where", ["on the device", "offloaded"])
-def test_random_numbers_are_those_of_torch(where: str, chunk_bytes: int, *, given: bool) -> None:
+def test_random_numbers_are_those_of_torch(
+    where: str, cls: type[torch.optim.Optimizer], chunk_bytes: int, *, given: bool
+) -> None:
     """With the generator that all use, or one that is given."""
 
     def generator() -> torch.Generator | None:
         return torch.Generator().manual_seed(7) if given else None
 
-    model, optimizer = made(where="on the device", own=False, generator=generator())
+    model, optimizer = made(where="on the device", own=False, cls=cls, generator=generator())
     train(model, optimizer, range(4))
     expected = values(model)
     with faulty_engine():
-        model, optimizer = made(where=where, generator=generator())
+        model, optimizer = made(where=where, cls=cls, generator=generator())
         train(model, optimizer, range(4))
         assert all(map(torch.equal, values(model), expected))
         del model, optimizer

@@ -1,13 +1,18 @@
 """Which kernels of attention a forecast for a GPU counts, traced on a CPU."""
 
+import contextlib
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -122,6 +127,14 @@ def kernels_of(ops: list[str]) -> set[str]:
     return {kernel for kernel in kernels if any(re.fullmatch(rf"{kernel}(_\d+)?", op) for op in ops)}
 
 
+def traced_kernels() -> set[str]:
+    """Return which ways to compute attention this thread traces."""
+    with FakeTensorMode():
+        q = torch.randn(2, HEADS, TOKENS, WIDTH, dtype=torch.float16)
+        traced = make_fx(lambda x: scaled_dot_product_attention(x, x, x))(q)
+    return kernels_of([node.name for node in traced.graph.nodes])
+
+
 DROPS = {"dropout_p": 0.1}
 CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {  # a model, and what runs on a Hopper and on an Ampere
     "no mask": (Attention, CUDNN, FLASH),
@@ -205,12 +218,41 @@ def test_a_cpu_s_own_kernel_is_counted_on_a_cpu(tmp_path: Path) -> None:
         assert any(op.startswith("_scaled_dot_product_flash_attention_for_cpu") for op in ops)
 
 
-def test_a_gpu_s_kernels_are_for_fakes_only() -> None:
-    q = torch.randn(2, HEADS, TOKENS, WIDTH)
-    for given in ({}, {"attn_mask": of_rows()}, {"is_causal": True}):
+@pytest.mark.parametrize("sizes", [(2, HEADS), (HEADS,), ()])
+def test_a_gpu_s_kernels_are_for_fakes_only(sizes: tuple[int, ...]) -> None:
+    q = torch.randn(*sizes, TOKENS, WIDTH)
+    for given in ({}, {"attn_mask": of_rows()[0, 0]}, {"is_causal": True}):
         expected = scaled_dot_product_attention(q, q, q, **given)
         with attention_of_gpu((9, 0)):
-            assert torch.allclose(scaled_dot_product_attention(q, q, q, **given), expected, atol=1e-6)
+            assert scaled_dot_product_attention(q, q, q, **given).equal(expected)
+
+
+def test_other_threads_compile_for_the_cpu_meanwhile() -> None:
+    model, x = Attention(), torch.randn(2, TOKENS, HEADS * WIDTH)
+    with ThreadPoolExecutor(1) as other:
+        with attention_of_gpu((9, 0)):
+            compiled = other.submit(torch.compile(model, backend="aot_eager"), x)
+            with pytest.raises(TimeoutError):  # they wait, as for any other thread that compiles
+                compiled.result(0.2)
+        assert torch.allclose(compiled.result(), model(x), atol=1e-6)
+
+
+def test_other_threads_trace_for_the_cpu_meanwhile() -> None:
+    with attention_of_gpu((9, 0)), ThreadPoolExecutor(1) as other:
+        assert (traced_kernels(), other.submit(traced_kernels).result()) == ({CUDNN}, set())
+
+
+def test_threads_trace_for_one_gpu_each() -> None:
+    both = threading.Barrier(2, timeout=0.3)
+
+    def kernels(capability: tuple[int, int]) -> set[str]:
+        with attention_of_gpu(capability):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait()
+            return traced_kernels()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(kernels, [(9, 0), (7, 5)])) == [{CUDNN}, {EFFICIENT}]
 
 
 def test_attention_that_is_checkpointed_takes_as_long(tmp_path: Path) -> None:
