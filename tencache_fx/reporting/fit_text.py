@@ -80,7 +80,7 @@ def _fit_rows(fit: Fit) -> Iterator[tuple[str, str]]:
         yield "device peak", f"{format_bytes(fit.peak_bytes)} of {budget}"
         state = f"; AdamW's state of some, {format_bytes(fit.device_state_bytes)}" if fit.device_state_bytes else ""
         yield "stay on the device", f"{share:.1%} of the parameters, {format_bytes(fit.device_parameter_bytes)}{state}"
-        once = "forward and backward" if fit.settings else "step"
+        once = "forward and backward" if fit.settings else "graphs"
         yield once, f"{format_ns(fit.step_ns)}, {over:.3f} of the time without limits"
         out_bytes, in_bytes = (
             sum(r.calls * getattr(r, name) for r in fit.regions) for name in ("out_bytes", "in_bytes")
