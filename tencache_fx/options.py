@@ -9,8 +9,8 @@
 |                    |          | process group                                                                        |
 | spill_dir          | ()       | directory, or several, on fast disks; none: nothing is spilled to disk               |
 | spill_budget       | auto     | most bytes on disk; auto: 90 % of what is free in spill_dir, divided by these ranks  |
-| spill_write_budget | None     | most bytes that this process writes to spill_dir in a day, which is what SSDs are    |
-|                    |          | rated for; a twenty-fourth of it may be written at once; None: no limit              |
+| spill_write_budget | None     | most bytes that this process writes to spill_dir in a day, for each device, as SSDs  |
+|                    |          | are rated for so many; a twenty-fourth may be written at once; None: no limit        |
 | policy             | joint    | the algorithm that plans transfers and recomputing: none, 10cache, teraio, joint     |
 | scope              | auto     | what is planned as one: region, each captured graph by itself; step, all the graphs  |
 |                    |          | that a training step runs; auto: the step where it has several, else the region      |

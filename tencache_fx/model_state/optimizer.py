@@ -8,6 +8,7 @@ there already, and the update runs by itself: `step` returns at once, and the ne
 
 import contextlib
 import warnings
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -145,19 +146,18 @@ class OffloadedOptimizer(OptimizerState):
             found = {p: find_offloaded(p) for p in todo}
             self._make_states(found)
             here = {p: each for p, each in found.items() if self._is_updated_here(p, each)}
-            on_host = [
+            on_host = deque(
                 self._prepare(p, each, gradient_on_host(p, p.grad))
                 for p, each in found.items()
                 if each is not None and p not in here and p.grad is not None
-            ]
+            )
             large = [p for p, each in found.items() if each is None and p not in here]
             with self._open_rounds(large) as rounds:
                 updated: list[Tensor] = []
                 on_device = [self._device_update(p, offloaded, p.grad, updated) for p, offloaded in here.items()]
-                # The threads that do these take turns with this one from here on: all else that can be is done before.
-                for begin in on_host:
-                    begin()
-                del on_host  # with the gradients
+                # The threads that do these take turns with this one from here on, so what can be done before is done.
+                while on_host:  # none is kept, nor its gradient, while others are updated
+                    on_host.popleft()()
                 for parameter in (p for p in self._urgency if p.grad is None):
                     if (frozen := find_offloaded(parameter)) is not None:
                         frozen.evict()
