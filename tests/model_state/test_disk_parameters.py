@@ -96,7 +96,7 @@ def test_training_is_that_with_all_in_host_memory(engine: Engine, io: FaultyIO, 
     optimizer = AdamW(model.parameters(), weight_decay=0.1, step_in_backward=now)
     run = run_of(model, engine)
     assert train(model, run, optimizer, range(3)) == expected[0]
-    (record,) = tencache_fx.regions()
+    record = tencache_fx.regions()[-1]  # regions of other tests may live
     tiers = {each.parameter: each.tier for each in record.problem.storages if each.kind is Kind.FETCHED}
     assert all(tier is (Tier.NVME if name in on_disk(engine) else Tier.HOST) for name, tier in tiers.items())
     assert Tier.NVME in tiers.values()
@@ -172,7 +172,7 @@ def test_files_are_enough_without_a_store(no_leaks: None, tmp_path: Path) -> Non
         expected = reference(tokens)
         assert torch.equal(model(tokens), expected)
         torch.testing.assert_close(run(tokens), expected, rtol=1e-5, atol=1e-4)  # norms are other kernels there
-    (record,) = tencache_fx.regions()
+    record = tencache_fx.regions()[-1]  # regions of other tests may live
     assert record.plan.forecast.disk_read_bytes > 0
     assert engine.stats.take()["host_high_water_bytes"] <= 1_200_000
     name = next(iter(on_disk(engine)))

@@ -142,7 +142,7 @@ def test_regions_are_planned_and_run_within_the_budget(tmp_path: Path) -> None:
     loss = run(x).square().mean()
     loss.backward()
     assert torch.equal(loss, plain)
-    (record,) = tencache_fx.regions()
+    record = tencache_fx.regions()[-1]  # regions of other tests may live
     assert record.problem.links.disk_write_bytes_per_s == int(steady_bytes_per_s(10**9))
     (engine,) = engines()
     assert engine.store is not None

@@ -54,7 +54,7 @@ def test_gradients_of_attention_are_right_whatever_is_offloaded(recompute: str) 
     exact = [gradient.clone() for gradient in gradients(model, model)]
     options = {**INDUCTOR, "policy": "joint", "recompute": recompute, "host_budget": 1024 * MIB}
     gradients(model, compiled(model, {**options, "device_budget": "60GiB"}))
-    (free,) = tencache_fx.regions()
+    free = tencache_fx.regions()[-1]  # regions of other tests may live
     if not any("cudnn_attention" in op.name for op in free.problem.ops):
         pytest.skip("torch has not chosen cuDNN's attention for this device")
     forecast = free.plan.forecast
