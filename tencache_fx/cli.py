@@ -261,6 +261,8 @@ def _fit(arguments: argparse.Namespace) -> str:
     load = {each: value for each, value in load.items() if value is not None}
     device, texts, name = arguments.device, arguments.set, arguments.factory
     if name.startswith(PREFIX):
+        if arguments.input:
+            raise OptionError(f"--input is for a module's class, and {name} makes its own; leave it out.")
         from tencache_fx.fitting.config_fit import fit_config  # here: the planner is for this command only
         from tencache_fx.fitting.other_process import other_process
 
@@ -274,7 +276,8 @@ def _fit(arguments: argparse.Namespace) -> str:
         from tencache_fx.fitting.fitness import fit_factory  # here: needs torch
 
         settings = read_settings(texts)
-        found = fit_factory(name, device, given, profile=profile, settings=settings, inputs=arguments.input)
+        with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
+            found = fit_factory(name, device, given, profile=profile, settings=settings, inputs=arguments.input)
     arguments.status = 0 if found.fits else 1
     return to_json(found) if arguments.json else show_fit(found)
 

@@ -4,8 +4,10 @@ A fake tensor (torch: `_subclasses/fake_tensor.py`) has a size, a dtype and a de
 """
 
 import copy
+import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tencache_fx import compat
-from tencache_fx.errors import OptionError
+from tencache_fx.errors import OptionError, TencacheError
 from tencache_fx.fitting.model_figures import ModelFigures, ParameterFigures
+from tencache_fx.fitting.user_code import users_code
 from tencache_fx.model_state.offloading import is_adapted, should_offload
 from tencache_fx.option_values import nearest
 
@@ -73,19 +77,41 @@ def call_factory(name: str, settings: Mapping[str, object] | None = None, inputs
     that fails, or that returns something else than a model, its inputs and maybe a loss function.
     """
     factory = _find(name)
-    try:
-        with MetaDeviceMode(), torch.device("meta"):
-            made = factory(**(settings or {}))
-            if isinstance(factory, type) and isinstance(made, nn.Module):
-                return _with_inputs(name, made, inputs)
-    except OptionError:
-        raise
-    except compat.COMPILER_ERRORS as error:
-        raise OptionError(
-            f"{name} fails where tensors have no values, {reason_of(error)}; if it asks for those of a tensor, make "
-            'that one with device="cpu".'
-        ) from error
+    _check_arguments(name, factory, settings or {})
+    with users_code(f"{name} fails", _advise_factory), MetaDeviceMode(), torch.device("meta"):
+        made = factory(**(settings or {}))
+    if isinstance(factory, type) and isinstance(made, nn.Module):
+        return _with_inputs(name, made, inputs)
+    if inputs:
+        raise OptionError(f"--input is for a module's class, and {name} is none; have it return its inputs.")
     return _read(name, made)
+
+
+def _check_arguments(name: str, factory: Callable[..., Any], settings: Mapping[str, object]) -> None:
+    """Raise `OptionError` if a factory does not take these arguments, as far as it says what it takes."""
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # built in
+        return
+    try:
+        signature.bind(**settings)
+    except TypeError as error:
+        raise OptionError(
+            f"{name}{signature} cannot be called with {', '.join(settings) or 'no arguments'}, {error}; give what it "
+            "takes with --set NAME=VALUE."
+        ) from error
+
+
+def _advise_factory(error: BaseException) -> str:
+    """Return what to do about a factory that fails, maybe for want of values."""
+    if isinstance(error, TencacheError):
+        return "return the model as it is before it is offloaded or trained: it is planned as if it were"
+    if "meta" in str(error):
+        return (
+            'tensors have no values here: make those whose values are asked for with device="cpu", or all of them '
+            'under torch.device("cpu")'
+        )
+    return "mend it there, or give it other arguments with --set NAME=VALUE"
 
 
 def _with_inputs(name: str, model: nn.Module, texts: Sequence[str]) -> FactoryResult:
@@ -103,7 +129,8 @@ def _with_inputs(name: str, model: nn.Module, texts: Sequence[str]) -> FactoryRe
             raise OptionError(
                 f"--input {text} is no tensor; give SHAPE:DTYPE or NAME=SHAPE:DTYPE, such as 8x512:int64."
             )
-        tensor = torch.empty(*map(int, shape.split("x")), dtype=dtype)
+        with users_code(f"--input {text} cannot be made", lambda _: "give sizes that a tensor can have"):
+            tensor = torch.empty(*map(int, shape.split("x")), dtype=dtype, device="meta")
         if keyword:
             named[keyword] = tensor
         else:
@@ -134,27 +161,38 @@ def fake_model(made: FactoryResult, device: torch.device, mode: FakeTensorMode) 
         for part in module.modules():
             for tensor in filter(torch.is_tensor, tree_leaves(vars(part))):
                 placed(tensor)
-        try:
+        with users_code("the model cannot be copied", lambda _: "it must work with copy.deepcopy"):
             return copy.deepcopy(module, dict(fakes))
-        except compat.COMPILER_ERRORS as error:
-            raise OptionError(
-                f"the model cannot be copied, {reason_of(error)}; it must work with copy.deepcopy."
-            ) from error
+
+    def held(values: Any) -> Any:
+        return tree_map_only(nn.Module, copied, tree_map_only(Tensor, placed, values))
 
     loss_fn = made.loss_fn
     if isinstance(loss_fn, nn.Module):
         loss_fn = copied(loss_fn)
-    elif isinstance(loss_fn, FunctionType) and loss_fn.__closure__:
-        cells = (CellType(tree_map_only(Tensor, placed, cell.cell_contents)) for cell in loss_fn.__closure__)
-        kept = loss_fn.__code__, loss_fn.__globals__, loss_fn.__name__, loss_fn.__defaults__
-        loss_fn = FunctionType(*kept, tuple(cells))
+    elif isinstance(loss_fn, functools.partial):
+        loss_fn = functools.partial(loss_fn.func, *held(loss_fn.args), **held(loss_fn.keywords))
+    elif isinstance(loss_fn, FunctionType):
+        cells = tuple(CellType(held(cell.cell_contents)) for cell in loss_fn.__closure__ or ())
+        kept = loss_fn.__code__, loss_fn.__globals__, loss_fn.__name__, held(loss_fn.__defaults__)
+        keywords = held(loss_fn.__kwdefaults__)
+        loss_fn = FunctionType(*kept, cells or None)
+        loss_fn.__kwdefaults__ = keywords
+    model = (
+        made.model._orig_mod if isinstance(made.model, OptimizedModule) else made.model
+    )  # it is compiled here anyway
     inputs, named_inputs = tree_map_only(
         Tensor, lambda tensor: faked(tensor, device), (tuple(made.inputs), dict(made.named_inputs))
     )
-    return FactoryResult(model=copied(made.model), inputs=inputs, named_inputs=named_inputs, loss_fn=loss_fn)
+    return FactoryResult(model=copied(model), inputs=inputs, named_inputs=named_inputs, loss_fn=loss_fn)
 
 
 def _fake(tensor: Tensor, device: torch.device, mode: FakeTensorMode) -> Tensor:
+    if is_lazy(tensor):
+        raise OptionError(
+            "a parameter of the model has no size before a first call; call the model once in the factory, or name "
+            "sizes instead of making it lazy."
+        )
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer, FakeTensor) or tensor.layout is not torch.strided:
         kind = type(tensor).__name__ if type(tensor) is not Tensor else tensor.layout
         raise OptionError(
@@ -204,10 +242,12 @@ def _find(name: str) -> Callable[[], Any]:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise OptionError(f"{module_name} has no {attribute};{nearest(part, dict.fromkeys(vars(module)))}")
+            raise OptionError(f"{module_name} has no {attribute};{nearest(part, dict.fromkeys(dir(found)))}")
         found = getattr(found, part)
-    if not callable(found):
-        raise OptionError(f"{name} is a {type(found).__name__}; name a function that takes no arguments.")
+    if not callable(found) or isinstance(found, nn.Module):
+        raise OptionError(
+            f"{name} is no function, but a {type(found).__name__}; name one that returns (model, inputs)."
+        )
     return found  # type: ignore[no-any-return]
 
 
@@ -215,10 +255,8 @@ def _import(name: str) -> Any:
     """Import a module by its name, found from the working directory, too, or by its file."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
-    try:
+    with users_code(f"{name} cannot be imported", lambda _: "mend it, or name another module"):
         return _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
-    except (*compat.COMPILER_ERRORS, ImportError, SyntaxError) as error:
-        raise OptionError(f"{name} cannot be imported, {reason_of(error)}; mend it, or name another module.") from error
 
 
 def _import_file(path: Path) -> Any:
@@ -251,9 +289,3 @@ def _read(name: str, made: Any) -> FactoryResult:
     if isinstance(inputs, Mapping):
         return FactoryResult(model=model, inputs=(), named_inputs=inputs, loss_fn=loss_fn)
     return FactoryResult(model=model, inputs=inputs if isinstance(inputs, tuple | list) else (inputs,), loss_fn=loss_fn)
-
-
-def reason_of(error: BaseException) -> str:
-    """Return what an error is, and the first line of what it says."""
-    first_line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

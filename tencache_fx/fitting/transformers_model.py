@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from tencache_fx import compat
 from tencache_fx.errors import OptionError
 from tencache_fx.fitting import PREFIX
-from tencache_fx.fitting.fake_model import FactoryResult, MetaDeviceMode, reason_of
+from tencache_fx.fitting.fake_model import FactoryResult, MetaDeviceMode
+from tencache_fx.fitting.user_code import users_code
 from tencache_fx.fitting.workload import Workload
 from tencache_fx.option_values import listed, nearest
 
@@ -56,16 +56,12 @@ class ConfiguredModel:
         config.use_cache = False
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id or 0
-        try:
-            with MetaDeviceMode(), torch.device("meta"):
-                model = getattr(transformers, self.maker).from_config(config, dtype=self.dtype)
-                if getattr(model, "loss_type", "") is None:
-                    model.loss_type = "ForCausalLM"  # what it takes then, with a warning that breaks the graph
-                inputs = self._inputs(micro_batch)
-        except compat.COMPILER_ERRORS as error:
-            raise OptionError(
-                f"{self.name} makes no model, {reason_of(error)}; set other values with --set."
-            ) from error
+        told = users_code(f"{self.name} makes no model", _advise, tell_place=False)
+        with told, MetaDeviceMode(), torch.device("meta"):
+            model = getattr(transformers, self.maker).from_config(config, dtype=self.dtype)
+            if getattr(model, "loss_type", "") is None:
+                model.loss_type = "ForCausalLM"  # what it takes then, with a warning that breaks the graph
+            inputs = self._inputs(micro_batch)
         return FactoryResult(model=model.train(), inputs=(), named_inputs=inputs, loss_fn=_loss_of)
 
     def shorter(self, ends: int) -> "tuple[ConfiguredModel, int]":
@@ -121,16 +117,13 @@ def find_config(load: Workload) -> ConfiguredModel:
     if dtype not in DTYPES:
         raise OptionError(f"dtype is {dtype!r};{nearest(dtype, DTYPES)} there are {listed(DTYPES)}.")
     kind: Any = getattr(transformers, name)
-    try:
+    with users_code(f"{name} cannot be made", _advise, tell_place=False):
         plain = kind()
-        if unknown := [each for each in settings if not hasattr(plain, each)]:
-            fields = {**plain.to_dict(), **dict.fromkeys(plain.attribute_map)}
-            raise OptionError(f"{name} has no {unknown[0]};{nearest(unknown[0], fields)} see its documentation.")
+    if unknown := [each for each in settings if not hasattr(plain, each)]:
+        fields = {**plain.to_dict(), **dict.fromkeys(plain.attribute_map)}
+        raise OptionError(f"{name} has no {unknown[0]};{nearest(unknown[0], fields)} see its documentation.")
+    with users_code(f"{name} cannot be made", _advise, tell_place=False):
         config = kind(**settings)
-    except OptionError:
-        raise
-    except (*compat.COMPILER_ERRORS, _invalid()) as error:
-        raise OptionError(f"{name} cannot be made, {reason_of(error)}; set other values with --set.") from error
     maker = _maker_of(name, config)
     is_image = maker == "AutoModelForImageClassification"
     if is_image and sequence is not None:
@@ -156,10 +149,8 @@ def _maker_of(name: str, config: object) -> str:
     )
 
 
-def _invalid() -> type[Exception]:
-    """Return what a configuration raises for values that contradict each other."""
-    found: type[Exception] = importlib.import_module("huggingface_hub.errors").StrictDataclassError
-    return found
+def _advise(_: BaseException) -> str:
+    return "set other values with --set"
 
 
 def _period(kinds: Sequence[object]) -> int:

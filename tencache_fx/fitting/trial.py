@@ -1,7 +1,6 @@
 """One model as `tencache fit` sees it: captured on fake tensors, each region planned as the backend would."""
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +13,7 @@ from tencache_fx import compat
 from tencache_fx.errors import OptionError, TencacheError, UsageError
 from tencache_fx.fitting.dry_run import DryRegion, DryRun, WouldBeOffloaded
 from tencache_fx.fitting.estimate import RegionPlan, all_on_device_bytes, estimate_of, least_device_bytes
+from tencache_fx.fitting.failed_capture import failed_capture
 from tencache_fx.fitting.fake_model import FactoryResult, fake_model, figures_of
 from tencache_fx.fitting.gpu_attention import attention_of_gpu
 from tencache_fx.fitting.gpu_padding import padding_of_gpu
@@ -21,6 +21,7 @@ from tencache_fx.fitting.host_values import HostValues
 from tencache_fx.fitting.model_figures import ParameterFigures
 from tencache_fx.fitting.several_regions import plan_several
 from tencache_fx.fitting.target import Target
+from tencache_fx.fitting.user_code import no_logged_tracebacks
 from tencache_fx.model_state.modules import parameters_read_by, watch
 from tencache_fx.options import Options
 from tencache_fx.passes.nested_regions import inline_nested_regions
@@ -65,32 +66,28 @@ class Trial:
             return loss_fn(model(*inputs, **named)) if loss_fn else model(*inputs, **named)
 
         target = whole if loss_fn else model
-        compiled: Any = torch.compile(target, backend=self._plan, dynamic=False)
         try:
+            compiled: Any = torch.compile(target, backend=self._plan, dynamic=False)
             with (
                 self._mode,
                 torch.enable_grad(),
                 compat.any_number_of_compilations(),
                 compat.without_collecting(),
                 self._as_on_target(),
+                no_logged_tracebacks(),
             ):
                 returned = compiled(*self._made.inputs, **self._made.named_inputs)
-        except TencacheError:
+        except (TencacheError, KeyboardInterrupt):
             raise
-        except compat.COMPILER_ERRORS as error:
-            cause = getattr(error, "inner_exception", error)
-            if (ours := _own_error(error)) is not None:
-                raise ours from error
-            why = f"{type(cause).__name__}: {_first_sentence(str(cause))}"
-            raise UsageError(
-                f"the model cannot be captured, {why}; see that it runs under torch.compile, with such inputs."
-            ) from error
+        except BaseException as error:  # the model's own code may raise anything
+            with no_logged_tracebacks():
+                raise failed_capture(error, self._made, self._mode) from error
+        if loss_fn:
+            _check_loss(returned, trains=self.figures.trains)
         if not self._regions:
             raise UsageError(
                 f"torch.compile found nothing to compile for {self._target.name}; see TORCH_LOGS=graph_breaks."
             )
-        if loss_fn:
-            _check_loss(returned, trains=self.figures.trains)
 
     def _plan(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Plan one region, and go on: the backend that `torch.compile` is given."""
@@ -208,22 +205,6 @@ def _check_loss(loss: object, *, trains: bool) -> None:
             "the loss function returned a tensor that depends on no parameter that is trained; return it without "
             "detach() or no_grad(), or freeze the model with requires_grad_(False)."
         )
-
-
-def _own_error(error: BaseException) -> TencacheError | None:
-    """Return the error of this package that one of torch's was raised for."""
-    within: BaseException | None = error
-    while within is not None:
-        if isinstance(within, TencacheError):
-            return within
-        within = getattr(within, "inner_exception", None) or within.__cause__ or within.__context__
-    return None
-
-
-def _first_sentence(text: str) -> str:
-    """Return what an error says in its first line, or where Dynamo explains it."""
-    explained = re.search(r"^ *Explanation: (.+)$", text, re.MULTILINE)
-    return (explained[1] if explained else text.strip().partition("\n")[0]).rstrip(".")
 
 
 def _captured(planned: DryRun) -> Problem:

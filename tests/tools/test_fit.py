@@ -282,13 +282,13 @@ def test_what_is_dumped_can_be_planned_anew(command: Callable[..., tuple[int, st
         ("nowhere:make", "nowhere cannot be imported, ModuleNotFoundError: No module named 'nowhere'"),
         ("nowhere.py:make", "nowhere.py cannot be imported, FileNotFoundError"),
         ("factories:modle", "factories has no modle; did you mean model?"),
-        ("factories:number", "factories:number is a int; name a function"),
+        ("factories:number", "factories:number is no function, but a int; name one that returns (model, inputs)"),
         ("factories:wrong", "factories:wrong returned (Tensor); return (model, inputs)"),
         ("factories:speaks", "the loss function returned an object of type str; return a tensor of one element."),
-        ("factories:reads", "factories:reads fails where tensors have no values"),
+        ("factories:reads", "factories:reads fails at factories.py:32, in reads, "),
         (
             "factories:fails_in_forward",
-            "the model cannot be captured, TorchRuntimeError: Dynamo failed to run FX node with fake tensors",
+            "the model fails at factories.py:12, in forward, RuntimeError: ",
         ),
     ],
 )
@@ -297,9 +297,8 @@ def test_what_cannot_be_fitted_is_refused_in_a_sentence(
 ) -> None:
     code, out, err = command(name)
     assert (code, out) == (2, "")
-    *logged, line = err.strip().splitlines()
+    (line,) = err.strip().splitlines()
     assert line.startswith(f"tencache: {said}")
-    assert not [each for each in logged if "tencache" in each]  # torch may have logged where it failed
 
 
 def test_a_file_that_cannot_be_imported_leaves_no_module_behind(
