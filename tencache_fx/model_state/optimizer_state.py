@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from tencache_fx.errors import OptionError, UsageError
+from tencache_fx.errors import InvariantError, OptionError, UsageError
 from tencache_fx.model_state.counted_scalars import on_cpu
 from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.group_options import GroupOptions
@@ -26,6 +26,8 @@ from tencache_fx.model_state.step_kernel import LEAST_8BIT, MASTER, Rule, Step
 from tencache_fx.model_state.stored_form import StoredForm
 from tencache_fx.model_state.update import dense_like, weakly
 from tencache_fx.planning.problem import Tier
+
+_MOST_NAMED = 8
 
 
 class OptimizerState(torch.optim.Optimizer):
@@ -109,8 +111,9 @@ class OptimizerState(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the state of this class or of torch's own; a master weight that is missing is the weight.
 
-        Raises `OptionError` when it is that of other parameters, or was made with options that cannot be used, and
-        `ValueError` as torch does when the groups do not match.
+        Raises `OptionError` when it is that of other parameters, or was made with options that cannot be used,
+        `ValueError` as torch does when the groups do not match, and `InvariantError` if updates have failed, which
+        nobody was told yet: call it again then, once the model's weights are those of the checkpoint.
         """
         self._wait_updates()
         for own, group in zip(self.param_groups, state_dict["param_groups"], strict=False):
@@ -134,9 +137,26 @@ class OptimizerState(torch.optim.Optimizer):
         self._written, self._versions = {}, {}
 
     def _wait_updates(self) -> None:
-        """Block until no update is under way; raises what one raised."""
-        for offloaded in self._all_offloaded():
-            offloaded.wait_update()
+        """Block until no update is under way; raises one error for all that failed, which then count as told."""
+        all_offloaded = self._all_offloaded()
+        for offloaded in all_offloaded:  # an interrupt here loses no error
+            offloaded.join_update()
+        failed: list[tuple[str, InvariantError]] = []
+        for offloaded in all_offloaded:
+            try:
+                offloaded.wait_update()
+            except InvariantError as error:
+                failed.append((offloaded.name, error))
+        if not failed:
+            return
+        (name, first), count = failed[0], len(failed)
+        if count == 1:
+            raise first
+        names = ", ".join(name for name, _ in failed[:_MOST_NAMED]) + (", ..." if count > _MOST_NAMED else "")
+        raise InvariantError(
+            f"{count} parameters could not be updated, {names}; of {name}: {first.__cause__!r}. Their weights and "
+            "states may be those of before, or in part those of after: go back to a checkpoint."
+        ) from first
 
     def _all_offloaded(self) -> list[OffloadedParameter]:
         found = map(find_offloaded, self._urgency)

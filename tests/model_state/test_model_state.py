@@ -1,5 +1,6 @@
 """Models with offloaded parameters: the same training as without, whatever copies and updates do meanwhile."""
 
+import copy
 import io
 import threading
 from collections.abc import Callable
@@ -335,6 +336,47 @@ def test_a_failing_update_is_raised_where_the_parameter_is_read(monkeypatch: pyt
         assert torch.equal(home.host, before[home.name])
     with pytest.warns(UserWarning, match="could not be updated"):
         tencache_fx.close()
+
+
+@pytest.mark.parametrize("use", ["load_state_dict", "state_dict", "copy"])
+def test_updates_that_failed_are_told_all_at_once_and_a_checkpoint_can_be_loaded(
+    use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tencache_fx.offload(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12))), "cpu")
+    optimizer = AdamW(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        for index, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, index + 1.0)
+        optimizer.step()
+
+    step()
+    saved, before = copy.deepcopy(optimizer.state_dict()), weights(model)
+    step()
+    expected = weights(model)
+
+    def failing(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as context:
+        context.setattr(ParameterUpdate, "_kernel", lambda update, device: failing)
+        step()
+        for parameter in model.parameters():
+            offloaded = find_offloaded(parameter)
+            assert offloaded is not None
+            offloaded.join_update()
+    uses: dict[str, Callable[[], object]] = {
+        "load_state_dict": lambda: optimizer.load_state_dict(saved),
+        "state_dict": optimizer.state_dict,
+        "copy": lambda: copy.deepcopy(optimizer),
+    }
+    said = r"12 parameters could not be updated, 0\.weight, 1\.weight, .*, 7\.weight, \.\.\.; of 0\.weight: "
+    with pytest.raises(InvariantError, match=said + r"RuntimeError\('injected'\)\. .*go back to a checkpoint"):
+        uses[use]()
+    optimizer.load_state_dict(saved)
+    model.load_state_dict(before)
+    step()
+    assert all(torch.equal(value, expected[name]) for name, value in weights(model).items())
 
 
 def test_what_stays_and_what_is_recomputed_change_the_lives_of_parameters() -> None:
