@@ -1,8 +1,8 @@
 """Where the value of an offloaded parameter is: which of its two copies holds it, and how that changes."""
 
-from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -45,11 +45,24 @@ NEXT_STATES = {
 }
 
 
+class Work(Protocol):
+    """An update under way, as its readers see it; a `Future` is one."""
+
+    def done(self) -> bool:
+        """Return whether it has ended."""
+
+    def exception(self) -> BaseException | None:
+        """Block until it has ended; return how it failed."""
+
+
+WorkT = TypeVar("WorkT", bound=Work)
+
+
 @dataclass(slots=True, eq=False)
 class HostUpdate:
     """The last update of a host copy."""
 
-    work: "Future[None] | None" = None  # until somebody was told how it went
+    work: Work | None = None  # until somebody was told how it went
     device: Tensor | None = None  # the parameter as the update found it, while that is to be refreshed
     readers: Event | None = None  # behind it, nobody reads the device copy from before the update; None if unknown
 

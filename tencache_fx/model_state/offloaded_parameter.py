@@ -16,7 +16,6 @@ waits for the last copy that reads it.
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch.autograd.graph import increment_version
 from tencache_fx import compat
 from tencache_fx.errors import InvariantError, UsageError
 from tencache_fx.model_state.backing import Backing, HostWrite
-from tencache_fx.model_state.copy_state import NEXT_STATES, CopyState, HostUpdate, is_on_device
+from tencache_fx.model_state.copy_state import NEXT_STATES, CopyState, HostUpdate, WorkT, is_on_device
 from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.expected_gradient import ExpectedGradient
 from tencache_fx.model_state.host_state import HeldTensors, State
@@ -224,7 +223,7 @@ class OffloadedParameter:
             self.last_read = self.backing.copy_in(dst, after)
             return self.last_read
 
-    def begin_update(self, submit: "Callable[[], Future[None]]", readers: Event | None) -> "Future[None]":
+    def begin_update(self, submit: Callable[[], WorkT], readers: Event | None) -> WorkT:
         """Begin an update of the host copy, which `submit` hands in; it ends with `finish_update`.
 
         The device copy is refreshed behind `readers`; None while more of them may come, up to `set_readers`.
@@ -233,8 +232,8 @@ class OffloadedParameter:
             self._become(CopyState.UPDATING)
             # Who gives the parameter other bytes meanwhile keeps those.
             self._update = HostUpdate(device=self.parameter.detach(), readers=readers)
-            self._update.work = submit()
-            return self._update.work
+            self._update.work = work = submit()
+            return work
 
     def set_readers(self, readers: Event) -> int:
         """Have the device copy refreshed behind `readers`, now or once the update is done; return bytes copied.
@@ -253,7 +252,8 @@ class OffloadedParameter:
         That is 0 without a device copy, and while the readers are not known, which leaves it to `set_readers`.
         """
         with self._lock:
-            assert self._state is CopyState.UPDATING
+            if self._state is not CopyState.UPDATING:  # it has ended, and who ended it was interrupted
+                return 0
             return self._refresh_behind_readers()
 
     def join_update(self) -> None:

@@ -194,25 +194,26 @@ class StreamedOptimizer(torch.optim.Optimizer):
             while 2 * len(rest) * len(copied) > len(here) * moves:  # spread evenly: the links are busy meanwhile
                 self._update_here(rest.popleft(), stream)
 
-        try:
+        with stream.stepping():
             try:
-                for some in copied:
-                    chunk = self._prepared(some)
-                    while not stream.has_room(chunk):
+                try:
+                    for some in copied:
+                        chunk = self._prepared(some)
+                        while not stream.has_room(chunk):
+                            self._finish(started.popleft(), stream)
+                            moved()
+                        stream.start(chunk)
+                        started.append(chunk)
+                        moved()
+                    while started:
                         self._finish(started.popleft(), stream)
                         moved()
-                    stream.start(chunk)
-                    started.append(chunk)
-                    moved()
-                while started:
-                    self._finish(started.popleft(), stream)
-                    moved()
-                while rest:
-                    self._update_here(rest.popleft(), stream)
+                    while rest:
+                        self._update_here(rest.popleft(), stream)
+                finally:
+                    stream.end()
             finally:
-                stream.end()
-        finally:
-            stream.end()  # an interrupt may have come in the call before
+                stream.end()  # an interrupt may have come in the call before; after one more, readers end the step
 
     def _work_bytes(self, wanted: Wanted) -> int:
         """Return about how many bytes an update takes on the device: fp32 weight, its state, gradient, and weight."""

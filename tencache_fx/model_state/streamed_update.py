@@ -1,8 +1,9 @@
 """Updates on the device by whole gradients, weights and states that are copied there and back, some at a time."""
 
+import contextlib
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -121,6 +122,32 @@ class Done:
     rest: Mapping[str, Any]
 
 
+class Write:
+    """What the readers of a weight wait for that a step writes: `settle` ends the step's writes where it has not.
+
+    Nothing here wakes a reader, for whoever would may be interrupted. Each reader asks for the end by itself.
+    """
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._settle: Callable[[], None] | None = settle  # None once it has ended
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Return whether it has ended."""
+        return self._settle is None
+
+    def exception(self) -> BaseException | None:
+        """Block until it has ended; return how it failed."""
+        if (settle := self._settle) is not None:
+            settle()
+        return self._error
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End it."""
+        self._error = error
+        self._settle = None
+
+
 @dataclass(eq=False)
 class Departure:
     """The copies out of updates of some `parameters`: their `event`, once they are queued.
@@ -130,21 +157,22 @@ class Departure:
     """
 
     parameters: list[Tensor]
-    writes: list[tuple[OffloadedParameter, Future[None]]] = field(default_factory=list)
+    settle: Callable[[], None]
+    writes: list[tuple[OffloadedParameter, Write]] = field(default_factory=list)
     event: Event | None = None
     kept: bool = False
 
-    def begin_write(self, offloaded: OffloadedParameter) -> "Future[None]":
+    def begin_write(self, offloaded: OffloadedParameter) -> Write:
         """Return what the readers of a weight are to wait for."""
-        future: Future[None] = Future()
-        self.writes.append((offloaded, future))
-        return future
+        write = Write(self.settle)
+        self.writes.append((offloaded, write))
+        return write
 
     def fail(self, error: BaseException) -> None:
         """Tell the readers of all weights that have not been told yet."""
-        for _, future in self.writes:
-            if not future.done():
-                future.set_exception(error)
+        for _, write in self.writes:
+            if not write.done():
+                write.end(error)
 
 
 class UpdateStream:
@@ -165,6 +193,16 @@ class UpdateStream:
         self._going: deque[tuple[Event, list[Tensor], int]] = deque()  # the device memory that copies out read
         self._departures: deque[Departure] = deque()  # that have yet to be ended
         self._is_idle = True
+        self._lock = threading.RLock()  # held while a step goes on, and by who ends it
+
+    def stepping(self) -> contextlib.AbstractContextManager[object]:
+        """Return what a step is to be within: readers of its weights wait for the end of that, however it ends."""
+        return self._lock
+
+    def settle(self) -> None:
+        """Wait for the end of the step; end what it has begun, if it was interrupted. For readers, from any thread."""
+        with self._lock, contextlib.suppress(*_COPY_ERRORS):  # which each weight that they are of has
+            self.end()
 
     def has_room(self, chunk: Chunk) -> bool:
         """Return whether the copies in of a chunk can begin beside those that are under way."""
@@ -196,7 +234,7 @@ class UpdateStream:
 
     def depart(self, done: Sequence[Done]) -> Departure:
         """Write the weights and the states to where they are kept; copies out begin."""
-        departure = Departure([each.update.parameter for each in done])
+        departure = Departure([each.update.parameter for each in done], self.settle)
         self._departures.append(departure)
         self._unsettled.update(departure.parameters)
         pairs: _Pairs = []
@@ -276,21 +314,21 @@ class UpdateStream:
         if departure.event is None:  # there are none, or somebody interrupted the step
             departure.fail(InvariantError("the step was interrupted"))
         failed: BaseException | None = None
-        for offloaded, future in departure.writes:
-            if not future.done():
-                failed = self._end_update(offloaded, future) or failed
+        for offloaded, write in departure.writes:
+            if not write.done():
+                failed = self._end_update(offloaded, write) or failed
         if departure.kept and failed is None:
             self._unsettled.difference_update(departure.parameters)
         return failed
 
-    def _end_update(self, offloaded: OffloadedParameter, future: "Future[None]") -> BaseException | None:
+    def _end_update(self, offloaded: OffloadedParameter, write: Write) -> BaseException | None:
         """End the update of a weight whose copy is done; return an error."""
         try:
             self._engine.stats.add(h2d_bytes=offloaded.finish_update())
-            future.set_result(None)
+            write.end()
         except BaseException as error:  # raised by the next reader of the parameter, too
-            if not future.done():
-                future.set_exception(error)
+            if not write.done():
+                write.end(error)
             if not isinstance(error, _COPY_ERRORS):
                 raise
             return error

@@ -1,6 +1,7 @@
 """A step of a whole-matrix optimizer that does not end: weight and state are of one step, or the next use says no."""
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -143,6 +144,80 @@ def test_an_interrupt_at_any_line_leaves_no_mixture_of_steps(place: str, cls: ty
     assert told
     assert all("go back to a checkpoint" in each for each in told)
     assert whole > len(told) / 2
+
+
+@pytest.mark.filterwarnings("ignore:.*could not be updated.*:UserWarning")
+@pytest.mark.parametrize("place", ["offloaded"], indirect=True)
+@pytest.mark.parametrize("apart", [1, 3, 8, 20])
+def test_no_reader_waits_for_ever_after_two_interrupts(place: str, apart: int) -> None:
+    """The second comes while the step ends for the first: readers have the weights of a step, or are told."""
+    install_engine(Engine(torch.device("cpu"), host_budget_bytes=1 << 26, streams=FaultyCpuStreams(delay_s=0.0002)))
+    model, optimizer = made(place, torch.optim.AdamW)
+    values = []
+    for step in range(2):
+        train(model, optimizer, range(step, step + 1))
+        values.append([value for value, _ in found(model, optimizer)])
+    interrupts = Interrupts(INTERRUPTED)
+    model, optimizer = made(place, torch.optim.AdamW)
+    train(model, optimizer, range(1))
+    set_gradients(model, 1)
+    interrupts.run(optimizer.step)
+    last, twice = interrupts.lines, 0
+    for at in range(last - 90, last, 5):
+        model, optimizer = made(place, torch.optim.AdamW)
+        train(model, optimizer, range(1))
+        set_gradients(model, 1)
+        interrupts.run(optimizer.step, at, at + apart)
+        twice += len(interrupts.where) == 2
+        read = read_elsewhere(model)
+        assert read is not None, interrupts.where
+        assert len(read) == len(model), interrupts.where
+        for index, value in enumerate(read):
+            if isinstance(value, Tensor):
+                assert any(torch.equal(value, step[index]) for step in values), interrupts.where
+            else:
+                assert "go back to a checkpoint" in str(value)
+    assert twice > 9
+
+
+def read_elsewhere(model: nn.ParameterList) -> list[Tensor | TencacheError] | None:
+    """Return each weight, or what its reader is told, read in another thread; None if that waits for ever."""
+    read: list[Tensor | TencacheError] = []
+
+    def read_all() -> None:
+        for parameter in model:
+            offloaded = find_offloaded(parameter)
+            assert offloaded is not None
+            try:
+                offloaded.wait_update()
+                read.append(offloaded.host.clone())
+            except TencacheError as error:
+                read.append(error)
+
+    reader = threading.Thread(target=read_all, daemon=True)
+    reader.start()
+    reader.join(10)
+    return None if reader.is_alive() else read
+
+
+@pytest.mark.parametrize("place", ["offloaded"], indirect=True)
+def test_a_step_that_nobody_has_ended_is_ended_by_a_reader(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = made(place, torch.optim.Adam)
+    train(model, optimizer, range(1))
+    set_gradients(model, 1)
+
+    def interrupted(stream: Any, departure: Any) -> object:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(streamed_optimizer.UpdateStream, "_end", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    read = read_elsewhere(model)
+    assert read is not None
+    expected = made(place, torch.optim.Adam)
+    train(*expected, range(2))
+    assert all(are_same(one, other) for one, other in zip(found(model, optimizer), found(*expected), strict=True))
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)

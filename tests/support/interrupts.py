@@ -1,5 +1,6 @@
-"""Interrupts at a chosen line, as Ctrl-C comes at any."""
+"""Interrupts at chosen lines, as Ctrl-C comes at any."""
 
+import linecache
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -8,34 +9,56 @@ from typing import Any
 
 
 class Interrupts:
-    """Counts the lines that this thread runs in files of some names, and raises `KeyboardInterrupt` at one of them."""
+    """Counts the lines that this thread runs in files of some names, and raises `KeyboardInterrupt` at some of them.
+
+    Lines with a `with` do not count. Python's own interrupts never come between the end of its body and its exit, and
+    a trace function is called there.
+    """
 
     def __init__(self, files: Collection[str]) -> None:
         self._files = frozenset(files)
-        self._at = -1
+        self._at: frozenset[int] = frozenset()
         self.lines = 0
-        self.where = ""
+        self.where: list[str] = []
 
-    def run(self, work: Callable[[], object], at: int = -1) -> bool:
-        """Call `work`, interrupted at the line of that number; return whether it was."""
-        self._at, self.lines, self.where = at, 0, ""
-        before = sys.gettrace()
+    def run(self, work: Callable[[], object], *at: int) -> bool:
+        """Call `work`, interrupted at the lines of these numbers; return whether an interrupt ended it."""
+        self._at, self.lines, self.where = frozenset(at), 0, []
+        before = sys.gettrace(), sys.getprofile()
         sys.settrace(self._called)
+        sys.setprofile(self._profiled)
         try:
             work()
         except KeyboardInterrupt:
             return True
         finally:
-            sys.settrace(before)
+            sys.setprofile(before[1])  # first, for it sets the other
+            sys.settrace(before[0])
         return False
 
+    def _is_counted(self, frame: FrameType) -> bool:
+        return Path(frame.f_code.co_filename).name in self._files
+
     def _called(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        return self._passed if Path(frame.f_code.co_filename).name in self._files else None
+        return self._passed if self._is_counted(frame) else None
 
     def _passed(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
-        if event == "line":
+        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(
+            "with "
+        ):
             self.lines += 1
-            if self.lines - 1 == self._at:
-                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            if self.lines - 1 in self._at:
+                self.where.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
                 raise KeyboardInterrupt
         return self._passed
+
+    def _profiled(self, frame: FrameType, event: str, _: Any) -> None:
+        """Go on to trace after an interrupt: Python removes a trace function that raises."""
+        if sys.gettrace() is not None:
+            return
+        within: FrameType | None = frame
+        while within is not None:
+            if self._is_counted(within):
+                within.f_trace = self._passed
+            within = within.f_back
+        sys.settrace(self._called)
