@@ -171,7 +171,7 @@ def fake_model(made: FactoryResult, device: torch.device, mode: FakeTensorMode) 
     if isinstance(loss_fn, nn.Module):
         loss_fn = copied(loss_fn)
     elif isinstance(loss_fn, functools.partial):
-        loss_fn = functools.partial(loss_fn.func, *held(loss_fn.args), **held(loss_fn.keywords))
+        loss_fn = _applied(loss_fn.func, held(loss_fn.args), held(loss_fn.keywords))
     elif isinstance(loss_fn, FunctionType):
         cells = tuple(CellType(held(cell.cell_contents)) for cell in loss_fn.__closure__ or ())
         kept = loss_fn.__code__, loss_fn.__globals__, loss_fn.__name__, held(loss_fn.__defaults__)
@@ -185,6 +185,15 @@ def fake_model(made: FactoryResult, device: torch.device, mode: FakeTensorMode) 
         Tensor, lambda tensor: faked(tensor, device), (tuple(made.inputs), dict(made.named_inputs))
     )
     return FactoryResult(model=copied(model), inputs=inputs, named_inputs=named_inputs, loss_fn=loss_fn)
+
+
+def _applied(function: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """Return what functools.partial does, as a function: torch 2.11 does not trace one that has tensors."""
+
+    def call(output: Any) -> Any:
+        return function(*given, output, **named)
+
+    return call
 
 
 def _fake(tensor: Tensor, device: torch.device, mode: FakeTensorMode) -> Tensor:
