@@ -67,6 +67,7 @@ def _own_offloaded(module: nn.Module) -> dict[str, OffloadedParameter]:
     return {name: offloaded for name, offloaded in found if offloaded is not None}
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _into_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     for name, offloaded in _own_offloaded(module).items():
         offloaded.wait_update()
@@ -75,6 +76,7 @@ def _into_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
             state_dict[prefix + name] = offloaded.host if shard is None else shard.as_dtensor(offloaded.host)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before_load(
     module: nn.Module,
     state_dict: dict[str, Any],
@@ -99,6 +101,7 @@ def _before_load(
         offloaded.load()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
     for offloaded in _own_offloaded(module).values():
         if offloaded.on_device:  # else a module below it has the parameter, too, and was loaded before this hook

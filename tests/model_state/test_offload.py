@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tencache_fx
 from tencache_fx.errors import OptionError
@@ -254,3 +254,27 @@ def test_a_module_between_regions_brings_its_own_parameters() -> None:
             home.evict()
     torch.testing.assert_close(run(inputs), expected)
     torch.compiler.reset()
+
+
+def test_a_state_dict_taken_in_a_compiled_forward_breaks_the_graph_as_often_as_without_offloading() -> None:
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(256, 256), nn.Linear(256, 256)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x)) * self.first.state_dict()["weight"].sum()
+
+    breaks, outputs = [], []
+    for offloaded in (False, True):
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        model: nn.Module = Reading()
+        if offloaded:
+            model = tencache_fx.offload(model, "cpu")
+        run = torch.compile(model, backend="tencache" if offloaded else "eager")
+        outputs.append(run(torch.ones(2, 256)).detach())
+        breaks.append(sum(torch._dynamo.utils.counters["graph_break"].values()))
+    assert breaks[1] == breaks[0]
+    torch.testing.assert_close(*outputs)
