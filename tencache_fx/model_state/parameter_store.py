@@ -58,7 +58,8 @@ class ParameterStore:
         engine.pool.keep_free(self._state_to_come)
 
     def __iter__(self) -> Iterator[OffloadedParameter]:
-        for key, offloaded in tuple(self._by_storage.items()):
+        # A copy: the collector may run as the pairs of `items` are allocated, and remove parameters.
+        for key, offloaded in self._by_storage.copy().items():
             parameter = offloaded._parameter()
             if parameter is not None and parameter.untyped_storage()._cdata == key:  # else it has another storage now
                 yield offloaded

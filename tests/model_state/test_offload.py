@@ -1,5 +1,6 @@
 """How a model gets to host memory: from "meta" without a copy too many, and with a progress bar where it takes long."""
 
+import gc
 import io
 import sys
 from typing import Any
@@ -278,3 +279,23 @@ def test_a_state_dict_taken_in_a_compiled_forward_breaks_the_graph_as_often_as_w
         breaks.append(sum(torch._dynamo.utils.counters["graph_break"].values()))
     assert breaks[1] == breaks[0]
     torch.testing.assert_close(*outputs)
+
+
+def test_parameters_may_die_while_all_are_looked_at() -> None:
+    """Python's collector may run at any allocation."""
+    kept = [tencache_fx.offload(nn.Linear(HIDDEN, HIDDEN, bias=False), "cpu") for _ in range(20)]
+    store, before = parameters_of(engines()[0]), gc.get_threshold()
+    for later in range(1, 40):
+        gc.disable()
+        for _ in range(3):
+            model = nn.Linear(HIDDEN, HIDDEN, bias=False)
+            model.itself = [model]  # a cycle
+            tencache_fx.offload(model, "cpu")
+        del model
+        gc.set_threshold(gc.get_count()[0] + later)
+        gc.enable()
+        try:
+            assert len(list(store)) >= len(kept)
+        finally:
+            gc.set_threshold(*before)
+            gc.collect()
