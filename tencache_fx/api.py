@@ -30,7 +30,7 @@ from tencache_fx.reporting.tables import (
 )
 from tencache_fx.reporting.view import views_of
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.engine_registry import engines, open_engine, open_swap_points
+from tencache_fx.runtime.engine_registry import close_engines, engines, open_engine, open_swap_points
 from tencache_fx.runtime.stats import Counts, no_counts
 from tencache_fx.stages import STAGES, show_times
 from tencache_fx.units import format_bytes
@@ -194,6 +194,5 @@ def close() -> None:
 
     Models compiled so far must be compiled again before they run.
     """
-    for engine in engines():
-        engine.close()
+    close_engines()
     stop_builds()

@@ -62,6 +62,7 @@ class Region:
         self._source, self._offloaded = source, offloaded
         self._check = BudgetCheck(source)
         self._calls, self._checkpointed = CallTimes(), CheckpointedCalls()
+        self._planned_budget: int | None = None
         if runs is None:
             self.current = self._or_alone(lambda: self._compile(inputs, offloaded, None))
         else:
@@ -104,6 +105,8 @@ class Region:
             self._review(args)
         current = self._checkpointed.choose(self.current)
         self.step.enter(current, args)
+        if self.scope.by_step and self.step.device_budget != self._planned_budget:
+            self._leave_for_updates(self.step.device_budget, None)
         if current is not placed:
             current.placement.apply(offloaded)
         names = current.placement.names
@@ -309,10 +312,17 @@ class Region:
             compiled = compile_region(self._source, inputs, request, self.monitors)
         for monitor in self.monitors:
             monitor.on_compiled(request, compiled)
-        self._leave_for_updates(None if by_step or compiled.record is None else compiled.record.problem)
+        if by_step:
+            self._leave_for_updates(self.step.device_budget, None)
+        else:
+            own = None if compiled.record is None else compiled.record.problem
+            self._leave_for_updates(self._source.options.device_budget, own)
         return compiled
 
-    def _leave_for_updates(self, problem: Problem | None) -> None:
-        """Let optimizers know what this region leaves free, by the problem of its own plan if it has one."""
-        if (budget := self._source.options.device_budget) is not None:
-            leave_for_updates(self, self.device, update_bytes(budget, problem))
+    def _leave_for_updates(self, budget: int | None, problem: Problem | None) -> None:
+        """Let optimizers know what plans within `budget` leave free, by the `problem` of a plan of this region alone.
+
+        A step leaves what the region with the least budget does: so it counts as long as that lives, whatever else ran.
+        """
+        self._planned_budget = budget
+        leave_for_updates(self, self.device, None if budget is None else update_bytes(budget, problem))

@@ -11,7 +11,7 @@ from tencache_fx.errors import BudgetError, OptionError, StoreError
 from tencache_fx.hardware.device_memory import held_bytes
 from tencache_fx.model_state.step_hooks import is_updated_in_backward
 from tencache_fx.options import Options
-from tencache_fx.planning.external import drift_bytes, update_bytes
+from tencache_fx.planning.external import drift_bytes
 from tencache_fx.planning.parameter_schedule import keep_resident
 from tencache_fx.planning.plan import Plan, PoolClass
 from tencache_fx.planning.problem import Budgets
@@ -29,7 +29,7 @@ from tencache_fx.region.step_records import record_step
 from tencache_fx.region.step_residency import Order, Place, ReadParameters, Run, StepResidency
 from tencache_fx.reporting.dump import write_step
 from tencache_fx.reporting.step_tables import show_figures
-from tencache_fx.runtime.engine_registry import leave_for_updates, usage
+from tencache_fx.runtime.engine_registry import usage
 from tencache_fx.runtime.swap_points import SwapPoints
 from tencache_fx.units import PAGE_BYTES, round_up
 
@@ -137,7 +137,6 @@ class StepPlanner:
     def consider(self, program: Program, options: Options) -> None:
         """Plan a program that has been measured, if it is new, or if that was for other memory than is there now."""
         device, limit = self._points.engine.device, options.device_budget
-        leave_for_updates(self, device, None if limit is None else update_bytes(limit))
         program.rounds.look()
         other = program.planned is not None and program.planned.made_for != (limit, program.accumulation)
         if not other and (program.plans >= _PLANS or not self._is_outdated(program, limit)):

@@ -45,6 +45,7 @@ class Registry:
     def leave_for_updates(self, owner: object, device: torch.device, nbytes: int | None) -> None:
         """Note what the plan of `owner` leaves free of a device, in place of what it left before."""
         with self._lock:
+            self._drop_closed()
             self._left_bytes.pop(owner, None)
             if nbytes is not None:
                 self._left_bytes[owner] = device, nbytes
@@ -52,6 +53,7 @@ class Registry:
     def left_for_updates(self, device: torch.device) -> int | None:
         """Return the least that a plan leaves free of a device; None without any."""
         with self._lock:
+            self._drop_closed()
             return min((nbytes for where, nbytes in self._left_bytes.values() if where == device), default=None)
 
     def by_id(self, index: int) -> Engine | SwapPoints:
@@ -67,7 +69,7 @@ class Registry:
     def open_engines(self) -> tuple[Engine, ...]:
         """Return the open engines, oldest first; in a forked child, those that it opened itself."""
         with self._lock:
-            self._engines = {index: engine for index, engine in self._engines.items() if not engine.closed}
+            self._drop_closed()
             return tuple(engine for engine in self._engines.values() if not engine.inherited)
 
     def engine_of(self, device: torch.device) -> Engine | None:
@@ -89,6 +91,7 @@ class Registry:
         if self.engine_of(engine.device) is not None:
             raise InvariantError(f"{engine.device} has an open engine already; call tencache_fx.close() first.")
         with self._lock:
+            self._drop_closed()
             engine.id = self._count
             self._count += 1
             self._engines = {**self._engines, engine.id: engine}
@@ -96,7 +99,7 @@ class Registry:
     def points_of(self, engine: Engine) -> SwapPoints:
         """Return the swap points of an engine, made when they are first asked for."""
         with self._lock:
-            self._points = {index: points for index, points in self._points.items() if not points.closed}
+            self._drop_closed()
             found = next((points for points in self._points.values() if points.engine is engine), None)
             if found is None:
                 found = SwapPoints(engine)
@@ -135,10 +138,12 @@ class Registry:
                 return None
             return watch if watch.is_current or watch.cause is not None else None
 
-    def close_all(self) -> None:
-        """Close every engine of this process, which ends."""
+    def close_all(self, *, at_exit: bool = False) -> None:
+        """Close every engine of this process, and keep nothing of them; `at_exit` says that the process ends."""
         for engine in self.open_engines():
-            engine.close(at_exit=True)
+            engine.close(at_exit=at_exit)
+        with self._lock:
+            self._drop_closed()
 
     def reset_in_child(self) -> None:
         """Make a forked child's copy safe: its lock is free, and the parent's engines are never taken apart.
@@ -150,10 +155,23 @@ class Registry:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
         self._lock, self._rank_lock = threading.Lock(), threading.Lock()
 
+    def _drop_closed(self) -> None:
+        """Forget closed engines, their swap points, and what plans left free of their devices. Lock held.
+
+        Regions that were compiled for one of them have to be compiled again before they run.
+        """
+        devices = {engine.device for engine in self._engines.values() if engine.closed}
+        if not devices:
+            return
+        self._engines = {index: engine for index, engine in self._engines.items() if not engine.closed}
+        self._points = {index: points for index, points in self._points.items() if not points.closed}
+        for owner in [owner for owner, (device, _) in self._left_bytes.items() if device in devices]:
+            del self._left_bytes[owner]
+
 
 _REGISTRY = Registry()
 _PAUSE = CollectorPause()
-atexit.register(_REGISTRY.close_all)
+atexit.register(_REGISTRY.close_all, at_exit=True)
 os.register_at_fork(after_in_child=_REGISTRY.reset_in_child)
 # Destructors count on what the handlers of a fork, ours and those of others, have yet to make anew in the child.
 # Registered last, these are the first of those that run before a fork, and the last of those behind it.
@@ -237,7 +255,10 @@ def find_engine(device: torch.device) -> Engine | None:
 
 
 def leave_for_updates(owner: object, device: torch.device, nbytes: int | None) -> None:
-    """Note that for as long as `owner` lives its plan leaves so much of `device` free for updates; None without one."""
+    """Note that the plan of `owner` leaves so much of `device` free for updates; None without one.
+
+    That counts for as long as `owner` lives, and until the engine of `device` is closed.
+    """
     _REGISTRY.leave_for_updates(owner, resolve_device(device), nbytes)
 
 
@@ -306,6 +327,11 @@ def open_swap_points() -> tuple[SwapPoints, ...]:
 def engines() -> tuple[Engine, ...]:
     """Return all open engines."""
     return _REGISTRY.open_engines()
+
+
+def close_engines() -> None:
+    """Close all open engines."""
+    _REGISTRY.close_all()
 
 
 def inherited_engines() -> tuple[Engine, ...]:

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
+from conftest import collect
 from harness import Block
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,6 +29,7 @@ from tencache_fx.runtime.engine_registry import engines, leave_for_updates, swap
 SIZES = ((7,), (64,), (3, 5), (4096,), (16, 256), (5000,), (1,), (2, 2, 2), (0,), (8192,))
 DTYPES = (torch.float32, torch.bfloat16)
 CPU = torch.device("cpu")
+MOST = device_updates._MOST_BYTES  # at once, where no plan leaves less
 
 
 class Plan:
@@ -165,7 +168,7 @@ def test_copies_take_no_more_than_plans_leave(state: StateDtype, free_bytes: int
 
 
 def test_the_plan_that_leaves_least_counts_as_long_as_it_lives() -> None:
-    limit, most = partial(device_updates.most_copied_bytes, CPU), device_updates.most_copied_bytes(CPU)
+    limit = partial(device_updates.most_copied_bytes, CPU)
     with leaving(5000):
         with leaving(2000), leaving(1 << 40):
             assert limit() == 2000
@@ -177,7 +180,7 @@ def test_the_plan_that_leaves_least_counts_as_long_as_it_lives() -> None:
         assert limit() == 4000
         del plan
         assert limit() == 5000
-    assert limit() == most
+    assert limit() == MOST
 
 
 def test_a_plan_leaves_what_is_kept_for_drift_or_is_free_when_its_last_step_is_over() -> None:
@@ -240,19 +243,65 @@ def test_updates_stay_within_a_budget_that_is_just_what_a_region_needs() -> None
 
 
 @pytest.mark.usefixtures("closed")
-def test_a_budget_that_is_lowered_counts_for_updates_from_the_next_step_on() -> None:
+def test_another_budget_counts_for_updates_from_the_next_step_on() -> None:
     model, x = nn.Sequential(*(Block(64, 2) for _ in range(4))), torch.randn(64, 64)
     tencache_fx.configure(device_budget=4_000_000, compiler="eager", calibrate=False, host_budget=1 << 28)
     try:
         for block in model:
             block.compile(backend="tencache", options={"scope": "step"})
-        for budget in (4_000_000, 3_000_000):
+        for budget in (4_000_000, 3_000_000, 5_000_000):
             tencache_fx.configure(device_budget=budget)
             for _ in range(2):
                 model(x).square().mean().backward()
                 assert device_updates.most_copied_bytes(CPU) == drift_bytes(budget)
     finally:
         tencache_fx.configure(reset=True)
+
+
+def trained_with_its_step(budget: int) -> nn.Sequential:
+    """Return a model that was planned by steps; it has code of its own, which goes with it."""
+    code = {"forward": FunctionType(Block.forward.__code__.replace(), Block.forward.__globals__)}
+    kind, x = type("Own", (Block,), code), torch.randn(64, 64)
+    model = nn.Sequential(*(kind(64, 2) for _ in range(2)))
+    options = {"compiler": "eager", "calibrate": False, "scope": "step", "host_budget": 1 << 28}
+    for block in model:
+        block.compile(backend="tencache", options={**options, "device_budget": budget})
+    for _ in range(3):
+        model(x).square().mean().backward()
+    assert any(step.device_budget == budget for step in tencache_fx.steps())
+    return model
+
+
+@pytest.mark.usefixtures("closed")
+def test_a_step_counts_as_long_as_the_code_of_its_regions_lives() -> None:
+    """Another model's optimizer has no part in a budget that nobody runs within any more."""
+    limit = partial(device_updates.most_copied_bytes, CPU)
+    models = [trained_with_its_step(budget) for budget in (4_000_000, 2_000_000, 3_000_000)]
+    assert limit() == drift_bytes(2_000_000)
+    del models[1]
+    collect()
+    assert limit() == drift_bytes(3_000_000)
+    models[0](torch.randn(64, 64)).square().mean().backward()
+    assert limit() == drift_bytes(3_000_000), "the model that did not run last lives, too"
+    torch.compiler.reset()
+    collect()
+    assert limit() == MOST
+    models[0](torch.randn(64, 64)).square().mean().backward()
+    assert limit() == drift_bytes(4_000_000)
+
+
+@pytest.mark.usefixtures("closed")
+@pytest.mark.parametrize(("scope", "budget"), [("step", 4_000_000), ("region", 290_000)])
+def test_plans_for_an_engine_that_was_closed_count_no_more(scope: str, budget: int) -> None:
+    model, x = Block(64, 2), torch.randn(64, 64)
+    options = {"compiler": "eager", "calibrate": False, "host_budget": 1 << 28, "recompute": "none", "scope": scope}
+    model.compile(backend="tencache", options={**options, "device_budget": budget})
+    model(x).square().mean().backward()
+    assert engines()
+    assert device_updates.most_copied_bytes(CPU) == drift_bytes(budget)
+    tencache_fx.close()
+    assert regions(), "their code lives, though it cannot run any more"
+    assert device_updates.most_copied_bytes(CPU) == MOST
 
 
 def test_a_weight_set_before_a_step_that_failed_is_taken_over_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

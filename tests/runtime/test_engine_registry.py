@@ -4,19 +4,31 @@ import ctypes
 import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import eventually, open_files
+from conftest import collect, eventually, open_files
 from forked import exit_code, forked
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import tencache_fx
 from tencache_fx.errors import InvariantError, OptionError, TencacheError
 from tencache_fx.planning.plan import PoolClass
 from tencache_fx.planning.problem import Tier
+from tencache_fx.region.step_recorder import recorder_of
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.engine_registry import Registry, engine_by_id, engines, install_engine, open_engine
+from tencache_fx.runtime.engine_registry import (
+    Registry,
+    engine_by_id,
+    engines,
+    install_engine,
+    open_engine,
+    swap_points,
+)
 
 CPU = torch.device("cpu")
 
@@ -107,6 +119,63 @@ def test_a_forked_child_leaves_the_engines_alone() -> None:
     assert exit_code(forked(left)) == 0
     registry.close_all()
     assert engine.closed
+
+
+class Owner:
+    """Has a plan."""
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from(("cpu", "cuda:0")), st.sampled_from((None, 10, 20, 30)), st.integers(0, 3)),
+            st.tuples(st.just("end"), st.none(), st.integers(0, 3)),
+            st.tuples(st.sampled_from(("open", "close", "close all")), st.none(), st.just(0)),
+        ),
+        max_size=12,
+    )
+)
+def test_what_plans_leave_counts_until_they_end_or_their_engine_does(
+    deeds: list[tuple[str, int | None, int]],
+) -> None:
+    registry, owners = Registry(), [Owner() for _ in range(4)]
+    wanted: dict[int, tuple[str, int]] = {}  # by the owner's number
+    engine: Engine | None = None
+    try:
+        for deed, nbytes, number in deeds:
+            if deed == "end":
+                owners[number] = Owner()
+                wanted.pop(number, None)
+            elif deed == "open":
+                if engine is None:
+                    registry.install(engine := Engine(CPU, host_budget_bytes=4096))
+            elif deed.startswith("close"):
+                if engine is not None:
+                    registry.close_all() if deed == "close all" else engine.close()
+                    wanted = {at: left for at, left in wanted.items() if left[0] != "cpu"}
+                engine = None
+            else:
+                registry.leave_for_updates(owners[number], torch.device(deed), nbytes)
+                wanted.pop(number, None)
+                if nbytes is not None:
+                    wanted[number] = deed, nbytes
+            for device in ("cpu", "cuda:0"):
+                left = registry.left_for_updates(torch.device(device))
+                assert left == min((nbytes for where, nbytes in wanted.values() if where == device), default=None)
+    finally:
+        registry.close_all()
+
+
+def test_nothing_keeps_what_was_closed() -> None:
+    engine = open_engine(CPU, host_budget_bytes=4096)
+    points = swap_points(engine)
+    recorder_of(points)
+    gone = weakref.ref(engine), weakref.ref(points), weakref.ref(points.observer)
+    del engine, points
+    tencache_fx.close()
+    collect()
+    assert [each() for each in gone] == [None] * 3
 
 
 def is_mapped(address: int) -> bool:
