@@ -131,7 +131,16 @@ class SwapRegion:
         return live[:boundary] - given, live[boundary:] - handed
 
     def _live(self, transfers: Sequence[Transfer]) -> Bytes:
-        return live_bytes(replace(self.problem, external_bytes=0, boundary_bytes=0), transfers)
+        """Return the bytes of each step; a donated input that has a swap point is free behind its last use.
+
+        The backward waits for it, and holds nothing but what that returns.
+        """
+        live = live_bytes(replace(self.problem, external_bytes=0, boundary_bytes=0), transfers).copy()
+        away = {swap.name for swap in self.swaps}
+        for storage in self.problem.storages:
+            if storage.caller_frees_at and storage.name in away:
+                live[storage.uses[-1] + 1 :] -= storage.nbytes
+        return live
 
     @cached_property
     def swapped_bytes(self) -> int:

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from harness import Block, faulty_cuda_engine
+from step_trace import spans_of
 from torch import Tensor, nn
 
 import tencache_fx
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.reporting.step_tables import list_step
 from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.engine_registry import swap_points
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +67,11 @@ def test_steps_are_right_and_within_the_budget(faulty: Engine, compiler: str, sh
                 assert torch.equal(gradient, wanted)
             else:
                 torch.testing.assert_close(gradient, wanted, rtol=1e-3, atol=1e-5)
-    assert max(ours) <= budget, (ours, budget, "\n\n".join(map(list_step, tencache_fx.steps())), tencache_fx.report())
+    if max(ours) > budget:  # say where: it depends on the plan, and that on the rates of the machine
+        spans = spans_of(swap_points(faulty), lambda: train(model, 1))
+        over = [span for span in spans if span.held_bytes > span.planned_bytes]
+        steps = "\n\n".join(map(list_step, tencache_fx.steps()))
+        pytest.fail("\n".join((f"{ours} over {budget}", *map(str, over), steps, tencache_fx.report())))
     recomputed = any(swap_region.recomputed for swap_region in map(_swap_region, REGIONS.live()) if swap_region)
     assert (recomputed or bool(tencache_fx.steps()[-1].plan.transfers)) == (share < 1)
 

@@ -1,5 +1,6 @@
 """A CPU whose allocator counts as an accelerator's does, and models to train on it."""
 
+import contextlib
 import gc
 import logging
 import weakref
@@ -14,9 +15,14 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import tencache_fx
+from tencache_fx.hardware import memory_gauge
+from tencache_fx.hardware.device_memory import AllocatorCounts
 from tencache_fx.kept_code import Phase
-from tencache_fx.region import boundary_memory, budget_check, environment
-from tencache_fx.region.compiled_region import WrittenPlan
+from tencache_fx.region import boundary_memory, budget_check, environment, step_planner
+from tencache_fx.region.compiled_region import Compiled, WrittenPlan, keep_boxed
+from tencache_fx.region.step_monitor import StepMonitor
+from tencache_fx.runtime.swap_points import SwapPoints
+from tencache_fx.runtime.transfers import Layout
 
 ROWS, WIDTH = 1024, 64
 VALUE = 4 * ROWS * WIDTH  # bytes of one activation
@@ -105,6 +111,54 @@ def metered_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtur
     yield found
     torch.compiler.reset()
     tencache_fx.close()
+
+
+@contextlib.contextmanager
+def counting_steps() -> Iterator[Meter]:
+    """Have the regions of steps take a CPU for a device whose allocator counts, as a GPU's does.
+
+    Other work than compiled forwards counts if it runs within the meter, as backwards have to.
+    """
+    found, instrument, empty = Meter(), StepMonitor.instrument, Layout.empty
+
+    def metered(self: StepMonitor, phase: Phase, run: Compiled, written: WrittenPlan) -> Compiled:
+        def run_metered(*args: object) -> object:
+            with found:
+                return run(*args)
+
+        return instrument(self, phase, keep_boxed(run, run_metered), written)
+
+    def unmetered(call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_unmetered(*args: Any, **more: Any) -> Any:
+            with _disable_current_modes():  # buffers in host memory are none of the device
+                return call(*args, **more)
+
+        return call_unmetered
+
+    def met(self: Layout) -> Tensor:
+        tensor = empty(self)
+        found._meet(tensor.untyped_storage())
+        return tensor
+
+    def counts(device: torch.device) -> AllocatorCounts:
+        return AllocatorCounts(found.held, found.peak, found.ever)
+
+    def forget(device: torch.device) -> None:
+        found.peak = found.held
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepMonitor, "instrument", metered)
+        patch.setattr(Layout, "empty", met)
+        for name in ("begin", "end", "follow", "make_room"):
+            patch.setattr(SwapPoints, name, unmetered(getattr(SwapPoints, name)))
+        patch.setattr(
+            memory_gauge, "allocator_counts", lambda device: AllocatorCounts(found.held, found.peak, found.ever)
+        )
+        patch.setattr(memory_gauge, "counts_all", lambda device: True)
+        patch.setattr(memory_gauge, "forget_peak", forget)
+        for module in (budget_check, environment, step_planner):
+            patch.setattr(module, "held_bytes", lambda device: found.held)
+        yield found
 
 
 class Layer(nn.Module):
