@@ -37,7 +37,10 @@ _VIEWS = ("summary", "tensors", "pool", "graphs", "all", "why")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0, 1 for a model that does not fit, or 2 with why what was asked cannot be done."""
+    """Run the command line; return 0, or 1 for a model that does not fit.
+
+    It is 2 where what was asked cannot be done, with why, and 130 where somebody interrupts, as shells have it.
+    """
     arguments = _parser().parse_args(argv)
     run: Callable[[argparse.Namespace], str] = arguments.run
     try:
@@ -45,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TencacheError as error:
         print(f"tencache: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("tencache: interrupted.", file=sys.stderr)
+        return 130
     try:
         print(text, flush=True)
     except OSError as error:

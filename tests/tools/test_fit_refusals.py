@@ -50,6 +50,7 @@ def reads_index(): return Calls(lambda y: y[: y.argmax().item()]), x
 def reads_list(): return Calls(lambda y: y * y.tolist()[0][0]), x
 def sizes_by_value(): return Calls(lambda y: y[y > 0]), x
 def exits(): sys.exit(3)
+def interrupts(): raise KeyboardInterrupt
 def exits_in_silence(): sys.exit()
 def raises_own(): raise OwnError("my own")
 def divides(): return 1 / 0
@@ -230,7 +231,5 @@ def test_what_only_looks_odd_is_fitted(command: Callable[..., tuple[int, str, st
     assert out.startswith("{")
 
 
-def test_an_interrupt_is_none_of_the_users_errors(command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
-    (tmp_path / "interrupted.py").write_text("def make():\n    raise KeyboardInterrupt\n")
-    with pytest.raises(KeyboardInterrupt):
-        command("interrupted.py:make")
+def test_an_interrupt_ends_the_command_without_a_traceback(command: Callable[..., tuple[int, str, str]]) -> None:
+    assert command("odd.py:interrupts") == (130, "", "tencache: interrupted.\n")
