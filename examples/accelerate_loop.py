@@ -1,4 +1,4 @@
-"""A plain loop with Accelerate: weights, gradients and AdamW's state in host memory, the rest within 4 MB."""
+"""A plain loop with Accelerate: weights, gradients and AdamW's state in host memory, the rest within 5 MB."""
 
 import torch
 from accelerate import Accelerator
@@ -17,7 +17,7 @@ def train(folder: str, *, resume: bool = False, plain: bool = False) -> tuple[to
     model, optimizer, backend = GPT2LMHeadModel(GPT2Config(**SHAPE)), torch.optim.AdamW, "no"
     if not plain:
         tencache_fx.integrations.dynamo_backend.register()
-        tencache_fx.configure(device_budget="4MB", host_budget="64MiB")
+        tencache_fx.configure(device_budget="5MB", host_budget="64MiB")
         model, optimizer, backend = tencache_fx.offload(model), tencache_fx.optim.AdamW, "tencache"
     accelerator = Accelerator(gradient_accumulation_steps=2, dynamo_backend=backend)
     batches, losses = torch.utils.data.DataLoader(TEXT, batch_size=4), []
