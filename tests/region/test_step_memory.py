@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -113,3 +113,74 @@ def test_steps_hold_what_their_plan_says(
     assert plan.forecast.peak_bytes == planned_bytes
     if not plan.resident:  # they are made where the meter does not look, as are the smallest tensors
         assert max(span.held_bytes for span in spans) > planned_bytes - 4096
+
+
+class Joint(nn.Module):
+    """A block of the sum of two activations, both of which its backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.block = nn.Linear(WIDTH, WIDTH), Block(WIDTH, 2)
+
+    def forward(self, x: Tensor, skipped: Tensor) -> Tensor:
+        return self.block(torch.sigmoid(self.gate(skipped)) * x)
+
+
+def run_unet(net: nn.ModuleList, x: Tensor) -> Tensor:
+    """Run half of the blocks down and half up: what is skipped over is there for that long."""
+    skipped: list[Tensor] = []
+    for block in net[:4]:
+        x = block(x)
+        skipped.append(x)
+    for block in net[4:]:
+        x = block(x, skipped.pop())
+    return x
+
+
+def run_decoder(net: nn.ModuleList, x: Tensor) -> Tensor:
+    """Run half of the blocks as an encoder, whose result all others read."""
+    for block in net[:4]:
+        x = block(x)
+    encoded = x
+    for block in net[4:]:
+        x = block(x, encoded)
+    return x
+
+
+@pytest.mark.parametrize("run", [run_unet, run_decoder])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+def test_an_activation_that_several_blocks_read_is_planned_as_long_as_it_is_there(
+    meter: Meter, engine: Engine, run: Callable[[nn.ModuleList, Tensor], Tensor], seed: int
+) -> None:
+    def build_net(budget: int) -> nn.ModuleList:
+        torch.manual_seed(0)
+        with meter:
+            net = nn.ModuleList([*(Block(WIDTH, 2) for _ in range(4)), *(Joint() for _ in range(4))])
+        for block in net:
+            options = {"device_budget": budget, "scope": "step", "compiler": "eager", "host_budget": HOST_BYTES}
+            block.compile(backend="tencache", options=options)
+        return net
+
+    def step(net: nn.ModuleList) -> int:
+        net.zero_grad(set_to_none=True)
+        meter.peak = meter.held
+        with meter:
+            x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+        results = [run(net, x)]
+        with meter:
+            results.pop().square().mean().backward()
+        return meter.peak
+
+    net = build_net(1 << 30)
+    budget = int(random.Random(seed).uniform(0.6, 0.97) * max(step(net) for _ in range(3)))
+    del net
+    torch.compiler.reset()
+    gc.collect()
+    with pytest.MonkeyPatch.context() as patch:
+        pretend_rates(patch, seed)
+        net = build_net(budget)
+        peaks = [step(net) for _ in range(8)]
+        assert max(peaks) <= budget, [peak / budget for peak in peaks]
+        spans = spans_of(swap_points(engine), lambda: step(net))
+    over = [span for span in spans if span.held_bytes > span.planned_bytes]
+    assert not over, "\n".join(map(str, over))
