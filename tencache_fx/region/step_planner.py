@@ -279,6 +279,16 @@ class StepPlanner:
         log.log(level, "%s: everything is offloaded that may be, for there is no plan: %s", _name(program), str(error))
 
 
+def forget_programs(programs: dict[Order, Program], regions: Collection[int]) -> list[Program]:
+    """Take the programs of these regions from among all, and return them."""
+    ended = [program for order, program in programs.items() if any(place.region in regions for place in order)]
+    for program in ended:
+        del programs[program.order]
+    for program in (each for each in programs.values() if each.successor in ended):
+        program.successor = None
+    return ended
+
+
 def record_of(program: Program, device: str) -> StepRecord | None:
     """Return the record of a program's plan, for reports."""
     planned = program.planned

@@ -32,7 +32,7 @@ from tencache_fx.region.external_memory import ExternalMemory
 from tencache_fx.region.misfits import Misfits
 from tencache_fx.region.registry import compilations
 from tencache_fx.region.step_calls import TURNS, Call
-from tencache_fx.region.step_planner import Program, StepPlanner, place_of, record_of
+from tencache_fx.region.step_planner import Program, StepPlanner, forget_programs, place_of, record_of
 from tencache_fx.region.step_residency import Order
 from tencache_fx.region.step_variants import find_nearest, is_like, most_bytes
 from tencache_fx.runtime.swap_points import SwapPoints
@@ -66,6 +66,7 @@ class StepRecorder:
         self._first: Options | None = None  # of the round's first forward
         self._options: Options | None = None  # of the forward that has the least budget
         self._mark = points.gauge.mark()
+        self._shared: frozenset[tuple[int, str]] = frozenset()  # what was known of when the last round was over
         self._collected = False  # garbage, in this round
         self._clean_for: tuple[int, int] | None = None  # budget and compilations when a peak over it was forgotten
         self._left: deque[int] = deque()  # by regions of which no code is left, in whatever thread that was noticed
@@ -188,11 +189,9 @@ class StepRecorder:
 
     def _is_over(self) -> bool:
         """Return whether no forward waits for its backward; those that have waited for long are abandoned."""
-        if not self._visits:
-            return False
         while self._calls and not self._waits(self._calls[-1]):  # mostly the last one waits, and that is all to know
             self._calls.pop()
-        return not self._calls
+        return bool(self._visits) and not self._calls
 
     def _waits(self, call: Call) -> bool:
         return call.turns <= call.most_turns and self._lives(call)
@@ -328,6 +327,10 @@ class StepRecorder:
         if not any(visit.backward for visit in visits):
             return
         self.has_new_code = False
+        shared, self._shared = self._shared, frozenset(self.points.shared)
+        if found := self._shared - shared:  # what was measured counts these as bytes that could leave
+            self._forget_programs({index for index, _ in found})
+            return
         order = tuple(map(place_of, visits))
         recurs = order in self.programs
         program = self.programs.pop(order, None) or Program(order=order, visits=visits)
@@ -364,20 +367,18 @@ class StepRecorder:
                 return
             self._forget_round()
         gone, self._gone = self._gone, set()
-        ended = [program for order, program in self.programs.items() if gone & {place.region for place in order}]
-        for program in ended:
-            del self.programs[program.order]
-        for program in (each for each in self.programs.values() if each.successor in ended):
-            program.successor = None
-        self._last = None if self._last in ended else self._last
-        if self._expected in ended:
-            self._expect(None)
-        for index in gone:
-            self._alone.pop(index, None)
+        self._forget_programs(gone)
+        self._alone = Counter({index: count for index, count in self._alone.items() if index not in gone})
         self.misfits.forget(gone)
         self.external.forget(gone)
         self.points.forget(gone)
         self.planner.forget(gone)
+
+    def _forget_programs(self, regions: set[int]) -> None:
+        ended = forget_programs(self.programs, regions)
+        self._last = None if self._last in ended else self._last
+        if self._expected in ended:
+            self._expect(None)
 
     def _forget_round(self) -> None:
         self.points.settle()

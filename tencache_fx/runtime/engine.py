@@ -225,6 +225,14 @@ class Engine:
         with self._lock:
             return self._table.find(ticket, "look into").dst
 
+    def references(self, handle: Tensor) -> int:
+        """Return how many tensors of the source of a copy out are there for its sake."""
+        with self._lock:
+            transfer = self._table.find(handle, "look into")
+            if transfer.src is None:
+                return 0
+            return 2 if self.streams.keeps_tensors and not transfer.copied_out.query() else 1
+
     def wait(self, ticket: Tensor) -> Tensor:
         """Let compute wait for the copy in; return the tensor. Blocks the host while the disk is still read.
 

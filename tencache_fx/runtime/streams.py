@@ -64,6 +64,8 @@ class Streams(ABC):
     """Orders copies against compute. Safe to call from several threads."""
 
     device: torch.device
+    keeps_tensors = False
+    """Whether a lane has tensors of its own of what it copies, until it has."""
 
     @abstractmethod
     def record_compute(self) -> Event:
@@ -170,6 +172,8 @@ class CpuWatch:
 
 class CpuStreams(Streams):
     """Lanes as threads; compute is the calling thread, so what it "queued so far" is done."""
+
+    keeps_tensors = True
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

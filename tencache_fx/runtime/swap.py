@@ -1,7 +1,8 @@
 """One storage of one call at its swap points, and the handles and tickets that own it."""
 
+import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -23,18 +24,48 @@ class State(Enum):
 
 
 class ExtraBytes:
-    """A sum of bytes, to which any thread adds without a lock; it is asked for in each run, and so kept up to date."""
+    """A sum of bytes, to which any thread adds without a lock; it is asked for in each run, and so kept up to date.
 
-    def __init__(self) -> None:
+    A donated input counts once its caller has dropped it, and once for all calls that it was donated to: up to then
+    each is among those `_doubted`, by the address of its storage. `references` says how many tensors the engine has of
+    what one of its handles stands for.
+    """
+
+    def __init__(self, references: Callable[[Tensor], int]) -> None:
         self.changes: deque[int] = deque()
+        self._references = references
         self._nbytes = 0
+        self._doubted: dict[int, list[weakref.ref[Swap]]] = {}
 
     @property
     def nbytes(self) -> int:
         """Return the sum. For one thread at a time."""
         while self.changes:
             self._nbytes += self.changes.popleft()
-        return self._nbytes
+        return self._nbytes - sum(map(self._uncounted_bytes, list(self._doubted)))
+
+    def doubt(self, swap: "Swap") -> None:
+        """Note a donated input that stays: its caller has it as well. For one thread at a time."""
+        assert swap.src is not None
+        self._doubted.setdefault(swap.src.untyped_storage()._cdata, []).append(weakref.ref(swap))
+
+    def _uncounted_bytes(self, address: int) -> int:
+        """Return by how much less a storage counts than its swaps say."""
+        found = [(swap, swap.src) for ref in self._doubted[address] if (swap := ref()) is not None]
+        here = {
+            swap: src
+            for swap, src in found
+            if src is not None and swap.counted_bytes and src.untyped_storage()._cdata == address
+        }
+        if not here:
+            del self._doubted[address]
+            return 0
+        ours = sum(1 if swap.handle is None else 1 + self._references(swap.handle) for swap in here)
+        others = uses_of(next(iter(here.values()))) > ours
+        if not others and len(here) == 1:
+            del self._doubted[address]
+        counted_bytes = [swap.counted_bytes for swap in here]
+        return sum(counted_bytes) if others else sum(counted_bytes[1:])
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -65,6 +96,8 @@ class Swap:
         if self.extra is not None and nbytes != self.counted_bytes:
             self.extra.changes.append(nbytes - self.counted_bytes)
             self.counted_bytes = nbytes
+            if self.donated and nbytes and self.src is not None:
+                self.extra.doubt(self)
 
     def forget(self) -> None:
         """Take back what it counted, and count no more."""
@@ -115,5 +148,10 @@ def refusal_of(swap: Swap) -> str:
 
 def is_shared(src: Tensor) -> bool:
     """Return whether somebody beside `src` has its storage."""
+    return uses_of(src) > 1
+
+
+def uses_of(src: Tensor) -> int:
+    """Return how many tensors have the storage of `src`."""
     storage = src.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # `src`, and `storage` itself
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # `storage` itself

@@ -58,7 +58,7 @@ class SwapPoints:
         self._keys = itertools.count(1)
         self._by_key: weakref.WeakValueDictionary[int, Swap] = weakref.WeakValueDictionary()
         self._live: weakref.WeakValueDictionary[SwapKey, Swap] = weakref.WeakValueDictionary()
-        self._extra = ExtraBytes()
+        self._extra = ExtraBytes(engine.references)
         self._runs = threading.local()
         self._parameters = StepParameters(engine.release)
         self._was_full = False

@@ -1,5 +1,7 @@
 """Swap points by themselves: what they count as on the device though it could be away."""
 
+from types import MappingProxyType
+
 import torch
 from conftest import collect
 from harness import faulty_engine
@@ -8,6 +10,7 @@ from torch import Tensor
 from tencache_fx.planning.problem import Tier
 from tencache_fx.planning.step import FRUGAL, StepSchedule, SwapKey
 from tencache_fx.runtime.engine_registry import swap_points
+from tencache_fx.runtime.streams import Lane
 from tencache_fx.runtime.swap_points import SwapPoints
 
 BYTES = 1 << 16
@@ -71,6 +74,57 @@ def test_room_is_made_by_the_oldest_that_stay_and_no_more_of_them_than_it_takes(
         for call in (3, 2, 1, 0):
             assert bring_back(points, handles[call], call).eq(1).all()
         assert points.extra_bytes == 0
+
+
+def donate(points: SwapPoints, source: Tensor, call: int = 0) -> Tensor:
+    """Run a forward that saves its input; return the handle."""
+    points.begin(0, call, backward=False)
+    handle = points.offload(source, Tier.HOST, "saved")
+    points.release(handle, source, donated=True)
+    points.end()
+    return handle
+
+
+def test_a_donated_input_that_stays_counts_once_its_caller_has_dropped_it() -> None:
+    with faulty_engine() as engine:
+        points = swap_points(engine)
+        points.follow(keeping(0))
+        source = torch.ones(BYTES // 4)
+        handle = donate(points, source)
+        assert points.extra_bytes == 0, "it would be there if it left, too"
+        del source
+        assert points.extra_bytes == BYTES
+        assert bring_back(points, handle).eq(1).all()
+        assert points.extra_bytes == 0
+
+
+def test_an_input_that_was_donated_to_two_calls_counts_once() -> None:
+    with faulty_engine() as engine:
+        points = swap_points(engine)
+        points.follow(keeping(0, 1))
+        source = torch.ones(BYTES // 4)
+        handles = [donate(points, source, call) for call in (0, 1)]
+        assert points.extra_bytes == 0
+        del source
+        assert points.extra_bytes == BYTES
+        for call in (1, 0):
+            assert bring_back(points, handles[call], call).eq(1).all()
+            assert points.extra_bytes == BYTES * call
+
+
+def test_a_donated_input_on_its_way_out_counts_once_its_caller_has_dropped_it() -> None:
+    key = SwapKey(0, 0, "saved")
+    with faulty_engine(delay_s=0.05) as engine:
+        points = swap_points(engine)
+        points.follow(StepSchedule(away=MappingProxyType({key: Tier.HOST}), deferred=frozenset((key,))))
+        source = torch.ones(BYTES // 4)
+        handle = donate(points, source)
+        assert points.extra_bytes == 0
+        del source
+        assert points.extra_bytes == BYTES, "the copy under way holds it no longer than the plan does"
+        engine.streams.record(Lane.OUT).synchronize()
+        assert points.extra_bytes == BYTES
+        assert bring_back(points, handle).eq(1).all()
 
 
 def test_that_a_caller_keeps_a_donated_input_counts_for_other_steps_only_if_their_order_is_known() -> None:

@@ -58,8 +58,20 @@ def spans_of(points: SwapPoints, run_step: Callable[[], object]) -> list[Span]:
     live = live_bytes(planned.joined.problem, planned.plan.transfers)
     steps = {point: step for step, point in planned.joined.points}
     assert [point for point, _ in passed] == [point for _, point in planned.joined.points], "another order ran"
+    frees = {
+        Point(visit.index, visit.call, visit.backward, position)
+        for visit in planned.visits
+        for position, point in enumerate(visit.region.points[visit.backward], 1)
+        if point.deed == "release"
+    }
     return [
-        Span(begin=begin, end=end, held_bytes=held, planned_bytes=int(live[steps[begin] : steps[end]].max()))
+        Span(
+            begin=begin,
+            end=end,
+            held_bytes=held,
+            # What a release frees is still there when its span begins: it goes with the last name for it.
+            planned_bytes=int(live[max(0, steps[begin] - (begin in frees)) : steps[end]].max()),
+        )
         for (begin, _), (end, held) in pairwise(passed)
         if steps[end] > steps[begin]
     ]
