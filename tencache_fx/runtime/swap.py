@@ -84,6 +84,7 @@ class Swap:
     released: bool = False  # the forward has no reader left
     asked: bool = False  # the backward's prefetch has passed
     handle: Tensor | None = None  # the engine's, while a copy is out
+    leaving: Tensor | None = None  # its handle, where the copy was asked back before its bytes were free
     ticket: Tensor | None = None
     owners: set[int] = field(default_factory=set)  # the addresses of our handle and ticket
     extra: ExtraBytes | None = None
@@ -98,6 +99,14 @@ class Swap:
             self.counted_bytes = nbytes
             if self.donated and nbytes and self.src is not None:
                 self.extra.doubt(self)
+
+    def end(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """End it; return what it had: the tensor itself, the ticket of a copy in, and the handle of a copy out."""
+        had = self.src, self.ticket, self.leaving
+        self.src = self.ticket = self.handle = self.leaving = None
+        self.state = State.ENDED
+        self.count()
+        return had
 
     def forget(self) -> None:
         """Take back what it counted, and count no more."""
@@ -146,9 +155,9 @@ def refusal_of(swap: Swap) -> str:
     )
 
 
-def is_shared(src: Tensor) -> bool:
-    """Return whether somebody beside `src` has its storage."""
-    return uses_of(src) > 1
+def is_shared(src: Tensor, ours: int) -> bool:
+    """Return whether somebody has the storage of `src` beside so many tensors of ours."""
+    return uses_of(src) > ours
 
 
 def uses_of(src: Tensor) -> int:

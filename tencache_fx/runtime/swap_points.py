@@ -266,7 +266,7 @@ class SwapPoints:
         with self._lock:
             if (swap := self._owned_by(handle)) is None:
                 return None
-            gradient, swap.src, swap.state = swap.src, None, State.ENDED
+            gradient, _, _ = swap.end()
         if gradient is None:
             raise UsageError(refusal_of(swap))
         return gradient
@@ -291,9 +291,7 @@ class SwapPoints:
         with self._lock:
             if swap.state is State.ENDED:
                 raise UsageError(refusal_of(swap))
-            src, coming, swap.src, swap.ticket, swap.handle = swap.src, swap.ticket, None, None, None
-            swap.state = State.ENDED
-            swap.count()
+            src, coming, leaving = swap.end()
             if self._live.get(swap.name) is swap:
                 del self._live[swap.name]
         if swap.modified or (src is not None and src._version != swap.version):
@@ -304,7 +302,7 @@ class SwapPoints:
         if coming is not None:
             return self.engine.wait(coming)
         assert src is not None
-        if not (swap.donated and is_shared(src)):
+        if not (swap.donated and is_shared(src, 1 if leaving is None else 1 + self.engine.references(leaving))):
             return src
         with self._lock:
             if self.in_known_order:  # else it may be so in this step alone
@@ -373,7 +371,7 @@ class SwapPoints:
     def _bring(self, swap: Swap) -> None:
         """Issue the copy in of what is away; what has not gone yet stays. Lock held."""
         if swap.state is State.HERE:
-            swap.handle = None
+            swap.leaving, swap.handle = swap.handle, None
         elif swap.state is State.AWAY:
             assert swap.handle is not None
             swap.ticket, swap.handle, swap.state = self.engine.prefetch(swap.handle), None, State.COMING

@@ -127,6 +127,20 @@ def test_a_donated_input_on_its_way_out_counts_once_its_caller_has_dropped_it() 
         assert bring_back(points, handle).eq(1).all()
 
 
+def test_a_donated_input_that_is_asked_back_before_it_has_left_is_no_callers() -> None:
+    key = SwapKey(0, 0, "saved")
+    with faulty_engine(delay_s=0.05) as engine:
+        points = swap_points(engine)
+        points.follow(StepSchedule(away=MappingProxyType({key: Tier.HOST}), deferred=frozenset((key,))))
+        source = torch.ones(BYTES // 4)
+        address, handle = source.data_ptr(), donate(points, source)
+        del source
+        found = bring_back(points, handle)
+        assert found.data_ptr() == address
+        assert found.eq(1).all()
+        assert not points.shared
+
+
 def test_that_a_caller_keeps_a_donated_input_counts_for_other_steps_only_if_their_order_is_known() -> None:
     with faulty_engine() as engine:
         points = swap_points(engine)
