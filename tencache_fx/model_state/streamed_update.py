@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from tencache_fx.model_state.host_state import HeldTensors
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.scalar_reads import read_past_copies
 from tencache_fx.model_state.step_kernel import MASTER
+from tencache_fx.model_state.step_writes import Departure, Write
 from tencache_fx.model_state.update import dense_like, flat, set_master
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.engine import Engine
@@ -122,59 +123,6 @@ class Done:
     rest: Mapping[str, Any]
 
 
-class Write:
-    """What the readers of a weight wait for that a step writes: `settle` ends the step's writes where it has not.
-
-    Nothing here wakes a reader, for whoever would may be interrupted. Each reader asks for the end by itself.
-    """
-
-    def __init__(self, settle: Callable[[], None]) -> None:
-        self._settle: Callable[[], None] | None = settle  # None once it has ended
-        self._error: BaseException | None = None
-
-    def done(self) -> bool:
-        """Return whether it has ended."""
-        return self._settle is None
-
-    def exception(self) -> BaseException | None:
-        """Block until it has ended; return how it failed."""
-        if (settle := self._settle) is not None:
-            settle()
-        return self._error
-
-    def end(self, error: BaseException | None = None) -> None:
-        """End it."""
-        self._error = error
-        self._settle = None
-
-
-@dataclass(eq=False)
-class Departure:
-    """The copies out of updates of some `parameters`: their `event`, once they are queued.
-
-    `writes` are the weights in host memory, each with what its readers wait for. Who has noted where the states are
-    sets `kept`.
-    """
-
-    parameters: list[Tensor]
-    settle: Callable[[], None]
-    writes: list[tuple[OffloadedParameter, Write]] = field(default_factory=list)
-    event: Event | None = None
-    kept: bool = False
-
-    def begin_write(self, offloaded: OffloadedParameter) -> Write:
-        """Return what the readers of a weight are to wait for."""
-        write = Write(self.settle)
-        self.writes.append((offloaded, write))
-        return write
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the readers of all weights that have not been told yet."""
-        for _, write in self.writes:
-            if not write.done():
-                write.end(error)
-
-
 class UpdateStream:
     """The copies of updates, to the device and back, in order with the compute stream of the thread that makes it.
 
@@ -194,15 +142,31 @@ class UpdateStream:
         self._departures: deque[Departure] = deque()  # that have yet to be ended
         self._is_idle = True
         self._lock = threading.RLock()  # held while a step goes on, and by who ends it
+        self._owned = threading.Condition(self._lock)  # only to ask which thread holds it
 
     def stepping(self) -> contextlib.AbstractContextManager[object]:
         """Return what a step is to be within: readers of its weights wait for the end of that, however it ends."""
         return self._lock
 
     def settle(self) -> None:
-        """Wait for the end of the step; end what it has begun, if it was interrupted. For readers, from any thread."""
+        """Wait for the end of the step; end what it has begun, if it was interrupted. For readers, from any thread.
+
+        Raises `UsageError` in the midst of a step of this very thread, which a signal's handler interrupts.
+        """
+        if self._is_held_here():
+            raise UsageError(
+                "a weight is read in the midst of the step that writes it, by the thread that takes the step, such as "
+                "in the handler of a signal; have the handler note the signal, and read weights behind step()."
+            )
         with self._lock, contextlib.suppress(*_COPY_ERRORS):  # which each weight that they are of has
             self.end()
+
+    def _is_held_here(self) -> bool:
+        try:
+            self._owned.notify()
+        except RuntimeError:  # this thread does not hold the lock
+            return False
+        return True
 
     def has_room(self, chunk: Chunk) -> bool:
         """Return whether the copies in of a chunk can begin beside those that are under way."""

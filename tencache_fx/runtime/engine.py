@@ -228,6 +228,7 @@ class Engine:
     def references(self, handle: Tensor) -> int:
         """Return how many tensors of the source of a copy out are there for its sake."""
         with self._lock:
+            self.check_open()
             transfer = self._table.find(handle, "look into")
             if transfer.src is None:
                 return 0

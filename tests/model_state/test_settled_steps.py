@@ -296,6 +296,47 @@ def test_an_interrupt_while_copies_are_waited_for_changes_nothing(place: str, mo
     assert all(are_same(one, other) for one, other in zip(found(model, optimizer), found(*expected), strict=True))
 
 
+class ReadByAHandler(FaultyCpuStreams):
+    """Calls `read` before the copies out of an update, and behind them, as the handler of a signal may."""
+
+    read: Callable[[], None] | None = None
+
+    def copy_all(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Event] = ()) -> Event:
+        read = self.read if lane is Lane.UPDATE_OUT else None
+        if read is not None:
+            read()
+        event = super().copy_all(lane, pairs, after)
+        if read is not None:
+            read()
+        return event
+
+
+@pytest.mark.parametrize("place", ["offloaded"], indirect=True)
+def test_a_handler_that_reads_weights_in_the_midst_of_a_step_is_told_and_changes_nothing(place: str) -> None:
+    streams = ReadByAHandler()
+    install_engine(Engine(torch.device("cpu"), host_budget_bytes=1 << 26, streams=streams))
+    model, optimizer = made(place, torch.optim.Adam)
+    told: list[str] = []
+
+    def read() -> None:
+        for parameter in model:
+            offloaded = find_offloaded(parameter)
+            assert offloaded is not None
+            try:
+                offloaded.wait_update()
+            except UsageError as error:
+                told.append(str(error))
+
+    streams.read = read
+    train(model, optimizer, range(2))
+    streams.read = None
+    assert told
+    assert all("in the midst of the step that writes it" in each for each in told)
+    expected = made(place, torch.optim.Adam)
+    train(*expected, range(2))
+    assert all(are_same(one, other) for one, other in zip(found(model, optimizer), found(*expected), strict=True))
+
+
 @pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_a_state_dict_that_is_kept_goes_on_as_a_whole(place: str) -> None:
     """As torch's does: numbers and arrays are those of the last step."""

@@ -2,11 +2,13 @@
 
 from types import MappingProxyType
 
+import pytest
 import torch
 from conftest import collect
 from harness import faulty_engine
 from torch import Tensor
 
+from tencache_fx.errors import TencacheError
 from tencache_fx.planning.problem import Tier
 from tencache_fx.planning.step import FRUGAL, StepSchedule, SwapKey
 from tencache_fx.runtime.engine_registry import swap_points
@@ -125,6 +127,19 @@ def test_a_donated_input_on_its_way_out_counts_once_its_caller_has_dropped_it() 
         engine.streams.record(Lane.OUT).synchronize()
         assert points.extra_bytes == BYTES
         assert bring_back(points, handle).eq(1).all()
+
+
+def test_bytes_of_a_closed_engine_are_not_counted() -> None:
+    key = SwapKey(0, 0, "saved")
+    with faulty_engine() as engine:
+        points = swap_points(engine)
+        points.follow(StepSchedule(away=MappingProxyType({key: Tier.HOST}), deferred=frozenset((key,))))
+        source = torch.ones(BYTES // 4)
+        handle = donate(points, source)
+        engine.close()
+        with pytest.raises(TencacheError, match="is closed; compile the model again"):
+            assert points.extra_bytes
+        del handle
 
 
 def test_a_donated_input_that_is_asked_back_before_it_has_left_is_no_callers() -> None:
