@@ -212,7 +212,7 @@ def test_a_forward_that_keeps_only_what_others_keep_ends_with_its_step(engine: E
     first, second = blocks(4), nn.Sequential(Product())
     one_by_one(first, device_budget=BUDGETS["some"])
     one_by_one(second, device_budget=BUDGETS["some"])
-    for step in range(4):
+    for step in range(6):
         result = first[1](first[0](inputs(step)))
         if dropped == "checkpointed":
             result = checkpoint(second, result, use_reentrant=False)
