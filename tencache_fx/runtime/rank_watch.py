@@ -64,7 +64,10 @@ class RankWatch:
         self._waiting: dict[tuple[object, ...], float] = {}  # for whom, and where either stands, since when
         self._at_exit = Finalize(None, self._note_end, exitpriority=100)  # for child processes: atexit is not for them
         atexit.register(self._note_end)
-        threading.Thread(target=self._watch, name="tencache-ranks", daemon=True).start()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="tencache-ranks", daemon=True)
+        self._thread.start()
+        atexit.register(self._stop)
 
     @property
     def is_current(self) -> bool:
@@ -110,17 +113,29 @@ class RankWatch:
             except TORCH_ERRORS as error:
                 log.warning("rank %d cannot tell the others how it is: %s", self._rank, error)
 
+    def _stop(self) -> None:
+        """End the thread before the interpreter is taken down.
+
+        After that Python ends a thread that asks for its lock, by unwinding it. If that is in a call of the store, the
+        process aborts, for C++ there may not raise: "terminate called without an active exception".
+        """
+        if os.getpid() == self.process:
+            self._over.set()
+            self._thread.join(LEAVE_S)
+
     def _watch(self) -> None:
         try:
-            while self.is_current and self.cause is None:
+            while self.is_current and self.cause is None and not self._over.is_set():
                 self._look()
-                time.sleep(POLL_S)
-            if self.cause is None:  # the process group is left: nobody there waits for this rank any more
-                self._forget_exit()
+                self._over.wait(POLL_S)
+            if self.cause is None and not self._over.is_set():  # the process group is left
+                self._forget_exit()  # nobody there waits for this rank any more
                 if self._notes.is_served:
                     self._notes.write_issued({})
         except TORCH_ERRORS as error:  # whoever keeps the store has ended
             log.debug("rank %d watches the others no longer: %s", self._rank, error)
+        finally:
+            atexit.unregister(self._stop)
 
     def _forget_exit(self) -> None:
         self._at_exit.cancel()
