@@ -178,9 +178,9 @@ def fake_model(made: FactoryResult, device: torch.device, mode: FakeTensorMode) 
         keywords = held(loss_fn.__kwdefaults__)
         loss_fn = FunctionType(*kept, cells or None)
         loss_fn.__kwdefaults__ = keywords
-    model = (
-        made.model._orig_mod if isinstance(made.model, OptimizedModule) else made.model
-    )  # it is compiled here anyway
+    model = made.model
+    if isinstance(model, OptimizedModule):  # it is compiled here anyway
+        model = model._orig_mod
     inputs, named_inputs = tree_map_only(
         Tensor, lambda tensor: faked(tensor, device), (tuple(made.inputs), dict(made.named_inputs))
     )

@@ -155,8 +155,8 @@ class UpdateStream:
         """
         if self._is_held_here():
             raise UsageError(
-                "a weight is read in the midst of the step that writes it, by the thread that takes the step, such as "
-                "in the handler of a signal; have the handler note the signal, and read weights behind step()."
+                "a weight is read in the midst of the step that writes it, by the thread that takes the step, as a "
+                "signal handler may; have the handler note the signal, and read weights once step() has returned."
             )
         with self._lock, contextlib.suppress(*_COPY_ERRORS):  # which each weight that they are of has
             self.end()

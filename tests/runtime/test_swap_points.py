@@ -16,6 +16,9 @@ from tencache_fx.runtime.streams import Lane
 from tencache_fx.runtime.swap_points import SwapPoints
 
 BYTES = 1 << 16
+SAVED = SwapKey(0, 0, "saved")
+LEAVING = StepSchedule(away=MappingProxyType({SAVED: Tier.HOST}), deferred=frozenset((SAVED,)))
+"""It is copied out, and its bytes are to be freed at a point that does not come."""
 
 
 def save(points: SwapPoints, call: int = 0) -> Tensor:
@@ -115,10 +118,9 @@ def test_an_input_that_was_donated_to_two_calls_counts_once() -> None:
 
 
 def test_a_donated_input_on_its_way_out_counts_once_its_caller_has_dropped_it() -> None:
-    key = SwapKey(0, 0, "saved")
     with faulty_engine(delay_s=0.05) as engine:
         points = swap_points(engine)
-        points.follow(StepSchedule(away=MappingProxyType({key: Tier.HOST}), deferred=frozenset((key,))))
+        points.follow(LEAVING)
         source = torch.ones(BYTES // 4)
         handle = donate(points, source)
         assert points.extra_bytes == 0
@@ -130,10 +132,9 @@ def test_a_donated_input_on_its_way_out_counts_once_its_caller_has_dropped_it() 
 
 
 def test_bytes_of_a_closed_engine_are_not_counted() -> None:
-    key = SwapKey(0, 0, "saved")
     with faulty_engine() as engine:
         points = swap_points(engine)
-        points.follow(StepSchedule(away=MappingProxyType({key: Tier.HOST}), deferred=frozenset((key,))))
+        points.follow(LEAVING)
         source = torch.ones(BYTES // 4)
         handle = donate(points, source)
         engine.close()
@@ -143,10 +144,9 @@ def test_bytes_of_a_closed_engine_are_not_counted() -> None:
 
 
 def test_a_donated_input_that_is_asked_back_before_it_has_left_is_no_callers() -> None:
-    key = SwapKey(0, 0, "saved")
     with faulty_engine(delay_s=0.05) as engine:
         points = swap_points(engine)
-        points.follow(StepSchedule(away=MappingProxyType({key: Tier.HOST}), deferred=frozenset((key,))))
+        points.follow(LEAVING)
         source = torch.ones(BYTES // 4)
         address, handle = source.data_ptr(), donate(points, source)
         del source
