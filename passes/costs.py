@@ -17,7 +17,13 @@ from tencache_fx.ops import arguments_of, by_name
 from tencache_fx.passes.bodies import held_inside
 from tencache_fx.passes.collectives import begins_collective
 from tencache_fx.passes.graphs import RegionGraphs
-from tencache_fx.passes.inductor_model import InductorModel, Traffic, eager_traffic
+from tencache_fx.passes.inductor_model import (
+    InductorModel,
+    Traffic,
+    eager_traffic,
+    has_generated_code,
+    is_loop_body,
+)
 from tencache_fx.passes.op_kinds import called_op, count_flops, is_pointwise, nbytes_of, packet_of, readers_of
 from tencache_fx.planning.problem import Op
 from tencache_fx.tensors import byte_hint, tensors_of
@@ -32,7 +38,7 @@ def find_calls(capture: RegionGraphs, roofline: Roofline, model: InductorModel |
     """Return the distinct heavy ops of `capture`, each with the ns that all its steps take by the roofline."""
     totals: Counter[Call] = Counter()
     for node, traffic in zip(capture.nodes, measure_traffic(capture, model), strict=True):
-        if traffic.launches and (call := describe_call(node, fuses=model is not None)) is not None:
+        if traffic.launches and (call := _call_of(node, model)) is not None:
             totals[call] += _roofline_ns(node, traffic, roofline)
     return dict(totals)
 
@@ -48,7 +54,7 @@ def estimate_ops(
     fuses = model is not None
     traffic = measure_traffic(capture, model)
     steps = list(zip(capture.nodes, traffic, strict=True))
-    calls = [describe_call(node, fuses=fuses) if moved.launches else None for node, moved in steps]
+    calls = [_call_of(node, model) if moved.launches else None for node, moved in steps]
     first_ns = [_roofline_ns(node, moved, roofline) for node, moved in steps]
     times_ns = {call: cost.duration_ns for call, cost in measured.items()}
     durations_ns = _with_waits(_corrected(calls, first_ns, times_ns), traffic, roofline.issue_ns)
@@ -71,9 +77,13 @@ def measured_scratch(
     capture: RegionGraphs, model: InductorModel | None, measured: Mapping[Call, OpCost]
 ) -> dict[str, int]:
     """Return what the kernels of `capture` allocate for themselves, in bytes, by the names of nodes it is known of."""
-    calls = [(node, describe_call(node, fuses=model is not None)) for node in capture.nodes]
+    calls = [(node, _call_of(node, model)) for node in capture.nodes]
     costs = {node.name: measured[call] for node, call in calls if call is not None and call in measured}
     return {name: cost.scratch_bytes for name, cost in costs.items() if cost.scratch_bytes is not None}
+
+
+def _call_of(node: fx.Node, model: InductorModel | None) -> Call | None:
+    return describe_call(node, alone=not (is_loop_body(node) if model is None else has_generated_code(node)))
 
 
 def _corrected(calls: Sequence[Call | None], first_ns: Sequence[int], times_ns: Mapping[Call, int]) -> Iterator[int]:

@@ -293,6 +293,11 @@ def is_reduction(node: fx.Node) -> bool:
     return packet_of(node) in _REDUCTIONS
 
 
+def has_generated_code(node: fx.Node) -> bool:
+    """Return whether Inductor generates all that a node runs: as a part of a kernel, or, for a scatter, as its own."""
+    return is_fusible(node) or packet_of(node) in _SCATTERS or packet_of(node) is _aten.embedding_dense_backward
+
+
 def is_constant(node: fx.Node) -> bool:
     """Return whether Inductor computes a node from nothing, wherever it is read."""
     return packet_of(node) in _CONSTANTS

@@ -1,9 +1,10 @@
 """What the heavy ops of a region cost on this device: each distinct one is timed once, and its cost is kept.
 
 A matmul's time depends on its shapes, strides and dtype in ways that no roofline knows, and what a kernel allocates for
-itself is in no graph. So matmuls, convolutions, attention and the like are run on random operands, outside of
-everything that is being traced. Costs are kept by `cache.py`, keyed by the op with its arguments and by all that
-`machine.py` keys its rates with.
+itself is in no graph: to sum up the rows of a matrix, a GPU may take twice its bytes (torch:
+`aten/src/ATen/native/cuda/Reduce.cuh: global_memory_size`). So matmuls, convolutions, attention, reductions and the
+like are run on random operands, outside of everything that is being traced. Costs are kept by `cache.py`, keyed by the
+op with its arguments and by all that `machine.py` keys its rates with.
 """
 
 import contextlib
@@ -38,7 +39,8 @@ _OP_NS = 20_000_000  # for timing one op, warm-up apart
 _ALL_NS = 30_000_000_000  # for timing the ops of one region; those that are left are estimated
 _HEAT_NS = 100_000_000  # under load a GPU lowers its clock within so long: times are taken after it
 _SHARE = 1000  # what takes less than a thousandth of its region's heavy work is not worth timing,
-_WORTH_NS = {"cuda": 5_000, "cpu": 200_000}  # nor is what takes less than this in all its steps
+_WORTH_NS = {"cuda": 5_000, "cpu": 200_000}  # nor is what takes less than this in all its steps,
+_WORTH_BYTES = 1 << 20  # unless it handles so much where an allocator counts: it may allocate as much for itself
 _BLOCK_ELEMENTS = 1_000_003  # random numbers made for one operand, repeated to fill it
 
 _aten = torch.ops.aten
@@ -54,12 +56,14 @@ _ATTENTION_BACKWARD = (
     _aten._scaled_dot_product_cudnn_attention_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward,
 )
-_EXTERN = frozenset(
-    (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._int_mm, _aten.convolution, _aten.convolution_backward)
-    + (*_ATTENTION, *_ATTENTION_BACKWARD)
+_MATMULS = frozenset((_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._int_mm))
+_SCATTERS = frozenset((_aten.embedding_dense_backward, _aten.index_put, _aten._unsafe_index_put, _aten.scatter_add))
+_UNREPEATABLE = frozenset(
+    (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 )
-# Inductor makes kernels of its own for these, so what they cost by themselves says nothing there.
-_EAGER = frozenset((_aten.embedding_dense_backward, _aten.index_put, _aten._unsafe_index_put, _aten.scatter_add))
+_KNOWN = frozenset(
+    (*_MATMULS, _aten.convolution, _aten.convolution_backward, *_ATTENTION, *_ATTENTION_BACKWARD, *_SCATTERS)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,11 @@ class Call:
         """Return the device bytes that running it takes: operands and results; workspaces of libraries come on top."""
         return self.made_bytes + sum(one.elements * one.dtype.itemsize for one in _operands((self.args, self.kwargs)))
 
+    @property
+    def may_allocate(self) -> bool:
+        """Return whether it may allocate enough for itself to matter; a matmul's workspace is kept for good."""
+        return self.target.overloadpacket not in _MATMULS and self.nbytes >= _WORTH_BYTES
+
     def prepare(self, device: torch.device) -> Callable[[], object]:
         """Return a function that runs the op once, on operands that are made now."""
         generator = torch.Generator(device).manual_seed(0)
@@ -126,13 +135,14 @@ class OpCost:
     scratch_bytes: int | None
 
 
-def describe_call(node: fx.Node, *, fuses: bool) -> Call | None:
-    """Return the op of `node` as a `Call` that can be timed by itself, or None if it is not of a heavy kind.
+def describe_call(node: fx.Node, *, alone: bool) -> Call | None:
+    """Return the op of `node` as a `Call` that can be timed by itself, or None if it is not of such a kind.
 
-    Kinds of aten only, without side effects; `fuses` says whether a compiler generates what it can.
+    `alone` says that it is a kernel of its own, or several: a compiler makes nothing of it. Kinds of aten only, without
+    side effects, random numbers, or integers that may have to name something that is there.
     """
     packet = getattr(node.target, "overloadpacket", None)
-    if not (packet in _EXTERN or (packet in _EAGER and not fuses)) or not tensors_of(node):
+    if not alone or not tensors_of(node) or not (packet in _KNOWN or _runs_on_any_numbers(node)):
         return None
     assert isinstance(node.target, torch._ops.OpOverload)
     try:
@@ -143,6 +153,18 @@ def describe_call(node: fx.Node, *, fuses: bool) -> Call | None:
     if packet in _ATTENTION_BACKWARD:
         args, kwargs = _without_dropout(node.target, args, kwargs)
     return Call(node.target, _with_index_range(packet, args), tuple(sorted(kwargs.items())), made_bytes)
+
+
+def _runs_on_any_numbers(node: fx.Node) -> bool:
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+        return False
+    schema, tags = op._schema, frozenset(op.tags)
+    aliases = any(each.alias_info is not None for each in (*schema.arguments, *schema.returns))
+    read = [tensor for argument in node.all_input_nodes for tensor in tensors_of(argument)]
+    numbers = all(tensor.is_floating_point() or tensor.is_complex() for tensor in read)
+    strided = all(tensor.layout is torch.strided for tensor in (*read, *tensors_of(node)))
+    return not (aliases or tags & _UNREPEATABLE) and bool(read) and numbers and strided
 
 
 def kept_costs(calls: Iterable[Call], device: torch.device) -> dict[Call, OpCost]:
@@ -164,7 +186,11 @@ def time_calls(
     modes stay as they are, and device memory goes back; only the allocator's record of its peak may show it.
     """
     total_ns, floor_ns = sum(estimated_ns.values()), _WORTH_NS[device.type]
-    worth = [call for call, ns in estimated_ns.items() if ns * _SHARE >= total_ns and ns >= floor_ns]
+    worth = [
+        call
+        for call, ns in estimated_ns.items()
+        if (ns * _SHARE >= total_ns and ns >= floor_ns) or (device.type == "cuda" and call.may_allocate)
+    ]
     key, room_bytes = _settings_key(device), _room_bytes(device, budget_bytes)
     found: dict[Call, OpCost] = {}
     missing: list[Call] = []

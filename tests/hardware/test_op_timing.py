@@ -18,6 +18,7 @@ from tencache_fx.hardware import op_timing
 from tencache_fx.hardware.capacity import Space
 from tencache_fx.hardware.op_timing import Call, Operand, describe_call, time_calls
 from tencache_fx.passes import costs
+from tencache_fx.passes.inductor_model import InductorModel
 from tencache_fx.tensors import tensors_of
 
 pytestmark = pytest.mark.usefixtures("cache_folder")
@@ -49,11 +50,19 @@ def place(x, y):
     return torch.index_put(x, (torch.tensor([0, 2, 2]),), y, accumulate=True)
 
 
+def mean_of_squares(x, y):
+    return x.square().sum(0) * y.mean(0)
+
+
+def ranks(x):
+    return x.detach().sort(-1)[0].cumsum(-1) * x
+
+
 @pytest.mark.parametrize(
     ("function", "shapes", "packets"),
     [
         (torch.mm, [(6, 4), (4, 8)], {aten.mm}),
-        (torch.addmm, [(8,), (6, 4), (4, 8)], {aten.addmm, aten.mm}),
+        (torch.addmm, [(8,), (6, 4), (4, 8)], {aten.addmm, aten.mm, aten.sum}),
         (torch.bmm, [(2, 6, 4), (2, 4, 8)], {aten.bmm}),
         (convolve, [(2, 3, 8, 8), (5, 3, 3, 3), (5,)], {aten.convolution, aten.convolution_backward}),
         (
@@ -66,13 +75,15 @@ def place(x, y):
         ),
         (lookup, [(5, 4), (4, 8)], {aten.mm, aten.embedding_dense_backward}),
         (place, [(4, 8), (3, 8)], {aten.index_put}),
+        (mean_of_squares, [(4, 8), (3, 8)], {aten.sum, aten.mean}),
+        (ranks, [(4, 8)], {aten.sort, aten.cumsum}),
     ],
 )
 def test_a_described_op_runs_and_returns_what_the_graph_says(function, shapes, packets):
     """The oracle is tracing: what each op returned there, in shape, stride and dtype."""
     seen = set()
     for node in capture_of(function, *(torch.randn(shape, requires_grad=True) for shape in shapes)).nodes:
-        call = describe_call(node, fuses=False)
+        call = costs._call_of(node, None)
         if call is None:
             continue
         made = call.prepare(CPU)()
@@ -80,14 +91,16 @@ def test_a_described_op_runs_and_returns_what_the_graph_says(function, shapes, p
         described = [(one.shape, one.stride(), one.dtype) for one in tensors_of(node)]
         assert [(one.shape, one.stride(), one.dtype) for one in tensors] == described
         assert call.made_bytes == sum(one.numel() * one.element_size() for one in tensors)
-        assert hash(call) == hash(describe_call(node, fuses=False))
+        assert hash(call) == hash(costs._call_of(node, None))
         seen.add(call.target.overloadpacket)
     assert seen == packets
 
 
 def test_what_a_compiler_generates_is_not_timed_under_it():
-    nodes = capture_of(place, torch.randn(4, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)).nodes
-    assert [describe_call(node, fuses=True) for node in nodes] == [None] * len(nodes)
+    for function in (place, mean_of_squares):
+        capture = capture_of(function, torch.randn(4, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True))
+        model = InductorModel.of(capture)
+        assert [costs._call_of(node, model) for node in capture.nodes] == [None] * len(capture.nodes)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +164,7 @@ def test_a_backward_of_attention_is_timed_without_dropout_whose_seed_may_be_read
     arguments = [each for each in target._schema.arguments if not each.kwarg_only and not each.has_default_value()]
     node = graph.call_function(target, tuple(values[str(each.type)] for each in arguments), {"scale": 0.5})
     node.meta["val"] = (tensor.meta["val"],) * 3
-    call = describe_call(node, fuses=True)
+    call = describe_call(node, alone=True)
     timed = dict(zip([each.name for each in arguments], call.args, strict=True))
     assert timed.pop("dropout_p") == 0.0
     assert 0.0 not in timed.values()
@@ -327,8 +340,24 @@ def test_what_attention_allocates_for_itself_is_measured():
     q, k, v = (torch.randn(shape, dtype=dtype, device="cuda", requires_grad=True) for _ in range(3))
     nodes = capture_of(attention, q, k, v).nodes
     (node,) = (node for node in nodes if getattr(node.target, "overloadpacket", None) in costs._SUMMED)
-    call = describe_call(node, fuses=True)
+    call = describe_call(node, alone=True)
     (cost,) = time_calls({call: 10**9}, torch.device("cuda"), budget_bytes=None).values()
     assert 4 * q.numel() <= cost.scratch_bytes
     guess = costs._scratch_bytes(node, is_cpu=False, fuses=True)
     assert cost.scratch_bytes <= guess <= 1.5 * cost.scratch_bytes
+
+
+@pytest.mark.gpu
+def test_what_a_reduction_allocates_for_itself_is_measured_however_short_it_is():
+    """It sums up parts of columns in a buffer of its own, which may be larger than what it reads."""
+    x, weight = torch.randn(4096, 2048, device="cuda", requires_grad=True), torch.randn(2048, 8, device="cuda")
+    capture = capture_of(lambda x, weight: x.sum(0) + (x @ weight).sum(), x, weight)
+    calls = {call: 1 for node in capture.nodes if (call := costs._call_of(node, None))}
+    before = torch.cuda.memory_stats()["allocated_bytes.all.allocated"]
+    (result := x.sum(0)).detach_()
+    held_bytes = result.untyped_storage().nbytes()
+    allocated_bytes = torch.cuda.memory_stats()["allocated_bytes.all.allocated"] - before
+    assert allocated_bytes - held_bytes >= 1 << 20, "this torch allocates nothing here"
+    found = time_calls(calls | {product(2048, 2048, 2048): 10**12}, torch.device("cuda"), budget_bytes=None)
+    sums = [cost for call, cost in found.items() if call.args[0].shape == x.shape and "sum" in str(call.target)]
+    assert [cost.scratch_bytes for cost in sums] == [allocated_bytes - held_bytes]

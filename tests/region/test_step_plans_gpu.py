@@ -19,6 +19,7 @@ from tencache_fx.runtime.engine_registry import swap_points
 pytestmark = pytest.mark.gpu
 
 LAYERS, WIDTH, BATCH = 8, 1024, 4096
+_ROUNDED_BYTES = 1 << 16  # the allocator rounds up each tensor to 512 bytes
 
 
 @pytest.fixture
@@ -67,13 +68,13 @@ def test_steps_are_right_and_within_the_budget(faulty: Engine, compiler: str, sh
                 assert torch.equal(gradient, wanted)
             else:
                 torch.testing.assert_close(gradient, wanted, rtol=1e-3, atol=1e-5)
-    if max(ours) > budget:  # say where: it depends on the plan, and that on the rates of the machine
-        spans = spans_of(swap_points(faulty), lambda: train(model, 1))
-        over = [span for span in spans if span.held_bytes > span.planned_bytes]
-        steps = "\n\n".join(map(list_step, tencache_fx.steps()))
-        pytest.fail("\n".join((f"{ours} over {budget}", *map(str, over), steps, tencache_fx.report())))
     recomputed = any(swap_region.recomputed for swap_region in map(_swap_region, REGIONS.live()) if swap_region)
     assert (recomputed or bool(tencache_fx.steps()[-1].plan.transfers)) == (share < 1)
+    if share < 1:  # the plan is that of this machine's rates: what an op may hold matters where the peak is, by another
+        spans = spans_of(swap_points(faulty), lambda: train(model, 1))
+        over = [span for span in spans if span.held_bytes > span.planned_bytes + _ROUNDED_BYTES]
+        assert not over, "\n".join((*map(str, over), list_step(tencache_fx.steps()[-1]), tencache_fx.report()))
+    assert max(ours) <= budget
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
