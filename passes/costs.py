@@ -20,11 +20,19 @@ from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.inductor_model import (
     InductorModel,
     Traffic,
+    calls_library,
     eager_traffic,
-    has_generated_code,
     is_loop_body,
 )
-from tencache_fx.passes.op_kinds import called_op, count_flops, is_pointwise, nbytes_of, packet_of, readers_of
+from tencache_fx.passes.op_kinds import (
+    called_op,
+    count_flops,
+    is_composite,
+    is_pointwise,
+    nbytes_of,
+    packet_of,
+    readers_of,
+)
 from tencache_fx.planning.problem import Op
 from tencache_fx.tensors import byte_hint, tensors_of
 
@@ -83,7 +91,8 @@ def measured_scratch(
 
 
 def _call_of(node: fx.Node, model: InductorModel | None) -> Call | None:
-    return describe_call(node, alone=not (is_loop_body(node) if model is None else has_generated_code(node)))
+    alone = not is_loop_body(node) or is_composite(node) if model is None else calls_library(node)
+    return describe_call(node, alone=alone)
 
 
 def _corrected(calls: Sequence[Call | None], first_ns: Sequence[int], times_ns: Mapping[Call, int]) -> Iterator[int]:

@@ -22,6 +22,7 @@ from functools import cached_property
 
 import torch
 from torch import fx
+from torch._inductor.lowering import lowerings
 from torch.utils._pytree import tree_leaves
 
 from tencache_fx.ops import UNPLANNED
@@ -293,9 +294,13 @@ def is_reduction(node: fx.Node) -> bool:
     return packet_of(node) in _REDUCTIONS
 
 
-def has_generated_code(node: fx.Node) -> bool:
-    """Return whether Inductor generates all that a node runs: as a part of a kernel, or, for a scatter, as its own."""
-    return is_fusible(node) or packet_of(node) in _SCATTERS or packet_of(node) is _aten.embedding_dense_backward
+def calls_library(node: fx.Node) -> bool:
+    """Return whether Inductor has torch's own kernels run what a node does, as it does where it knows no code for it.
+
+    Torch: `_inductor/lowering.py: make_fallback, fallback_handler`.
+    """
+    lowering = lowerings.get(node.target)
+    return lowering is None or getattr(lowering, "_is_fallback_handler", False)
 
 
 def is_constant(node: fx.Node) -> bool:

@@ -48,6 +48,11 @@ def is_pointwise(node: fx.Node) -> bool:
     )
 
 
+def is_composite(node: fx.Node) -> bool:
+    """Return whether an op runs as several where nothing compiles it (torch: `_inductor/inductor_prims.py`)."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "prims"
+
+
 def is_mutating(node: fx.Node) -> bool:
     """Return whether a node changes bytes that exist already, such as `copy_`."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from tencache_fx.hardware.cache import cached, kept
 from tencache_fx.hardware.capacity import device_space
-from tencache_fx.hardware.device_memory import allocator_counts, held_bytes
+from tencache_fx.hardware.device_memory import allocator_counts, forget_peak, held_bytes
 from tencache_fx.hardware.rates import device_key
 from tencache_fx.hardware.timing import run_ns
 from tencache_fx.serialization import Positive
@@ -61,9 +61,7 @@ _SCATTERS = frozenset((_aten.embedding_dense_backward, _aten.index_put, _aten._u
 _UNREPEATABLE = frozenset(
     (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 )
-_KNOWN = frozenset(
-    (*_MATMULS, _aten.convolution, _aten.convolution_backward, *_ATTENTION, *_ATTENTION_BACKWARD, *_SCATTERS)
-)
+_HEAVY = frozenset((*_MATMULS, _aten.convolution, _aten.convolution_backward, *_ATTENTION, *_ATTENTION_BACKWARD))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +136,12 @@ class OpCost:
 def describe_call(node: fx.Node, *, alone: bool) -> Call | None:
     """Return the op of `node` as a `Call` that can be timed by itself, or None if it is not of such a kind.
 
-    `alone` says that it is a kernel of its own, or several: a compiler makes nothing of it. Kinds of aten only, without
-    side effects, random numbers, or integers that may have to name something that is there.
+    `alone` says that it is a kernel of its own, or several: a compiler makes nothing of it. Torch's own kinds only,
+    without side effects, random numbers, or integers that may have to name something that is there.
     """
     packet = getattr(node.target, "overloadpacket", None)
-    if not alone or not tensors_of(node) or not (packet in _KNOWN or _runs_on_any_numbers(node)):
+    known = packet in _HEAVY or (alone and (packet in _SCATTERS or _runs_on_any_numbers(node)))
+    if not known or not tensors_of(node):
         return None
     assert isinstance(node.target, torch._ops.OpOverload)
     try:
@@ -157,12 +156,12 @@ def describe_call(node: fx.Node, *, alone: bool) -> Call | None:
 
 def _runs_on_any_numbers(node: fx.Node) -> bool:
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace not in ("aten", "prims"):
         return False
     schema, tags = op._schema, frozenset(op.tags)
     aliases = any(each.alias_info is not None for each in (*schema.arguments, *schema.returns))
     read = [tensor for argument in node.all_input_nodes for tensor in tensors_of(argument)]
-    numbers = all(tensor.is_floating_point() or tensor.is_complex() for tensor in read)
+    numbers = op.namespace == "prims" or all(tensor.is_floating_point() or tensor.is_complex() for tensor in read)
     strided = all(tensor.layout is torch.strided for tensor in (*read, *tensors_of(node)))
     return not (aliases or tags & _UNREPEATABLE) and bool(read) and numbers and strided
 
@@ -249,9 +248,9 @@ def _time_call(call: Call, device: torch.device, heat_ns: int) -> OpCost:
 
 
 def _scratch_bytes(run: Callable[[], object], device: torch.device) -> int | None:
-    """Return all the bytes that `run` allocates but does not return: no less than it holds of them at any one time.
+    """Return the most bytes that `run` has at once beside what it returns; None where nobody counts.
 
-    It must have run before, so that what libraries keep for good is there. None where nobody counts.
+    It must have run before, so that what libraries keep for good is there.
     """
     before = allocator_counts(device)
     results = run()
@@ -259,7 +258,23 @@ def _scratch_bytes(run: Callable[[], object], device: torch.device) -> int | Non
     del results
     if before is None or after is None:
         return None
-    return max(0, (after.ever_bytes - before.ever_bytes) - (after.held_bytes - before.held_bytes))
+    all_bytes = (after.ever_bytes - before.ever_bytes) - (after.held_bytes - before.held_bytes)
+    return _most_at_once(run, device) if all_bytes > 0 else 0
+
+
+def _most_at_once(run: Callable[[], object], device: torch.device) -> int:
+    """Return the same, as the allocator's peak shows it: that begins anew, and is brought back to where it was."""
+    before = allocator_counts(device)
+    forget_peak(device)
+    results = run()
+    after = allocator_counts(device)
+    del results
+    assert before is not None
+    assert after is not None
+    if before.peak_bytes > after.peak_bytes:  # others read it; a buffer of what lacks was there then, and is free now
+        with contextlib.suppress(torch.OutOfMemoryError):
+            torch.empty(before.peak_bytes - before.held_bytes, dtype=torch.uint8, device=device)
+    return after.peak_bytes - after.held_bytes
 
 
 @contextlib.contextmanager

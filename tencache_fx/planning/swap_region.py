@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -40,7 +41,7 @@ class SwapRegion:
     `original` is the problem in which nothing more is recomputed than torch's partitioner does, with recipes.
     `transfers` are what the graphs do where no schedule says otherwise, `points` the runtime ops of forward and
     backward in their order. Behind the n-th of them generated code holds `margins[graph][n]` bytes more than the
-    graphs show. People know it by its `name`.
+    graphs show, or fewer. People know it by its `name`.
     """
 
     problem: Problem
@@ -75,7 +76,7 @@ class SwapRegion:
             forward, backward = ((most_bytes,) * (1 + len(points)) for points in self.points)
         else:
             forward, backward = (
-                tuple(max(0, nbytes - int(live[part].max())) for nbytes, part in zip(held, parts, strict=True))
+                tuple(nbytes - int(live[part].max()) for nbytes, part in zip(held, parts, strict=True))
                 for held, parts in zip(code_bytes, (self._parts(backward=back) for back in (False, True)), strict=True)
             )
         return replace(self, margins=(forward, backward))
@@ -125,8 +126,9 @@ class SwapRegion:
         )
         more = np.zeros_like(live)
         for backward, margins in enumerate(self.margins):
-            for margin_bytes, part in zip(margins, self._parts(backward=bool(backward)), strict=False):
-                more[part] = np.maximum(more[part], margin_bytes)
+            parts = zip(margins, self._parts(backward=bool(backward)), strict=False)
+            for margin_bytes, part in sorted(parts, key=itemgetter(0)):  # a step of two parts is of the larger one
+                more[part] = margin_bytes
         live = live + more
         return live[:boundary] - given, live[boundary:] - handed
 

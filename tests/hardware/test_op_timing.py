@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tencache_fx
 from tencache_fx.hardware import op_timing
 from tencache_fx.hardware.capacity import Space
+from tencache_fx.hardware.device_memory import AllocatorCounts
 from tencache_fx.hardware.op_timing import Call, Operand, describe_call, time_calls
 from tencache_fx.passes import costs
 from tencache_fx.passes.inductor_model import InductorModel
@@ -58,6 +59,10 @@ def ranks(x):
     return x.detach().sort(-1)[0].cumsum(-1) * x
 
 
+def fused(x):
+    return torch.ops.prims.fma(x.detach(), x.detach(), x.detach()) * x
+
+
 @pytest.mark.parametrize(
     ("function", "shapes", "packets"),
     [
@@ -77,6 +82,7 @@ def ranks(x):
         (place, [(4, 8), (3, 8)], {aten.index_put}),
         (mean_of_squares, [(4, 8), (3, 8)], {aten.sum, aten.mean}),
         (ranks, [(4, 8)], {aten.sort, aten.cumsum}),
+        (fused, [(4, 8)], {torch.ops.prims.fma}),
     ],
 )
 def test_a_described_op_runs_and_returns_what_the_graph_says(function, shapes, packets):
@@ -96,8 +102,15 @@ def test_a_described_op_runs_and_returns_what_the_graph_says(function, shapes, p
     assert seen == packets
 
 
+def test_what_a_compiler_leaves_to_a_library_is_timed_under_it():
+    capture = capture_of(lambda x: x * torch.cdist(x.detach(), x.detach()).sum(), torch.randn(4, 8, requires_grad=True))
+    model = InductorModel.of(capture)
+    calls = [call for node in capture.nodes if (call := costs._call_of(node, model))]
+    assert [call.target for call in calls] == [aten._cdist_forward.default]
+
+
 def test_what_a_compiler_generates_is_not_timed_under_it():
-    for function in (place, mean_of_squares):
+    for function in (place, mean_of_squares, lambda x, y: fused(x) + ranks(y).sum()):
         capture = capture_of(function, torch.randn(4, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True))
         model = InductorModel.of(capture)
         assert [costs._call_of(node, model) for node in capture.nodes] == [None] * len(capture.nodes)
@@ -361,3 +374,26 @@ def test_what_a_reduction_allocates_for_itself_is_measured_however_short_it_is()
     found = time_calls(calls | {product(2048, 2048, 2048): 10**12}, torch.device("cuda"), budget_bytes=None)
     sums = [cost for call, cost in found.items() if call.args[0].shape == x.shape and "sum" in str(call.target)]
     assert [cost.scratch_bytes for cost in sums] == [allocated_bytes - held_bytes]
+
+
+@pytest.mark.gpu
+def test_what_is_allocated_one_after_the_other_counts_once():
+    """Whatever the allocator's peak was before: it stays what it was, or rises."""
+    x, device = torch.randn(1 << 20, device="cuda"), torch.device("cuda")
+    high = torch.empty(1 << 26, device=device)
+    peak_bytes = torch.cuda.max_memory_allocated()
+    del high
+    assert op_timing._scratch_bytes(lambda: x.add(1).mul(2).add(3).mul(4), device) == x.nbytes
+    assert op_timing._scratch_bytes(lambda: x.add(1), device) == 0
+    assert torch.cuda.max_memory_allocated() >= peak_bytes
+
+
+def test_the_allocators_peak_is_brought_back_to_where_it_was(monkeypatch):
+    """Held, the peak, and what was ever allocated: of 60 bytes beside the results of 40, 50 are there at once."""
+    counts = iter([(100, 900, 1000), (140, 900, 1100), (100, 900, 1100), (140, 190, 1200)])
+    monkeypatch.setattr(op_timing, "allocator_counts", lambda device: AllocatorCounts(*next(counts)))
+    forgotten, made = [], []
+    monkeypatch.setattr(op_timing, "forget_peak", forgotten.append)
+    monkeypatch.setattr(torch, "empty", lambda size, **_: made.append(size))
+    assert op_timing._scratch_bytes(lambda: None, CPU) == 50
+    assert (forgotten, made) == ([CPU], [800])
