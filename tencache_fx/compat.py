@@ -390,11 +390,11 @@ def has_bytes(storage: torch.UntypedStorage) -> bool:
     return not (TELLS_READERS and torch._C._storage_throw_on_immutable_data_ptr(storage._cdata))
 
 
-def run_as_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function; Dynamo compiles neither it nor what it calls, but where it is a part of something compiled.
+def run_as_is(function: Callable[..., Any], *, with_callees: bool = True) -> Callable[..., Any]:
+    """Return the function; Dynamo compiles it only as a part of something, and so what it calls, if `with_callees`.
 
-    That is where a module is in a compiled region. Between regions it runs as a frame of its own, which Dynamo would
-    compile as well, and then `torch.compiler.is_dynamo_compiling()` is true in it.
+    As a frame of its own it would be compiled as well, and `torch.compiler.is_dynamo_compiling()` be true in it.
     """
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    callees = _FrameAction.SKIP if with_callees else _FrameAction.DEFAULT
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, callees))
     return function

@@ -22,7 +22,6 @@ from tencache_fx.fitting.model_figures import ParameterFigures
 from tencache_fx.fitting.several_regions import plan_several
 from tencache_fx.fitting.target import Target
 from tencache_fx.fitting.user_code import no_logged_tracebacks
-from tencache_fx.model_state.modules import parameters_read_by, watch
 from tencache_fx.options import Options
 from tencache_fx.passes.nested_regions import inline_nested_regions
 from tencache_fx.planning.problem import Problem
@@ -53,9 +52,6 @@ class Trial:
         self.figures = figures_of(self._made, target.workspace_bytes)
         named = self._made.model.named_parameters()
         self._names = {id(p): name for name, p in named if name in self.figures.offloaded}
-        for module in self._made.model.modules():
-            if any(id(p) in self._names for p in parameters_read_by(module)):
-                watch(module)  # its hooks decide the order of a region's inputs, by whose names the cache knows it
         self._regions: list[_Region] = []
 
     def capture(self) -> None:

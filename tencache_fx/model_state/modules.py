@@ -6,19 +6,17 @@
 
 Parameters keep their names, shapes, dtypes and device, but their storage on the device is empty; compiled regions fetch
 what they read, ahead of time. Where no compiled region runs (evaluation without `torch.compile`, loading weights), a
-module's own parameters are loaded before its forward, by hooks; `summon` loads them for anything else.
+module's own parameters are loaded whenever it is called; `summon` loads them for anything else.
 """
 
 import contextlib
-import gc
-import threading
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 
 from tencache_fx import compat
@@ -30,6 +28,7 @@ from tencache_fx.model_state.model_weights import ModelWeights
 from tencache_fx.model_state.module_guards import alias_of, guard, keep_loadable, restore
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.offloading import Offloading, should_offload
+from tencache_fx.model_state.parameter_readers import modules_beside, offloaded_read_by
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.shard import find_group
 from tencache_fx.model_state.sharded_modules import ShardedClasses, whole
@@ -42,10 +41,6 @@ from tencache_fx.runtime.engine_registry import RankStage, find_engine, open_eng
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_READ_THEIR_CHILDRENS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # parameters, without calling these
-
-_HOOK_ID = -1  # of our hooks, in each module
 
 _BAR_DELAY_S = 1.0  # what is done sooner needs no progress bar
 
@@ -112,8 +107,8 @@ def offload(
             for full_name, parameter in own:
                 bar.update(departure.move(parameter, full_name))
             departure.move_buffers(module)
-        for module in (*model.modules(), *_modules_beside(model)):
-            if _offloaded_read_by(module):
+        for module in (*model.modules(), *modules_beside(model)):
+            if offloaded_read_by(module):
                 watch(module)
             if classes is not None:
                 classes.change(module, departure.shards)
@@ -238,75 +233,63 @@ class _Part:
 _ALONE = _Part()
 
 
-class _Calls(threading.local):
-    """A module's forwards under way outside of compiled regions, innermost last: each thread has its own."""
+class _Call:
+    """What calling a module runs: the module, for which the parameters that it reads are loaded meanwhile.
 
-    def __init__(self) -> None:
-        self.forwards: list[_Forward] = []
+    Torch keeps here what `Module.compile` makes, `run`. A compiled region fetches what it reads: Dynamo passes this by
+    where it traces a call. Hooks it would trace and guard in each module, for a fifth of the time that tracing takes.
+    """
 
-    def __reduce__(self) -> tuple[type["_Calls"], tuple[()]]:
-        """Let the copy of a module that is copied or pickled begin with none."""
-        return _Calls, ()
+    def __init__(self, module: nn.Module, run: Callable[..., Any] | None) -> None:
+        self._module = weakref.ref(module)  # the module has this object, and goes with its last user
+        self._run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, or what has been compiled of it."""
+        module = self._module()
+        assert module is not None, "it is called by its module"
+        # True where Dynamo traces this, as it does in a module with hooks; not while other threads compile.
+        if torch.compiler.is_dynamo_compiling():
+            return module._call_impl(*args, **kwargs)
+        forward = _begin_forward(module)
+        try:
+            output = (self._run or module._call_impl)(*args, **kwargs)
+        except BaseException:
+            _end_forward(forward)
+            raise
+        _end_forward(forward, (args, kwargs), output)
+        return output
+
+
+compat.run_as_is(_Call.__call__, with_callees=False)
+
+
+class _Compile:
+    """A module's `compile`, by which torch replaces its `_Call`: what it makes becomes a part of that."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __reduce__(self) -> tuple[type["_Compile"], tuple[nn.Module | None]]:
+        """Let the copy of a module that is copied or pickled have its own."""
+        return _Compile, (self._module(),)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module, as torch does."""
+        module = self._module()
+        assert module is not None, "it is called by its module"
+        type(module).compile(module, *args, **kwargs)
+        watch(module)
 
 
 def watch(module: nn.Module) -> None:
     """Let the parameters that a module reads come to the device whenever it runs outside of a compiled region."""
-    if hasattr(module, "_tencache_calls"):
-        return
-    module._tencache_calls = _Calls()  # type: ignore[assignment]
-    guard(module)
-    keep_loadable(module)
-    _share_id(module.register_forward_pre_hook(_before_forward, prepend=True))  # other hooks may read them, too
-    _share_id(module.register_forward_hook(_after_forward, always_call=True, with_kwargs=True))
-
-
-def _share_id(handle: RemovableHandle) -> None:
-    """Give a hook the same number in each module.
-
-    Dynamo guards on the numbers of a module's hooks: with others in each layer, no two layers share their code, and
-    after `recompile_limit` of them the rest runs uncompiled. Torch counts upwards from 0, so that -1 is free.
-    """
-    for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
-        hooks = reference()
-        assert hooks is not None
-        renumbered = [(_HOOK_ID if number == handle.id else number, hook) for number, hook in hooks.items()]
-        hooks.clear()
-        hooks.update(renumbered)
-    handle.id = _HOOK_ID
-
-
-def parameters_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that a module's forward reads: its own, and those of children that have no forward.
-
-    Such are `ParameterList` and `ParameterDict`. A few of torch's modules read all that is below them.
-    """
-    yield from module.parameters(recurse=isinstance(module, _READ_THEIR_CHILDRENS))
-    for child in module.children():
-        if getattr(child.forward, "__func__", None) is nn.Module.forward:
-            yield from parameters_read_by(child)
-
-
-def _modules_beside(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that are no part of `model` and share a parameter with it, as a tied head does.
-
-    Nothing is called of those that do not, whatever they are. Of some `__init__` has not run.
-    """
-    inside, shared = {id(module) for module in model.modules()}, {id(each) for each in model.parameters()}
-    found = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and id(each) not in inside]
-
-    def own(module: nn.Module | None) -> Iterable[object]:
-        return () if module is None else vars(module).get("_parameters", {}).values()
-
-    def shares(module: nn.Module) -> bool:
-        parts = (module, *vars(module).get("_modules", {}).values())  # some read their children's by themselves
-        return any(id(each) in shared for part in parts for each in own(part))
-
-    return [each for each in found if shares(each)]
-
-
-def _offloaded_read_by(module: nn.Module) -> list[OffloadedParameter]:
-    found = map(find_offloaded, parameters_read_by(module))
-    return list({offloaded: None for offloaded in found if offloaded is not None})
+    if not isinstance(run := module._compiled_call_impl, _Call):
+        module._compiled_call_impl = _Call(module, run)
+    if not isinstance(module.compile, _Compile):
+        module.compile = _Compile(module)  # type: ignore[method-assign]
+        guard(module)
+        keep_loadable(module)
 
 
 class _LoadForBackward:
@@ -363,29 +346,22 @@ class _Forward:
             offloaded.write_back()
 
 
-# In each of them Dynamo takes `is_dynamo_compiling` for true where it traces a call: a compiled region fetches what it
-# reads. Elsewhere it is false, whatever other threads compile meanwhile, unlike `is_compiling`.
-
-
 @compat.run_as_is
-def _before_forward(module: Any, args: Any) -> None:
-    if torch.compiler.is_dynamo_compiling():
-        return
-    forward = _Forward()
-    module._tencache_calls.forwards.append(forward)  # first: its end comes even if it cannot begin
-    all_offloaded = _offloaded_read_by(module)
+def _begin_forward(module: nn.Module) -> _Forward:
+    forward, all_offloaded = _Forward(), offloaded_read_by(module)
     if torch.is_grad_enabled():
         check_updates_in_backward(all_offloaded)
-    forward.begin(all_offloaded)
+    try:
+        forward.begin(all_offloaded)
+    except BaseException:
+        forward.end(set())
+        raise
+    return forward
 
 
 @compat.run_as_is
-def _after_forward(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-    if torch.compiler.is_dynamo_compiling():
-        return
-    forwards = module._tencache_calls.forwards
-    if forwards:
-        forwards.pop().end(_nodes_of(output) - _nodes_of((args, kwargs)))
+def _end_forward(forward: _Forward, inputs: object = None, output: object = None) -> None:
+    forward.end(_nodes_of(output) - _nodes_of(inputs))
 
 
 def _nodes_of(values: Any) -> set[Any]:
