@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterable, Iterator
+from itertools import compress, repeat
 
 from torch import nn
 
@@ -34,7 +35,9 @@ def modules_beside(model: nn.Module) -> list[nn.Module]:
     Nothing is called of those that do not, whatever they are. Of some `__init__` has not run.
     """
     inside, shared = {id(module) for module in model.modules()}, {id(each) for each in model.parameters()}
-    found = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and id(each) not in inside]
+    everything = gc.get_objects()  # a million: Python's own loops take two thirds of the time of one written out
+    modules = compress(everything, map(issubclass, map(type, everything), repeat(nn.Module)))
+    found = [module for module in modules if id(module) not in inside]
 
     def own(module: nn.Module | None) -> Iterable[object]:
         return () if module is None else vars(module).get("_parameters", {}).values()

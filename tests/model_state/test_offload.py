@@ -237,7 +237,7 @@ def test_what_is_strided_on_meta_is_made_dense() -> None:
 
 
 def test_a_module_between_regions_brings_its_own_parameters() -> None:
-    """Its hooks run as frames of their own there, which torch would compile as if they were parts of a region."""
+    """What loads them runs as frames of its own there, which torch would compile as if they were parts of a region."""
     model = tencache_fx.offload(layers(), "cpu")
     inputs = torch.ones(4, HIDDEN)
     expected = model(inputs).detach()
