@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _DisableFuncTorch
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
@@ -299,9 +300,10 @@ class _LoadForBackward:
         self._parameters = parameters
 
     def __call__(self, *_: object) -> None:
-        for parameter in self._parameters:
-            if (offloaded := find_offloaded(parameter)) is not None and offloaded.load_for_backward():
-                engine_of(parameter.device).stats.add(h2d_bytes=offloaded.nbytes)
+        with _DisableFuncTorch():
+            for parameter in self._parameters:
+                if (offloaded := find_offloaded(parameter)) is not None and offloaded.load_for_backward():
+                    engine_of(parameter.device).stats.add(h2d_bytes=offloaded.nbytes)
 
 
 class _Forward:
@@ -351,17 +353,20 @@ def _begin_forward(module: nn.Module) -> _Forward:
     forward, all_offloaded = _Forward(), offloaded_read_by(module)
     if torch.is_grad_enabled():
         check_updates_in_backward(all_offloaded)
-    try:
-        forward.begin(all_offloaded)
-    except BaseException:
-        forward.end(set())
-        raise
+    with _DisableFuncTorch():  # as if no transform were under way, of which the copies made here would be a part
+        try:
+            forward.begin(all_offloaded)
+        except BaseException:
+            forward.end(set())
+            raise
     return forward
 
 
 @compat.run_as_is
 def _end_forward(forward: _Forward, inputs: object = None, output: object = None) -> None:
-    forward.end(_nodes_of(output) - _nodes_of(inputs))
+    made = _nodes_of(output) - _nodes_of(inputs)
+    with _DisableFuncTorch():
+        forward.end(made)
 
 
 def _nodes_of(values: Any) -> set[Any]:

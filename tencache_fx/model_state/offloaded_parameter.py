@@ -13,6 +13,7 @@ Whoever reads the host copy waits for the update under way (`wait_update`), and 
 waits for the last copy that reads it.
 """
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -155,15 +156,16 @@ class OffloadedParameter:
         Blocks the host until an update under way is done. Returns whether there was no device copy.
         """
         self.wait_update()
-        with self._lock:
+        with self._lock, contextlib.ExitStack() as undo:
             self._notice_host_writes()
-            absent = not self.on_device
-            if absent:
+            if absent := not self.on_device:
                 compat.give_bytes(self.parameter.untyped_storage(), self.nbytes)
+                undo.callback(self.free_device_copy)  # without a value, the bytes are nobody's to read
             if absent or self._state is CopyState.HOST_NEWER:
                 self.refresh()
             elif self.last_read is not None:
                 self._streams.wait_compute(self.last_read)
+            undo.pop_all()
         return absent
 
     def evict(self) -> None:
@@ -181,12 +183,12 @@ class OffloadedParameter:
         if self._state is not CopyState.UPDATING:
             self._become(CopyState.HOST)
         place = "disk" if self.tier is Tier.NVME else "host memory"
-        compat.take_bytes(
-            self.parameter.untyped_storage(),
-            f"{self.name} is offloaded to {place}, and nothing has loaded it: read it inside "
-            "`with tencache_fx.summon(model):`, in a function compiled with backend='tencache', or in the forward of "
-            "the module that has it, as a module also has what its __init__ takes over, by self.weight = other.weight.",
+        told = (
+            f"{self.name} is offloaded to {place}, and nothing has loaded it: read it inside `with tencache_fx.summon("
+            "model):`, in a function compiled with backend='tencache', or in the forward of the module that has it, "
+            "as a module also has what its __init__ takes over, by self.weight = other.weight."
         )
+        compat.take_bytes(self.parameter.untyped_storage(), told)
 
     def refresh(self) -> None:
         """Copy the host copy over the device copy, in order with the caller's compute stream."""
@@ -230,8 +232,7 @@ class OffloadedParameter:
         """
         with self._lock:  # an update that ends at once finds its readers
             self._become(CopyState.UPDATING)
-            # Who gives the parameter other bytes meanwhile keeps those.
-            self._update = HostUpdate(device=self.parameter.detach(), readers=readers)
+            self._update = HostUpdate(device=self.parameter.detach(), readers=readers)  # not bytes given meanwhile
             self._update.work = work = submit()
             return work
 

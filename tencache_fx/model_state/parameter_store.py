@@ -192,12 +192,16 @@ class ParameterStore:
         """Stop an optimizer that would change parameters whose bytes are not where it looks for them."""
         if getattr(optimizer, "updates_on_host", False):
             return
-        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        makes_gradients = len(args) > 1 or kwargs.get("closure") is not None  # the first argument is the optimizer
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if parameter.grad is None and not (makes_gradients and parameter.requires_grad):
+                continue
             offloaded = self.find(parameter)
             if offloaded is not None and not offloaded.summoned:
                 raise UsageError(
                     f"{type(optimizer).__name__} would update {offloaded.name}, which is offloaded to host memory; use "
-                    "tencache_fx.optim.AdamW, or call step() inside `with tencache_fx.summon(model):`."
+                    "AdamW, OffloadedOptimizer or StreamedOptimizer of tencache_fx.optim, or call step() inside "
+                    "`with tencache_fx.summon(model):`."
                 )
 
 

@@ -18,6 +18,7 @@ import tencache_fx
 from tencache_fx.errors import BudgetError, StoreError
 from tencache_fx.model_state import disk_backing
 from tencache_fx.model_state.disk_backing import DiskBacking
+from tencache_fx.model_state.modules import watch
 from tencache_fx.model_state.offloading import Offloading
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.optim import AdamW, Muon
@@ -213,6 +214,21 @@ def test_a_failed_read_names_the_parameter_and_may_be_repeated(engine: Engine, i
         run(torch.zeros(64, dtype=torch.int64))
     io.read_errors = []
     assert train(model, run, optimizer, range(2, 3)) == expected[0][2:]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_module_that_runs_by_itself_repeats_a_failed_read(engine: Engine, io: FaultyIO, *, trains: bool) -> None:
+    model = nn.Linear(HIDDEN, HIDDEN)
+    x = torch.ones(2, HIDDEN)
+    expected = model(x).detach()
+    parameters_of(engine).offload(model.weight, "weight", engine.device, disk_backing.Place(on_disk=True))
+    watch(model)
+    io.read_errors = [5]
+    with torch.set_grad_enabled(trains), pytest.raises(StoreError, match="could not read .* of weight "):
+        model(x)
+    assert not find_offloaded(model.weight).on_device
+    io.read_errors = []
+    assert torch.equal(model(x), expected)
 
 
 def test_a_weight_that_cannot_be_written_stays_in_host_memory(spill_dir: Path, no_leaks: None, expected) -> None:

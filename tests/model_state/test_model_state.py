@@ -432,6 +432,15 @@ def test_what_reads_a_parameter_that_stays_waits_for_its_late_copy(new_engine: C
     torch.testing.assert_close(weights(model), weights(plain))
 
 
+def test_an_optimizer_whose_closure_computes_the_gradients_is_refused_before_its_first_step() -> None:
+    model = tencache_fx.offload(nn.Linear(256, 256))
+    for optimizer in (torch.optim.LBFGS(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)):
+        with pytest.raises(UsageError, match="would update weight.* OffloadedOptimizer or .*summon"):
+            optimizer.step(lambda: pytest.fail("the closure ran"))
+    model.requires_grad_(False)
+    torch.optim.SGD(model.parameters(), lr=0.1).step(lambda: 0)
+
+
 def test_an_optimizer_that_does_not_know_offloading_is_refused_unless_parameters_are_summoned() -> None:
     parameter, gradient = host_gradient()
     optimizer = torch.optim.SGD([parameter], lr=0.5)

@@ -174,6 +174,26 @@ def test_a_forward_that_fails_leaves_nothing_behind(where: str) -> None:
     assert calls == [True] * 3
 
 
+@pytest.mark.parametrize("wrap", [lambda model: model, compiled], ids=["by itself", "compiled"])
+@pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.grad, torch.func.vmap])
+def test_transforms_of_functions_read_what_is_offloaded(
+    transform: Callable[..., Callable[[Tensor], Tensor]], wrap: Callable[[nn.Module], nn.Module]
+) -> None:
+    plain = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN))
+    model = tencache_fx.offload(copy.deepcopy(plain))
+    run, x = wrap(model), torch.randn(HIDDEN, HIDDEN)
+
+    def scalar(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: run(x).square().mean()
+
+    for _ in range(2):
+        torch.testing.assert_close(transform(scalar(run))(x[:4]), transform(scalar(plain))(x[:4]))
+        scalar(run)(x).backward()
+        scalar(plain)(x).backward()
+    for offloaded, here in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(offloaded.grad, here.grad)
+
+
 def test_a_module_that_calls_itself_keeps_its_parameters_until_the_last_call_ends() -> None:
     depth: list[int] = []
 
