@@ -192,7 +192,8 @@ class ParameterStore:
         """Stop an optimizer that would change parameters whose bytes are not where it looks for them."""
         if getattr(optimizer, "updates_on_host", False):
             return
-        makes_gradients = len(args) > 1 or kwargs.get("closure") is not None  # the first argument is the optimizer
+        given = *args[1:], kwargs.get("closure")  # the first argument is the optimizer
+        makes_gradients = any(each is not None for each in given)
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if parameter.grad is None and not (makes_gradients and parameter.requires_grad):
                 continue
