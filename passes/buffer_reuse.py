@@ -7,7 +7,8 @@ the logits is written over the logits. A scatter writes into what it begins with
 gradient of an embedding is never there twice.
 
 A value that has been prefetched is never written over. So this is counted only where no transfer could pay: where no
-heavy kernel runs between the operand's uses, behind which a copy could hide. Such a storage is then kept.
+heavy kernel runs between the operand's uses, behind which a copy could hide. Such a storage is then kept. Between the
+graphs of a region that is one of a step's the others' kernels run, unless it ends with the loss.
 
 A result that Inductor computes before a heavy op that stands before it (`InductorModel.early`) is born early, if it
 takes nobody's place. It takes only that of a value that was read before: of another, the heavy op is still to follow
@@ -34,11 +35,11 @@ InPlace = Mapping[fx.Node, fx.Node]
 
 
 def reuse_in_place(
-    capture: RegionGraphs, model: InductorModel, storages: Sequence[StorageNodes]
+    capture: RegionGraphs, model: InductorModel, storages: Sequence[StorageNodes], *, by_step: bool = False
 ) -> tuple[tuple[StorageNodes, ...], InPlace]:
     """Return `storages` with the lives of overwritten ones cut short, and for each such result the operand it takes.
 
-    Results that are computed early and take no place are born early.
+    Results that are computed early and take no place are born early. `by_step` says that it is one region of a step.
 
     O(nodes + storages x steps).
     """
@@ -47,6 +48,7 @@ def reuse_in_place(
     registers, early = model.registers, model.early
     reductions = frozenset(step for step, node in enumerate(capture.nodes) if is_reduction(node))
     taken: dict[fx.Node, fx.Node] = {}
+    others_between = by_step and any(_is_large_gradient(item, capture.boundary) for item in found)
     for step, node in enumerate(capture.nodes):
         if (
             node in registers
@@ -60,6 +62,7 @@ def reuse_in_place(
                 i
                 for i in _operands(node, registers, index_of)
                 if _dies_here(found[i], found[index_of[node]], step, model, reductions)
+                and not (others_between and found[i].storage.birth < capture.boundary <= step)
                 and (node not in early or any(use <= early[node] for use in found[i].storage.uses[1:]))
             ),
             None,
@@ -78,6 +81,12 @@ def reuse_in_place(
             storage = dataclasses.replace(found[own].storage, birth=min(born, found[own].storage.birth))
             found[own] = dataclasses.replace(found[own], storage=storage)
     return tuple(found), taken
+
+
+def _is_large_gradient(item: StorageNodes, boundary: int) -> bool:
+    """Return whether a storage is a gradient that the backward is given, and not that of one number, such as a loss."""
+    is_given = item.storage.kind is Kind.INPUT and item.storage.birth == boundary
+    return is_given and not statically_known_true(item.members[0].meta["val"].numel() == 1)
 
 
 def _is_written_early(operand: Storage, result: Storage, born: Step, boundary: Step) -> bool:

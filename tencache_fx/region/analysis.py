@@ -39,10 +39,13 @@ class RegionAnalysis:
         return sum(op.duration_ns for op in self.ops)
 
 
-def analyze(capture: RegionGraphs, options: Options, roofline: Roofline, *, measure: bool = True) -> RegionAnalysis:
+def analyze(
+    capture: RegionGraphs, options: Options, roofline: Roofline, *, measure: bool = True, by_step: bool = False
+) -> RegionAnalysis:
     """Return the facts about a captured region; its graphs are normalised first, nothing in them is decided.
 
-    Without `measure` no op is timed: what earlier runs have timed is known, the rest is estimated.
+    Without `measure` no op is timed: what earlier runs have timed is known, the rest is estimated. A region planned
+    `by_step` has others between its graphs.
     """
     fuses = options.compiler == "inductor"
     if fuses:
@@ -53,7 +56,7 @@ def analyze(capture: RegionGraphs, options: Options, roofline: Roofline, *, meas
     storages = measure_lifetimes(capture, model, mutations)
     in_place: InPlace = {node: node.all_input_nodes[0] for node in mutations}
     if model is not None:
-        storages, taken = reuse_in_place(capture, model, storages)
+        storages, taken = reuse_in_place(capture, model, storages, by_step=by_step)
         in_place = {**in_place, **taken}
         storages = hold_fused_operands(model, storages)
     heavy = find_calls(capture, roofline, model) if options.calibrate else {}

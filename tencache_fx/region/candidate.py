@@ -211,7 +211,8 @@ class RegionPlanner:
         if Reservation.BOUNDARY in wanted or by_step:
             write_pause(capture)
         held_now_bytes = self._held_beside(training=training) + staying_bytes
-        known = analyze(capture, options, self._environment.roofline, measure=self._environment.measures)
+        measure = self._environment.measures
+        known = analyze(capture, options, self._environment.roofline, measure=measure, by_step=by_step)
         correction = self.earlier.correction
         known = dataclasses.replace(known, ops=correction.planning.scale(known.ops, capture.boundary))
         stated = self._state_problem(known, held_now_bytes, () if first is None else first.analysis.storages)

@@ -12,6 +12,7 @@ import torch
 from harness import Block, faulty_engine
 from meter import Meter
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import tencache_fx
 from tencache_fx.errors import BudgetError, OptionError, UsageError
@@ -139,6 +140,40 @@ def test_generated_code_is_followed_behind_each_runtime_op(engine: Engine) -> No
         assert region is not None
         assert [len(margins) for margins in region.margins] == [1 + len(points) for points in region.points]
         assert max(region.margins[0]) == 4 * ROWS * WIDTH
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_what_a_backward_begins_to_read_may_leave_between_the_graphs(engine: Engine, compiler: str) -> None:
+    """No heavy op is between its uses, but other regions are; Inductor could write over it in the backward."""
+
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)))
+
+    before = set(REGIONS.live())
+    plain = one_by_one(layers(), "aot_eager_decomp_partition" if compiler == "eager" else "inductor")
+    model = one_by_one(layers(), device_budget=BUDGETS["some"], compiler=compiler)
+    for step in range(4):
+        expected, found = (gradients(each, each, inputs(step)) for each in (plain, model))
+        assert equal(found, expected), step
+    regions = [current(each).swap_region for each in REGIONS.live() if each not in before]
+    assert regions
+    for region in regions:
+        assert region is not None
+        assert region.pending_bytes == 0
+
+
+@pytest.mark.usefixtures("hollow_kernels")
+def test_what_a_loss_is_of_is_written_over_at_once(engine: Engine) -> None:
+    """Its backward comes next: nothing is between, and what has left would be there beside its gradient."""
+    head = nn.Linear(WIDTH, WIDTH)
+    options = {"device_budget": BUDGETS["some"], "scope": "step", "compiler": "inductor"}
+    loss = torch.compile(lambda x: F.gelu(head(x)).mean(), backend="tencache", options=options)
+    before = set(REGIONS.live())
+    loss(inputs()).backward()
+    (region,) = (current(each).swap_region for each in REGIONS.live() if each not in before)
+    assert region is not None
+    assert region.pending_bytes == 4 * ROWS * WIDTH
 
 
 @torch._dynamo.config.patch(recompile_limit=64)  # all of these models share one code object
