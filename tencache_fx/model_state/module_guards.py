@@ -55,6 +55,11 @@ def guard(module: nn.Module) -> None:
     module._apply = _Guard(module)  # type: ignore[method-assign]
 
 
+def is_guarded(module: nn.Module) -> bool:
+    """Return whether it does so already, and is kept loadable."""
+    return isinstance(module._apply, _Guard)
+
+
 def keep_loadable(module: nn.Module) -> None:
     """Let a module's own parameters be saved from their host copies, and loaded to these."""
     module.register_state_dict_post_hook(_into_state_dict)

@@ -26,7 +26,7 @@ from tencache_fx.hardware.collective_rates import agree_on_rates
 from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.model_state.arguments import find_device, need_model
 from tencache_fx.model_state.model_weights import ModelWeights
-from tencache_fx.model_state.module_guards import alias_of, guard, keep_loadable, restore
+from tencache_fx.model_state.module_guards import alias_of, guard, is_guarded, keep_loadable, restore
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.offloading import Offloading, should_offload
 from tencache_fx.model_state.parameter_readers import modules_beside, offloaded_read_by
@@ -234,21 +234,41 @@ class _Part:
 _ALONE = _Part()
 
 
-class _Call:
+class _OfModule:
+    """A part of a module that knows it: `module` has this object, and goes with its last user."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._reference = weakref.ref(module)
+
+    def __reduce__(self) -> tuple[type["_OfModule"], tuple[nn.Module]]:
+        """Let the copy of a module that is copied or pickled have its own, of which nothing is compiled."""
+        return type(self), (self.module,)
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._reference()
+        assert module is not None, "it is called by its module"
+        return module
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Return whether that is its module: one that is copied shallowly has the parts of the other."""
+        return self._reference() is module
+
+
+class _Call(_OfModule):
     """What calling a module runs: the module, for which the parameters that it reads are loaded meanwhile.
 
     Torch keeps here what `Module.compile` makes, `run`. A compiled region fetches what it reads: Dynamo passes this by
     where it traces a call. Hooks it would trace and guard in each module, for a fifth of the time that tracing takes.
     """
 
-    def __init__(self, module: nn.Module, run: Callable[..., Any] | None) -> None:
-        self._module = weakref.ref(module)  # the module has this object, and goes with its last user
+    def __init__(self, module: nn.Module, run: Callable[..., Any] | None = None) -> None:
+        super().__init__(module)
         self._run = run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, or what has been compiled of it."""
-        module = self._module()
-        assert module is not None, "it is called by its module"
+        module = self.module
         # True where Dynamo traces this, as it does in a module with hooks; not while other threads compile.
         if torch.compiler.is_dynamo_compiling():
             return module._call_impl(*args, **kwargs)
@@ -265,30 +285,28 @@ class _Call:
 compat.run_as_is(_Call.__call__, with_callees=False)
 
 
-class _Compile:
+class _Compile(_OfModule):
     """A module's `compile`, by which torch replaces its `_Call`: what it makes becomes a part of that."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __reduce__(self) -> tuple[type["_Compile"], tuple[nn.Module | None]]:
-        """Let the copy of a module that is copied or pickled have its own."""
-        return _Compile, (self._module(),)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the module, as torch does."""
-        module = self._module()
-        assert module is not None, "it is called by its module"
-        type(module).compile(module, *args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compile the module, as torch or its class does."""
+        module = self.module
+        result = type(module).compile(module, *args, **kwargs)
         watch(module)
+        return result
 
 
 def watch(module: nn.Module) -> None:
     """Let the parameters that a module reads come to the device whenever it runs outside of a compiled region."""
-    if not isinstance(run := module._compiled_call_impl, _Call):
+    run, known = module._compiled_call_impl, vars(module).get("compile")
+    if not isinstance(run, _Call):
         module._compiled_call_impl = _Call(module, run)
-    if not isinstance(module.compile, _Compile):
+    elif not run.is_of(module):
+        module._compiled_call_impl = _Call(module)
+    is_method = known is None and getattr(module.compile, "__self__", None) is module  # else it is something else
+    if is_method or (isinstance(known, _Compile) and not known.is_of(module)):
         module.compile = _Compile(module)  # type: ignore[method-assign]
+    if not is_guarded(module):
         guard(module)
         keep_loadable(module)
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -156,3 +157,61 @@ def test_a_module_goes_with_its_last_user() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+class WithState(nn.Linear):
+    """Its copies have all that it has, unlike those of torch's own modules."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_with_all_state_runs_itself(duplicate: Callable[[nn.Module], Any]) -> None:
+    model = tencache_fx.offload(WithState(WIDTH, WIDTH), "cpu")
+    with tencache_fx.summon(model):
+        copied = duplicate(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert not copied(torch.randn(8, WIDTH)).any()
+    del model
+    assert not copied(torch.randn(8, WIDTH)).any()
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, WithState])
+def test_a_shallow_copy_is_offloaded_by_itself(kind: type[nn.Linear]) -> None:
+    model = tencache_fx.offload(kind(WIDTH, WIDTH), "cpu")
+    x, copied = torch.randn(8, WIDTH), copy.copy(model)
+    copied.forward = lambda x: nn.functional.linear(x, copied.weight) + 1  # type: ignore[method-assign]
+    tencache_fx.offload(copied, "cpu")
+    true = model(x) - model.bias + 1
+    torch.testing.assert_close(copied(x), true)
+    before = REGIONS.compilations
+    copied.compile(backend="tencache", options=OPTIONS)
+    torch.testing.assert_close(copied(x), true)
+    assert REGIONS.compilations == before + 1
+
+
+class OwnCompile(Layer):
+    def compile(self, optimizer: str) -> "OwnCompile":  # type: ignore[override]
+        self.optimizer = optimizer
+        return self
+
+
+class Flag(Layer):
+    compile = None  # type: ignore[assignment]
+
+
+def test_what_a_module_has_of_its_own_that_is_called_compile_stays() -> None:
+    flagged = Layer()
+    flagged.compile = False  # type: ignore[assignment, method-assign]
+    for module in (Flag(), flagged):
+        flag = module.compile
+        tencache_fx.offload(module, "cpu")
+        assert module.compile is flag
+        module(torch.randn(8, WIDTH))
+    own = tencache_fx.offload(OwnCompile(), "cpu")
+    assert own.compile("adam") is own
+    assert own.optimizer == "adam"
+    own(torch.randn(8, WIDTH))
