@@ -266,6 +266,10 @@ class _Call(_OfModule):
         super().__init__(module)
         self._run = run
 
+    def __bool__(self) -> bool:
+        """Return whether anything is compiled, which others tell by this (PEFT: `utils/hotswap.py`)."""
+        return self._run is not None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, or what has been compiled of it."""
         module = self.module

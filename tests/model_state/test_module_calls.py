@@ -117,6 +117,8 @@ def test_a_module_that_is_compiled_in_place_still_loads_what_it_reads_where_it_r
     before = REGIONS.compilations
     torch.testing.assert_close(model(x), plain(x))
     assert REGIONS.compilations == before + 1
+    assert model._compiled_call_impl
+    assert not model.first._compiled_call_impl  # peft and others take what is true there for a compiled module
     with torch.compiler.set_stance("force_eager"):
         torch.testing.assert_close(model(x), plain(x))
         with torch.no_grad():
