@@ -66,14 +66,14 @@ def estimate_ops(
     first_ns = [_roofline_ns(node, moved, roofline) for node, moved in steps]
     times_ns = {call: cost.duration_ns for call, cost in measured.items()}
     durations_ns = _with_waits(_corrected(calls, first_ns, times_ns), traffic, roofline.issue_ns)
-    counted = measured_scratch(capture, model, measured)
-    is_cpu = capture.device.type == "cpu" and not roofline.of_gpu  # a GPU that is not here is planned for on a CPU
+    scratch = measured_scratch(capture, model, measured) | estimated_scratch(capture, roofline, model, measured)
+    is_cpu = _plans_cpu(capture, roofline)
     scratch_of = partial(_scratch_bytes, is_cpu=is_cpu, fuses=fuses)
     return tuple(
         Op(
             name=node.name,
             duration_ns=ns,
-            scratch_bytes=(counted[node.name] if node.name in counted else scratch_of(node))
+            scratch_bytes=scratch[node.name]
             + _split_bytes(node, is_cpu=is_cpu, fuses=fuses)
             + held_inside(node, capture.device, scratch_of, fuses=fuses),
         )
@@ -88,6 +88,19 @@ def measured_scratch(
     calls = [(node, _call_of(node, model)) for node in capture.nodes]
     costs = {node.name: measured[call] for node, call in calls if call is not None and call in measured}
     return {name: cost.scratch_bytes for name, cost in costs.items() if cost.scratch_bytes is not None}
+
+
+def estimated_scratch(
+    capture: RegionGraphs, roofline: Roofline, model: InductorModel | None, measured: Mapping[Call, OpCost]
+) -> dict[str, int]:
+    """Return about what the others allocate for themselves: no code that a compiler generates shows it."""
+    known, is_cpu = measured_scratch(capture, model, measured), _plans_cpu(capture, roofline)
+    nodes = [node for node in capture.nodes if node.name not in known]
+    return {node.name: _scratch_bytes(node, is_cpu=is_cpu, fuses=model is not None) for node in nodes}
+
+
+def _plans_cpu(capture: RegionGraphs, roofline: Roofline) -> bool:
+    return capture.device.type == "cpu" and not roofline.of_gpu  # a GPU that is not here is planned for on a CPU
 
 
 def _call_of(node: fx.Node, model: InductorModel | None) -> Call | None:

@@ -3,10 +3,12 @@
 `step.py` joins the calls of such regions to the problem of a step. No torch here.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, starmap
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -53,24 +55,32 @@ class SwapRegion:
     name: str = ""
 
     def resized(self, resize: Callable[[Problem], Problem]) -> "SwapRegion":
-        """Return the same region at other sizes, which `resize` gives to its problems."""
+        """Return the same region at other sizes, which `resize` gives to its problems.
+
+        What generated code holds more grows as the activations do; what it holds less as whatever grows least.
+        """
         problem = resize(self.problem)
         nbytes = {storage.name: storage.nbytes for storage in problem.storages}
         transfers = tuple(replace(each, nbytes=nbytes[each.name]) for each in self.transfers)
         resized = replace(self, problem=problem, original=resize(self.original), transfers=transfers)
         now_bytes, before_bytes = (each.activation_bytes or max(1, each.nbytes) for each in (resized, self))
+        # What code holds less are storages that it never makes: scores of attention grow as texts' square, weights not.
+        pairs = [(nbytes[each.name], each.nbytes) for each in self.problem.storages if each.nbytes]
+        least = min(starmap(Fraction, pairs), default=Fraction(1))
         forward, backward = (
-            tuple(-(-each * now_bytes // before_bytes) for each in margins) for margins in self.margins
+            tuple(-(-each * now_bytes // before_bytes) if each > 0 else math.ceil(each * least) for each in margins)
+            for margins in self.margins
         )
         return replace(resized, margins=(forward, backward))
 
-    def holding(self, code_bytes: Sequence[Sequence[int]]) -> "SwapRegion":
+    def holding(self, code_bytes: Sequence[Sequence[int]], unseen: Sequence[int] = (0,)) -> "SwapRegion":
         """Return the region with margins from the bytes that generated code holds behind each runtime op of each graph.
 
-        The code is that in which every storage leaves. If it has other runtime ops than the graphs, or lacks a graph,
-        all steps get the same margin: what the code holds at most, beyond the peak that the graphs show.
+        The code is that in which every storage leaves. It shows nothing of the bytes `unseen`, of each step, that
+        kernels are taken to allocate for themselves: these come on top. If it has other runtime ops than the graphs, or
+        lacks a graph, all steps get the same margin: what the code holds at most, beyond the peak that the graphs show.
         """
-        live = self._live(self.transfers)
+        live = self._live(self.transfers) - np.asarray(unseen)
         if [len(held) for held in code_bytes] != [1 + len(points) for points in self.points]:
             most_bytes = max(0, max(map(max, code_bytes)) - int(live.max(initial=0)))
             forward, backward = ((most_bytes,) * (1 + len(points)) for points in self.points)

@@ -1,6 +1,6 @@
 """Analyses a captured region before it is planned: lifetimes of its storages, costs of its ops."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -10,7 +10,7 @@ from tencache_fx.hardware.roofline import Roofline
 from tencache_fx.options import Options
 from tencache_fx.passes.addmm_fusion import sink_products
 from tencache_fx.passes.buffer_reuse import InPlace, hold_fused_operands, reuse_in_place
-from tencache_fx.passes.costs import estimate_ops, find_calls, measured_scratch
+from tencache_fx.passes.costs import estimate_ops, estimated_scratch, find_calls, measured_scratch
 from tencache_fx.passes.fake_aliasing import repair_view_fakes
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.inductor_model import InductorModel
@@ -23,7 +23,8 @@ from tencache_fx.planning.problem import Op
 class RegionAnalysis:
     """A captured region's storages with their lifetimes, the values that stay in registers, and the costs of its ops.
 
-    `scratch` are the bytes that kernels were seen to allocate for themselves, by the names of their nodes.
+    `scratch` are the bytes that kernels were seen to allocate for themselves, by the names of their nodes, `estimated`
+    what the others are taken to.
     """
 
     capture: RegionGraphs
@@ -32,11 +33,17 @@ class RegionAnalysis:
     in_place: InPlace
     ops: tuple[Op, ...]
     scratch: Mapping[str, int]
+    estimated: Mapping[str, int]
 
     @property
     def duration_ns(self) -> int:
         """How long the ops take, one after the other."""
         return sum(op.duration_ns for op in self.ops)
+
+    def unseen_bytes(self, planned: Sequence[Op]) -> list[int]:
+        """Return what is `estimated` of each step, at the sizes for which `planned` are the ops."""
+        pairs = zip(self.ops, planned, strict=True)
+        return [self.estimated.get(op.name, 0) * now.scratch_bytes // max(1, op.scratch_bytes) for op, now in pairs]
 
 
 def analyze(
@@ -71,4 +78,5 @@ def analyze(
         in_place=in_place,
         ops=estimate_ops(capture, roofline, model, measured),
         scratch=measured_scratch(capture, model, measured),
+        estimated=estimated_scratch(capture, roofline, model, measured),
     )

@@ -115,7 +115,8 @@ class Candidate:
             recomputed=frozenset(plan.recomputed),
         )
         try:
-            return region.holding(code_bytes(code, self.analysis.capture.num_outputs)) if code else region
+            held = code_bytes(code, self.analysis.capture.num_outputs) if code else []
+            return region.holding(held, self.analysis.unseen_bytes(self.problem.ops)) if code else region
         except UnreadableCodeError:  # `code_peak_bytes` has warned
             return region
 

@@ -437,6 +437,15 @@ def test_code_that_is_not_that_of_the_graphs_says_how_much_it_holds_at_most(leng
         assert (own - bare == 70).all()
 
 
+def test_what_no_code_shows_is_held_beside_what_it_holds() -> None:
+    region = recomputing_region()
+    unseen = (0, 500, 0, 0, 0, 0)
+    ops = tuple(replace(op, scratch_bytes=nbytes) for op, nbytes in zip(region.problem.ops, unseen, strict=True))
+    region = replace(region, problem=replace(region.problem, ops=ops))
+    code = [[900] * (1 + len(points)) for points in region.points]
+    assert region.holding(code, unseen).own_bytes[0].max() == 900 + 500
+
+
 @pytest.mark.parametrize("kind", [Kind.ACTIVATION, Kind.OUTPUT], ids=["activations", "none"])
 def test_what_code_holds_grows_with_the_activations(kind: Kind) -> None:
     """Where there are none, as behind recomputation by the user, with all that the region has."""
@@ -448,6 +457,25 @@ def test_what_code_holds_grows_with_the_activations(kind: Kind) -> None:
         return replace(problem, storages=tuple(replace(each, nbytes=each.nbytes * 5 // 2) for each in problem.storages))
 
     assert region.resized(resize).margins == ((175,), (0, 78))
+
+
+@pytest.mark.parametrize("times", [{"large": 2, "fused": 1}, {"large": 2, "fused": 4}, {"large": 0.5, "fused": 0.25}])
+def test_what_code_never_makes_is_not_taken_for_more_at_other_sizes(times: dict[str, float]) -> None:
+    """It may not grow, as what is made of a weight, or as the square, as attention's scores: a plan counts the rest."""
+    kept = recomputing_region().problem.storages[0]
+    fused = replace(kept, name="fused", nbytes=4000, birth=Step(1), death=Step(2), uses=(Step(1),), spillable=False)
+    problem = replace(recomputing_region().problem, storages=(kept, fused))
+    region = replace(recomputing_region(), problem=problem, original=problem)
+
+    def resize(problem: Problem) -> Problem:
+        sized = (replace(each, nbytes=int(each.nbytes * times[each.name])) for each in problem.storages)
+        return replace(problem, storages=tuple(sized))
+
+    code = [[0] * (1 + len(points)) for points in region.points]
+    code[0][0] = kept.nbytes  # and never what is fused
+    holding = region.holding(code)
+    assert holding.own_bytes[0].max() == kept.nbytes
+    assert holding.resized(resize).own_bytes[0].max() >= kept.nbytes * times["large"]
 
 
 def test_a_step_that_does_not_fit_is_refused_as_one() -> None:
