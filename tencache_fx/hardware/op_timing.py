@@ -229,7 +229,7 @@ def _time_missing(calls: Sequence[Call], device: torch.device, key: Mapping[str,
             measure = partial(_time_call, call, device, _HEAT_NS if cold else 0)
             try:
                 measured = cached({**key, "op": repr(call)}, OpCost, measure)
-            except RuntimeError as error:  # out of memory, or not implemented for these arguments
+            except (IndexError, RuntimeError, TypeError, ValueError) as error:  # no memory, or it refuses its arguments
                 log.info("%s is not timed but estimated: %s", _short(call), str(error).partition("\n")[0])
             else:
                 cold = False

@@ -220,6 +220,19 @@ def test_what_does_not_fit_matter_or_run_is_left_out_and_said(monkeypatch, caplo
     assert "mat1 and mat2 shapes cannot be multiplied" in text
 
 
+def test_an_op_that_refuses_its_arguments_is_left_out_whatever_it_raises(caplog):
+    """A graph may have it where it never runs; and some of torch's prims take nothing that their schemas have."""
+    empty, some = Operand((4, 0), (1, 1), torch.float32), Operand((4, 4), (4, 1), torch.float32)
+    refused = [
+        Call(aten.max.dim, (empty, 1), (), 0),
+        Call(torch.ops.prims.sum.default, (some, (0,)), (("output_dtype", torch.float32),), 16),
+        Call(aten.unfold_backward.default, (some, (4,), 0, 1, -1), (), 16),
+    ]
+    with caplog.at_level(logging.INFO, "tencache_fx"):
+        assert time_calls(dict.fromkeys(refused, 10**9), CPU, budget_bytes=None) == {}
+    assert len(caplog.messages) == len(refused)
+
+
 def test_timing_ends_when_its_time_is_up(monkeypatch, caplog):
     monkeypatch.setattr(op_timing, "_ALL_NS", -1)
     with caplog.at_level(logging.INFO, "tencache_fx"):
