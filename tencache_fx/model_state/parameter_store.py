@@ -193,7 +193,7 @@ class ParameterStore:
         if getattr(optimizer, "updates_on_host", False):
             return
         given = *args[1:], kwargs.get("closure")  # the first argument is the optimizer
-        makes_gradients = any(each is not None for each in given)
+        makes_gradients = any(map(callable, given))
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if parameter.grad is None and not (makes_gradients and parameter.requires_grad):
                 continue

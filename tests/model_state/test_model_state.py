@@ -441,6 +441,15 @@ def test_an_optimizer_whose_closure_computes_the_gradients_is_refused_before_its
     torch.optim.SGD(model.parameters(), lr=0.1).step(lambda: 0)
 
 
+def test_an_argument_of_a_step_that_is_no_closure_makes_no_gradients() -> None:
+    class Scaled(torch.optim.SGD):
+        def step(self, scale: float) -> None:  # type: ignore[override]
+            super().step()
+
+    model = tencache_fx.offload(nn.Linear(256, 256))
+    Scaled(model.parameters(), lr=0.1).step(0.5)
+
+
 def test_an_optimizer_that_does_not_know_offloading_is_refused_unless_parameters_are_summoned() -> None:
     parameter, gradient = host_gradient()
     optimizer = torch.optim.SGD([parameter], lr=0.5)
