@@ -265,15 +265,16 @@ def _scratch_bytes(run: Callable[[], object], device: torch.device) -> int | Non
 def _most_at_once(run: Callable[[], object], device: torch.device) -> int:
     """Return the same, as the allocator's peak shows it: that begins anew, and is brought back to where it was."""
     before = allocator_counts(device)
-    forget_peak(device)
-    results = run()
-    after = allocator_counts(device)
-    del results
     assert before is not None
-    assert after is not None
-    if before.peak_bytes > after.peak_bytes:  # others read it; a buffer of what lacks was there then, and is free now
+    forget_peak(device)
+    try:
+        results = run()
+        after = allocator_counts(device)
+        del results
+    finally:  # others read the peak; a buffer of what lacks was there then, and is free now
         with contextlib.suppress(torch.OutOfMemoryError):
             torch.empty(before.peak_bytes - before.held_bytes, dtype=torch.uint8, device=device)
+    assert after is not None
     return after.peak_bytes - after.held_bytes
 
 

@@ -241,12 +241,12 @@ def test_timing_ends_when_its_time_is_up(monkeypatch, caplog):
 
 
 def test_the_prediction_holds_up(cache_folder):
-    """A region's predicted time is near the measured one; a shared CPU may need a second or a third try."""
+    """A region's predicted time is near the measured one; a shared CPU may need some tries."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(640, 640), nn.ReLU()) for _ in range(4)))
     x = torch.randn(512, 640)
     ratios = []
-    for _ in range(4):
+    for _ in range(8):
         torch.compiler.reset()
         for path in cache_folder.glob("*.json"):
             path.unlink()
