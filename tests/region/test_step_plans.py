@@ -144,13 +144,22 @@ def test_generated_code_is_followed_behind_each_runtime_op(engine: Engine) -> No
         assert max(region.margins[0]) == 4 * ROWS * WIDTH
 
 
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.linear(x))
+
+
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_what_a_backward_begins_to_read_may_leave_between_the_graphs(engine: Engine, compiler: str) -> None:
     """No heavy op is between its uses, but other regions are; Inductor could write over it in the backward."""
 
     def layers() -> nn.Sequential:
         torch.manual_seed(0)
-        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)))
+        return nn.Sequential(*(Layer() for _ in range(4)))
 
     before = set(REGIONS.live())
     plain = one_by_one(layers(), "aot_eager_decomp_partition" if compiler == "eager" else "inductor")
