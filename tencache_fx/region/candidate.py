@@ -116,9 +116,9 @@ class Candidate:
         )
         try:
             held = code_bytes(code, self.analysis.capture.num_outputs) if code else []
-            return region.holding(held, self.analysis.unseen_bytes(self.problem.ops)) if code else region
         except UnreadableCodeError:  # `code_peak_bytes` has warned
-            return region
+            held = []
+        return region.holding(held, self.analysis.unseen_bytes(self.problem.ops)) if held else region
 
     @property
     def missing_bytes(self) -> int:

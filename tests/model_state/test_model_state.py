@@ -447,7 +447,9 @@ def test_an_argument_of_a_step_that_is_no_closure_makes_no_gradients() -> None:
             super().step()
 
     model = tencache_fx.offload(nn.Linear(256, 256))
-    Scaled(model.parameters(), lr=0.1).step(0.5)
+    before = {name: value.clone() for name, value in weights(model).items()}
+    Scaled(model.parameters(), lr=0.1).step(0.5)  # is not refused, and has nothing to do
+    torch.testing.assert_close(weights(model), before, rtol=0, atol=0)
 
 
 def test_an_optimizer_that_does_not_know_offloading_is_refused_unless_parameters_are_summoned() -> None:
