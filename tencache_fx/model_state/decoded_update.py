@@ -19,13 +19,16 @@ Arrange = Callable[[Sequence[Tensor]], list[Tensor]]
 def on_parts(update: Update, forms: Sequence[StoredForm], before: int) -> Update:
     """Return `update`, which is called with fp32 arrays behind `before` others, as a function of parts in `forms`.
 
-    Numbers are behind the arrays, and the first array is the master, which is kept as it is.
+    Numbers are behind the arrays. The first array is the master, and the last of the others its weight.
     """
 
     def call(*tensors: Tensor) -> None:
         others, (*rest, numbers) = tensors[:before], tensors[before:]
         parts = by_form(forms, rest)
-        arrays = [form.decode(each) for form, each in zip(forms, parts, strict=True)]
+        arrays = [
+            form.decode([others[-1], *each] if form.reads_weight else each)
+            for form, each in zip(forms, parts, strict=True)
+        ]
         update(*others, *arrays, numbers)
         for form, array, each in zip(forms, arrays, parts, strict=True):
             form.encode(array, arrays[0], each)

@@ -22,6 +22,7 @@ from torch import Tensor
 from tencache_fx.errors import BudgetError, StoreError
 from tencache_fx.model_state.counted_scalars import CountedScalars
 from tencache_fx.model_state.host_state import mapped_memory, own_storage
+from tencache_fx.model_state.split_master import Remainder, drop_changed
 from tencache_fx.model_state.stored_form import FP32, StoredForm, by_form, parts_of, state_bytes, store_values
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Buffer, Use
@@ -61,7 +62,7 @@ class _Piece:
         return int(self.part.stop - self.part.start)
 
 
-class DiskState:
+class DiskState(Remainder):
     """The arrays of one parameter, of `forms` by name. `values` has their first values: each a tensor, or one number.
 
     `place` is NVME until the store is closed, then None. Raises `BudgetError` or `StoreError` when there is no room.
@@ -120,7 +121,8 @@ class DiskState:
 
         def copy(part: slice, pieces: Sequence[Tensor]) -> None:
             for array, form, parts in zip(arrays, forms, by_form(forms, pieces), strict=True):
-                array[part].copy_(form.decode(parts))
+                weight = [self.weight[part]] if form.reads_weight and self.weight is not None else []
+                array[part].copy_(form.decode([*weight, *parts]))
 
         self._line.run(self, copy, writes=False)
         return {
@@ -137,6 +139,9 @@ class DiskState:
             raise
         finally:
             self.place = None
+
+    def _drop_changed(self, before: Tensor, now: Tensor) -> None:
+        self._line.run(self, lambda part, arrays: drop_changed(arrays[:2], before[part], now[part]))
 
     def begin(self, work: Work) -> "Future[None]":
         """Begin to have all pieces updated by `work`, in order; see `DiskLine.begin`."""

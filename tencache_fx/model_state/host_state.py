@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tencache_fx.model_state.counted_scalars import CountedScalars
+from tencache_fx.model_state.split_master import Remainder, drop_changed
 from tencache_fx.model_state.stored_form import StoredForm, by_form, named_parts, parts_of
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
@@ -21,7 +22,7 @@ _ALIGN_BYTES = 64
 _LEAST_BYTES = 64 << 10  # less is not worth a mapping of its own
 
 
-class State:
+class State(Remainder):
     """The arrays of one parameter, of `forms` by name: their 1-D parts are `arrays`, and `tensors` share their memory.
 
     Parts are in `tensors` by name, those with an item for each element in the parameter's shape.
@@ -63,7 +64,14 @@ class State:
         """Return an array as a tensor of the parameter's shape, in ordinary host memory."""
         size, stride = self.layout
         all_parts = dict(zip(self.forms, by_form(tuple(self.forms.values()), self.arrays), strict=True))
-        return self.forms[name].decode([part.cpu() for part in all_parts[name]]).as_strided(size, stride)
+        parts = [part.cpu() for part in all_parts[name]]
+        if self.forms[name].reads_weight:
+            assert self.weight is not None
+            parts.insert(0, self.weight)
+        return self.forms[name].decode(parts).as_strided(size, stride)
+
+    def _drop_changed(self, before: Tensor, now: Tensor) -> None:
+        drop_changed(self.arrays[:2], before, now)
 
     def piece(self, elements: slice) -> tuple[Tensor, ...]:
         """Return the parts of some elements, which begin where a block begins."""

@@ -41,8 +41,9 @@ def write_function(
     That is called with 1-D tensors, all of one length and none of them sharing memory, and behind them an fp32 tensor
     of so many `numbers`. It changes some of the tensors, and returns nothing. `arguments` has the tensors' dtypes.
     Where that has a form, the tensor is of fp32: the code decodes it from the form's parts, and encodes it again, by
-    the new values of argument `other`, of fp32. `arrays` has the addresses of all tensors and parts, and of the
-    numbers. Raises `UncoveredError`. The code stands behind `PRELUDE` and the forms' own.
+    the new values of argument `other`, the master. Before that is the weight, which its form may read. `arrays` has the
+    addresses of all tensors and parts, and of the numbers. Raises `UncoveredError`. The code stands behind `PRELUDE`
+    and the forms' own.
     """
     direct = [_direct_dtype(each) for each in arguments]
     if unknown := {each for each in direct if each is not None} - set(STORED):
@@ -59,8 +60,10 @@ def write_function(
             known.append(f"auto* a{k} = static_cast<{STORED[dtype]}*>(arrays[{at}]);")
             at += 1
         elif isinstance(each, StoredForm):
-            decodes += [f"float b{k}[{BLOCK}];", f"{each.name}::decode(arrays + {at}, begin, size, b{k});"]
-            encodes.append(f"{each.name}::encode(b{k}, a{other} + begin, arrays + {at}, begin, size);")
+            weight = f"a{other - 1}, " if each.reads_weight else ""
+            decodes += [f"float b{k}[{BLOCK}];", f"{each.name}::decode({weight}arrays + {at}, begin, size, b{k});"]
+            master = f"b{other}" if direct[other] is None else f"a{other} + begin"
+            encodes.append(f"{each.name}::encode(b{k}, {master}, arrays + {at}, begin, size);")
             at += len(each.parts)
     known.append(f"const float* numbers = static_cast<const float*>(arrays[{at}]);")
     known += [f"const float n{k} = numbers[{k}];" for k in range(numbers)]

@@ -31,6 +31,7 @@ from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.expected_gradient import ExpectedGradient
 from tencache_fx.model_state.host_state import HeldTensors, State
 from tencache_fx.model_state.shard import Shard
+from tencache_fx.model_state.split_master import weight_set
 from tencache_fx.planning.problem import STATE_BYTES, Tier
 from tencache_fx.runtime.streams import Event, Lane, Streams
 
@@ -42,13 +43,12 @@ class OffloadedParameter:
         self.name = name
         self.backing, self.layout = backing, backing.layout
         self.shard: Shard | None = None  # what it is a part of, if it is spread over ranks
-        self.resident = False
+        self.resident = self.summoned = False
         self.planned_by_step = False  # it is resident by the plans of steps
-        self.summoned = False
         self.gradient = ExpectedGradient()
         self.last_read: Event | None = None  # of the last copy in
         self.updated_on_device = False  # it is resident, and so are its gradient and its optimizer's state
-        self.state_bytes = STATE_BYTES * parameter.numel()  # of its optimizer's state, once the optimizer has told
+        self.state_bytes = self.host_state_bytes = STATE_BYTES * parameter.numel()  # of its optimizer's, as that tells
         self.optimizer_state: weakref.ref[State | DiskState | HeldTensors] | None = None
         self.place_state: Callable[[], None] | None = None  # has its optimizer move its state where that belongs
         self.forget: Callable[[], object] = lambda: None  # called when the parameter dies, or is an ordinary one again
@@ -201,7 +201,8 @@ class OffloadedParameter:
     def write_back(self) -> None:
         """Copy the device copy to the host: somebody other than its optimizer has changed it. Blocks the host."""
         self.wait_update()
-        self._copy_out()
+        with weight_set(self.optimizer_state):
+            self._copy_out()
         self._changes += 1
 
     def sync_host(self) -> None:

@@ -357,7 +357,7 @@ class OffloadedOptimizer(OptimizerState):
             weight = flat(parameter.data)  # whose version is its own: pieces arrive whenever they do
             held = self._states[parameter]
             assert isinstance(held, State)
-            written = flat(self._written[parameter])
+            written = flat(self._written[parameter]) if held.weight is None else held.weight
             step, most = self._next(parameter), PIECE_BYTES // parameter.element_size()
             count = partial(self._count_all, parameter, step, updated)
             if not weight.numel():

@@ -20,11 +20,21 @@ from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.optimizer_checks import find_misfit
 from tencache_fx.model_state.parameter_store import find_offloaded
-from tencache_fx.model_state.placement import StatePlacement, decoded_of, hold_state, is_in, saved_of, shown_of
+from tencache_fx.model_state.placement import (
+    StatePlacement,
+    decoded_of,
+    hold_state,
+    is_in,
+    is_split,
+    saved_of,
+    set_state,
+    shown_of,
+    will_be_split,
+)
 from tencache_fx.model_state.shard import Shard
 from tencache_fx.model_state.step_kernel import LEAST_8BIT, MASTER, Rule, Step
 from tencache_fx.model_state.stored_form import StoredForm
-from tencache_fx.model_state.update import dense_like, weakly
+from tencache_fx.model_state.update import dense_like, flat, weakly
 from tencache_fx.planning.problem import Tier
 
 _MOST_NAMED = 8
@@ -84,10 +94,14 @@ class OptimizerState(torch.optim.Optimizer):
         """Take note of the parameters of a group, behind all others; the kernels of their first steps are begun."""
         for parameter in group["params"]:
             self._urgency[parameter] = len(self._urgency)
-            self._places.add(parameter, self._rule.arrays(group, parameter.dim(), parameter.numel()))
-        counts = {(p.dim(), p.dtype, min(p.numel(), LEAST_8BIT)) for p in group["params"] if p.requires_grad}
-        for dim, dtype, elements in counts:
-            self._rule.begin(group, dim, dtype, elements)
+            dim, count, split = parameter.dim(), parameter.numel(), will_be_split(parameter)
+            arrays, whole = (self._rule.arrays(group, dim, count, split=each) for each in (split, False))
+            self._places.add(parameter, arrays, whole)
+        kinds = {
+            (p.dim(), p.dtype, min(p.numel(), LEAST_8BIT), will_be_split(p)) for p in group["params"] if p.requires_grad
+        }
+        for dim, dtype, elements, split in kinds:
+            self._rule.begin(group, dim, dtype, elements, split=split)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, once the updates under way are done, as torch does.
@@ -183,7 +197,8 @@ class OptimizerState(torch.optim.Optimizer):
         held, state, count = self._states[parameter], self._state[parameter], parameter.numel()
         if parameter not in self._taken or not held.counted.are_in(state, len(shown_of(held))):
             return self._find_next(parameter)
-        key = id(self._taken[parameter]), parameter.dim(), held.counted.step, held.made, min(count, LEAST_8BIT)
+        kind = parameter.dim(), min(count, LEAST_8BIT), held.weight is not None
+        key = id(self._taken[parameter]), held.counted.step, held.made, *kind
         if key not in self._nexts:
             self._nexts[key] = self._find_next(parameter)
         return self._nexts[key]
@@ -192,7 +207,8 @@ class OptimizerState(torch.optim.Optimizer):
         arrays, held = self._arrays(parameter), self._states[parameter]
         kept = {*arrays, *held.tensors}
         scalars = {name: each for name, each in self._state[parameter].items() if name not in kept}
-        return self._rule.step(self._group(parameter), parameter.dim(), scalars, held.made, parameter.numel())
+        group, dim, count = self._group(parameter), parameter.dim(), parameter.numel()
+        return self._rule.step(group, dim, scalars, held.made, count, split=held.weight is not None)
 
     def _is_fresh(self, parameter: Tensor, offloaded: OffloadedParameter) -> bool:
         """Return whether the weight may have been set since its master was made, or last taken over."""
@@ -212,8 +228,8 @@ class OptimizerState(torch.optim.Optimizer):
             state.update(shown_of(held))
         held.counted.write(step, state)
 
-    def _arrays(self, parameter: Tensor) -> Mapping[str, StoredForm]:
-        return self._rule.arrays(self._group(parameter), parameter.dim(), parameter.numel())
+    def _arrays(self, parameter: Tensor, *, split: bool = False) -> Mapping[str, StoredForm]:
+        return self._rule.arrays(self._group(parameter), parameter.dim(), parameter.numel(), split=split)
 
     def _place_state(self, parameter: Tensor) -> None:
         """Move a parameter's state to where it is to be now."""
@@ -224,24 +240,32 @@ class OptimizerState(torch.optim.Optimizer):
         state: dict[str, Any] = self._state[parameter]
         held = self._states.get(parameter)
         self._leave_former(parameter, offloaded)
-        place, arrays = self._places.of(parameter, offloaded, held), self._arrays(parameter)
+        place = self._places.of(parameter, offloaded, held)
+        arrays = self._arrays(parameter, split=is_split(parameter, offloaded, place))
         right = held is not None and held.layout == (parameter.size(), parameter.stride()) and held.place == place
         if held is None or not right or not is_in(held, state) or held.forms != arrays:
-            if (misfit := find_misfit(parameter, state, arrays)) is not None:
+            saved, held = saved_of(held, state, arrays), None
+            if (misfit := find_misfit(parameter, saved, arrays)) is not None:
                 raise UsageError(f"{misfit}; a parameter whose size has changed needs a new optimizer.")
-            state = self._keep(parameter, saved_of(held, state, arrays), place)
+            state = self._keep(parameter, saved, place)
         held = self._states[parameter]
-        known = None if offloaded is None or offloaded.optimizer_state is None else offloaded.optimizer_state()
-        if offloaded is not None and known is not held:
-            offloaded.optimizer_state = weakref.ref(held)
-            offloaded.place_state = weakly(self._place_state, parameter)
-        if offloaded is not None or place is Tier.DEVICE:
+        self._tell(parameter, offloaded, held)
+        if offloaded is not None and held.weight is not None and held.weight.data_ptr() != _address(offloaded):
+            held.take_weight(flat(offloaded.host))
+        if offloaded is not None or place is Tier.DEVICE or held.weight is not None:
             self._written.pop(parameter, None)  # the weight goes on without it
             return state
         written = self._written.get(parameter)
         written = state[MASTER].to(parameter.dtype, copy=True) if written is None else dense_like(parameter, written)
         self._written[parameter] = written
         return state
+
+    def _tell(self, parameter: Tensor, offloaded: OffloadedParameter | None, held: State | DiskState) -> None:
+        """Let an offloaded parameter know of its state."""
+        known = None if offloaded is None or offloaded.optimizer_state is None else offloaded.optimizer_state()
+        if offloaded is not None and known is not held:
+            set_state(offloaded, held)
+            offloaded.place_state = weakly(self._place_state, parameter)
 
     def _leave_former(self, parameter: Tensor, offloaded: OffloadedParameter | None) -> None:
         """Wait for an update that is under way of a parameter that was given another storage since."""
@@ -255,18 +279,38 @@ class OptimizerState(torch.optim.Optimizer):
 
     def _keep(self, parameter: Tensor, saved: Mapping[str, Any], place: Tier) -> dict[str, Any]:
         """Make a parameter's state of what was `saved` of it; a master that is missing is NaN until a step."""
-        arrays = self._arrays(parameter)
+        offloaded, whole = find_offloaded(parameter), self._arrays(parameter)
+        split = is_split(parameter, offloaded, place)
+        arrays = self._arrays(parameter, split=split)
         values = {**self._rule.initial(self._group(parameter), parameter.dim()), **saved}
         held = hold_state(parameter, arrays, values, place)
+        if split:
+            held.weight = _weight_of(values[MASTER], parameter, offloaded)
         held.made = frozenset(name for name in arrays if name in saved and name != MASTER)
-        self._places.add(parameter, arrays)
+        self._places.add(parameter, arrays, whole)
         if MASTER not in saved:  # it is the weight's as it is now
             self._versions.pop(parameter, None)
             self._written.pop(parameter, None)
         scalars = {name: on_cpu(value) for name, value in saved.items() if name not in arrays}
         state = scalars | dict(shown_of(held))
         self._states[parameter], self._state[parameter] = held, state
+        self._tell(parameter, offloaded, held)
         return state
+
+
+def _address(offloaded: OffloadedParameter) -> int:
+    """Return where the host copy is, in host memory; waits for nothing."""
+    return offloaded.backing.value().data_ptr()
+
+
+def _weight_of(master: Tensor | float, parameter: Tensor, offloaded: OffloadedParameter | None) -> Tensor:
+    """Return the weight of which a split master is: the host copy, or another one until that is taken over."""
+    weight = None if offloaded is None else flat(offloaded.host)
+    if not isinstance(master, Tensor):  # there is none: it is the weight, or NaN until that is seen
+        return torch.full((parameter.numel(),), master, dtype=parameter.dtype) if weight is None else weight
+    rounded = flat(dense_like(parameter, master.to(device="cpu", dtype=parameter.dtype, copy=True)))
+    is_it = weight is not None and torch.equal(rounded.view(torch.int16), weight.view(torch.int16))
+    return weight if weight is not None and is_it else rounded
 
 
 def _shard_of(parameter: Tensor) -> Shard | None:

@@ -181,7 +181,7 @@ class ParameterStore:
             and (offloaded.optimizer_state is None or offloaded.optimizer_state() is None)
         )
         trained = ((offloaded, offloaded._parameter()) for offloaded in waiting)
-        return sum(offloaded.state_bytes for offloaded, p in trained if p is not None and p.requires_grad)
+        return sum(offloaded.host_state_bytes for offloaded, p in trained if p is not None and p.requires_grad)
 
     def _forget(self, key: int, offloaded: OffloadedParameter) -> None:
         if self._by_storage.get(key) is offloaded:

@@ -1,6 +1,7 @@
 """Where the state of each parameter is to be: on the device, in host memory, or, where that has no room, on disk."""
 
 import math
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.model_state.disk_state import DiskState, flat_as, line_bytes
-from tencache_fx.model_state.host_state import State
+from tencache_fx.model_state.host_state import HeldTensors, State
 from tencache_fx.model_state.modules import engine_of, roomy_engine
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.offloading import LEAST_BYTES
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
+from tencache_fx.model_state.split_master import Remainder
 from tencache_fx.model_state.staged_update import round_shape
 from tencache_fx.model_state.step_kernel import MASTER
 from tencache_fx.model_state.stored_form import StoredForm, named_parts, state_bytes, store_values
@@ -29,11 +31,17 @@ class StatePlacement:
         self._order: dict[Tensor, int] = {}
         self._on_disk: dict[Tensor, bool] = {}
 
-    def add(self, parameter: Tensor, forms: Mapping[str, StoredForm]) -> None:
-        """Add a parameter that is to have such arrays, behind those that are read before it; or know it has others."""
+    def add(
+        self, parameter: Tensor, forms: Mapping[str, StoredForm], on_device: Mapping[str, StoredForm] | None = None
+    ) -> None:
+        """Add a parameter that is to have such arrays, behind those that are read before it; or know it has others.
+
+        Its arrays have other forms `on_device`, if these are given.
+        """
         self._order[parameter] = nbytes = state_bytes(forms.values(), parameter.numel())
         if (offloaded := find_offloaded(parameter)) is not None:
-            offloaded.state_bytes = nbytes
+            offloaded.host_state_bytes = nbytes
+            offloaded.state_bytes = state_bytes((on_device or forms).values(), parameter.numel())
 
     def of(self, parameter: Tensor, offloaded: OffloadedParameter | None, held: State | DiskState | None) -> Tier:
         """Return where a parameter's state is to be, given the record of one that is offloaded, and where it is now."""
@@ -108,7 +116,12 @@ def decoded_of(held: State | DiskState | None, state: Mapping[str, Any]) -> dict
     if isinstance(held, DiskState):
         return {**state, **held.read()}
     in_blocks = {name: form for name, form in held.forms.items() if not form.is_elementwise}
-    decoded = {name: held.decode(name) for name in in_blocks if state.get(name) is held.tensors[name]}
+    firsts = {name: name + form.parts[0].suffix for name, form in in_blocks.items()}
+    decoded = {
+        name: held.decode(name)
+        for name, first in firsts.items()
+        if state.get(first) is held.tensors[first] and (first == name or name not in state)
+    }
     parts = named_parts(in_blocks)
     others = {name: each for name, each in state.items() if name not in parts or each is not held.tensors[name]}
     return {**others, **decoded}
@@ -126,5 +139,32 @@ def saved_of(
 
 
 def is_in(held: State | DiskState, state: Mapping[str, Any]) -> bool:
-    """Return whether the arrays in `state` are those that are held."""
+    """Return whether the arrays in `state` are those that are held, and no whole one is there in place of its parts."""
+    if any(name in state for name in held.forms.keys() - held.tensors.keys()):
+        return False
     return all(state.get(name) is tensor for name, tensor in shown_of(held).items())
+
+
+def is_split(parameter: Tensor, offloaded: OffloadedParameter | None, place: Tier) -> bool:
+    """Return whether the master is kept as what it has besides the weight, a bf16 one that is in host memory.
+
+    Of a parameter that is not offloaded that is the weight as it was last written.
+    """
+    in_memory = offloaded is None or offloaded.tier is Tier.HOST
+    return in_memory and place is not Tier.DEVICE and parameter.dtype == torch.bfloat16
+
+
+def set_state(offloaded: OffloadedParameter, held: State | DiskState | HeldTensors) -> None:
+    """Make `held` the state that goes with the weight: that of another optimizer keeps the weight as it is now."""
+    known = None if offloaded.optimizer_state is None else offloaded.optimizer_state()
+    if known is not held:
+        if isinstance(known, Remainder):
+            known.keep_weight()
+        offloaded.optimizer_state = weakref.ref(held)
+
+
+def will_be_split(parameter: Tensor) -> bool:
+    """Return the same before there is a state, as if all of it were to be in host memory."""
+    offloaded = find_offloaded(parameter)
+    stays = offloaded is None and parameter.nbytes < LEAST_BYTES
+    return is_split(parameter, offloaded, Tier.DEVICE if stays else Tier.HOST)

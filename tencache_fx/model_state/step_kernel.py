@@ -1,9 +1,10 @@
 """The arithmetic of an optimizer: for a step of its class, a kernel in one pass over memory, and its numbers.
 
 A kernel makes of a gradient in the parameter's dtype, an fp32 master weight and the optimizer's arrays the new ones,
-and the new weight. Arrays may be kept in other forms than fp32 (`stored_form`). In bfloat16 they are rounded
-stochastically, because to the nearest a moment that changes by less than a 256th a step would stay as it is. What they
-are rounded by is hashed from the values themselves, so a run can be repeated to the last bit.
+and the new weight. The master may be kept as what it has besides the weight (`split_master`). Arrays may be kept in
+other forms than fp32 (`stored_form`). In bfloat16 they are rounded stochastically, because to the nearest a moment that
+changes by less than a 256th a step would stay as it is. What they are rounded by is hashed from the values themselves,
+so a run can be repeated to the last bit.
 """
 
 import functools
@@ -23,6 +24,7 @@ from tencache_fx.model_state.eight_bit_form import SIGNED_8BIT, UNSIGNED_8BIT
 from tencache_fx.model_state.group_options import GroupOptions, exactly
 from tencache_fx.model_state.kernel_source import UncoveredError
 from tencache_fx.model_state.native_kernel import NativeFunctions, NativeKernel
+from tencache_fx.model_state.split_master import SPLIT
 from tencache_fx.model_state.step_tracing import TracedStep, trace_step
 from tencache_fx.model_state.stored_form import BF16, FP32, StoredForm, parts_of
 from tencache_fx.model_state.value_signs import nonnegative
@@ -82,18 +84,21 @@ class Rule:
         self._class = optimizer_class
         self._state_dtype = state_dtype
         self._given = given
-        self._arrays: dict[tuple[object, ...], Mapping[str, StoredForm]] = {}
-        self._first: dict[tuple[object, ...], tuple[Kernel, ...]] = {}
+        self._arrays: dict[tuple[object, ...], tuple[Mapping[str, StoredForm], ...]] = {}  # also with a split master
+        self._first: dict[tuple[object, ...], tuple[TracedStep, ...]] = {}
         self._steps: dict[tuple[object, ...], Step] = {}
         self._kernels: dict[tuple[object, ...], Kernel] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
         return rule_of, (self._class, self._state_dtype, self._given)
 
-    def arrays(self, group: Mapping[str, Any], dim: int, elements: int = LEAST_8BIT) -> Mapping[str, StoredForm]:
+    def arrays(
+        self, group: Mapping[str, Any], dim: int, elements: int = LEAST_8BIT, *, split: bool = False
+    ) -> Mapping[str, StoredForm]:
         """Return the forms of the state of parameters of so many dimensions in a group, the master weight first.
 
-        Raises `OptionError` when the class cannot be used, or not with these options.
+        With `split` the master is what it has besides the weight, which is of bf16. Raises `OptionError` when the class
+        cannot be used, or not with these options.
         """
         key = self._first_key(group, dim, elements)
         if key not in self._arrays:
@@ -108,19 +113,29 @@ class Rule:
                 )
             if (again.graph.key, again.numbers) != (first.graph.key, first.numbers):
                 raise OptionError(f"what {name} does depends on a parameter's size; use another optimizer.")
-            kept = {MASTER: FP32, **self._forms(first, second, elements)}
+            kept = self._forms(first, second, elements)
             if len(self._arrays) >= _MOST_STEPS:
                 self._arrays.clear()
                 self._first.clear()
-            self._first[key] = self._kernel(first, kept), self._kernel(second, kept)
-            self._arrays[key] = MappingProxyType(kept)
-        return self._arrays[key]
+            self._first[key] = first, second
+            self._arrays[key] = tuple(MappingProxyType({MASTER: form, **kept}) for form in (FP32, SPLIT))
+            for traced in self._first[key]:
+                self._kernel(traced, self._arrays[key][False])
+        return self._arrays[key][split]
 
-    def begin(self, group: Mapping[str, Any], dim: int, dtype: torch.dtype, elements: int = LEAST_8BIT) -> None:
+    def begin(
+        self,
+        group: Mapping[str, Any],
+        dim: int,
+        dtype: torch.dtype,
+        elements: int = LEAST_8BIT,
+        *,
+        split: bool = False,
+    ) -> None:
         """Begin to build, in the background, the kernels of the first steps of such parameters on the CPU."""
-        self.arrays(group, dim, elements)
-        for kernel in self._first[self._first_key(group, dim, elements)]:
-            kernel.begin(dtype)
+        forms = self.arrays(group, dim, elements, split=split)
+        for traced in self._first[self._first_key(group, dim, elements)]:
+            self._kernel(traced, forms).begin(dtype)
 
     def initial(self, group: Mapping[str, Any], dim: int) -> Mapping[str, float]:
         """Return what is in each array before the first step."""
@@ -133,11 +148,13 @@ class Rule:
         scalars: Mapping[str, Any],
         made: Collection[str],
         elements: int = LEAST_8BIT,
+        *,
+        split: bool = False,
     ) -> Step:
         """Return a step of a parameter in a group, of which the class has `scalars` and has `made` so many arrays."""
-        arrays = self.arrays(group, dim, elements)
+        arrays = self.arrays(group, dim, elements, split=split)
         names = tuple(name for name in arrays if name in made and name != MASTER)
-        key = GroupOptions.of(group).text, dim, exactly(scalars), names, self._is_small(elements)
+        key = GroupOptions.of(group).text, dim, exactly(scalars), names, self._is_small(elements), split
         if key not in self._steps:
             traced = self._trace(group, (2,) * max(0, dim - 1) + (4,), scalars, names)
             self._check_signs(traced, arrays)
@@ -257,7 +274,8 @@ class Kernel:
     def try_out(self) -> None:
         """Run it uncompiled on a few elements; raises `RuntimeError` if it cannot be run on tensors."""
         numbers = torch.ones(self._count, dtype=torch.float32, device="cpu")
-        self._update(*_zeros(torch.float32, self._forms, 3, torch.device("cpu")), numbers)
+        dtype = torch.bfloat16 if self._forms[0] is SPLIT else torch.float32
+        self._update(*_zeros(dtype, self._forms, 3, torch.device("cpu")), numbers)
 
     def begin(self, dtype: torch.dtype) -> None:
         """Begin to build, in the background, what updates parameters of `dtype` on the CPU."""

@@ -6,7 +6,8 @@ is a struct with two functions for at most `BLOCK` elements that begin where a b
     static void decode(void* const* parts, std::int64_t begin, int size, float* values);
     static void encode(const float* values, const float* others, void* const* parts, std::int64_t begin, int size);
 
-`others` are the master's new values, which change at each step: what is rounded at random is rounded by these.
+A form that reads the weight is given all its elements before the parts, as they are before the update: in `decode` of
+both. `others` are the master's new values, which change at each step: what is rounded at random is rounded by these.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,7 +49,8 @@ class StoredForm:
     dtype and device, and the parts: it takes what is nearest. `decode` and `encode` also take whole blocks in rows:
     elements [m, BLOCK], and parts [m, BLOCK // per].
 
-    `made_on` returns the same form with what it looks up on a device; None if it looks up nothing.
+    `made_on` returns the same form with what it looks up on a device; None if it looks up nothing. One that
+    `reads_weight`, the master's only, decodes the weight and the parts.
     """
 
     name: str
@@ -58,6 +60,7 @@ class StoredForm:
     store: Callable[[Tensor, Sequence[Tensor]], None]
     code: str
     made_on: "Callable[[torch.device], StoredForm] | None" = None
+    reads_weight: bool = False
 
     def on(self, device: torch.device) -> "StoredForm":
         """Return the form for code that is compiled for a device."""

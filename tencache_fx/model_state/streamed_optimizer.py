@@ -24,6 +24,7 @@ from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.offloading import LEAST_BYTES
 from tencache_fx.model_state.optimizer_checks import check_group, check_params
 from tencache_fx.model_state.parameter_store import find_offloaded
+from tencache_fx.model_state.placement import set_state
 from tencache_fx.model_state.random_draws import RandomDraws
 from tencache_fx.model_state.state_values import arrays_of, copy_of, is_held, laid_out, renewed, widened
 from tencache_fx.model_state.step_kernel import MASTER, check_class
@@ -351,8 +352,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def _tell(self, parameter: Tensor, offloaded: OffloadedParameter | None, held: HeldTensors) -> None:
         """Let an offloaded parameter know of its state."""
         if offloaded is not None:
-            offloaded.state_bytes = held.nbytes
-            offloaded.optimizer_state = weakref.ref(held)
+            offloaded.state_bytes = offloaded.host_state_bytes = held.nbytes
+            set_state(offloaded, held)
             offloaded.place_state = weakly(self._ready, parameter)
 
     def _is_fresh(self, parameter: Tensor, offloaded: OffloadedParameter | None) -> bool:

@@ -45,7 +45,8 @@ class PieceUpdate:
 class ParameterUpdate:
     """An update's gradient (`buffer`), `offloaded` weight and optimizer's `state`, and the `step` it takes.
 
-    `factor` scales the gradient. The first of the state's arrays is the master weight; `fresh` says that the weight may
+    `factor` scales the gradient. The first of the state's arrays is the master weight, or the first two are what it has
+    besides the weight; `fresh` says that the weight may
     have been set since it was made from that.
     """
 
@@ -89,7 +90,8 @@ class ParameterUpdate:
                 kernel(change, value, *some, numbers)
 
             parts = dict(zip(arrays, parts_of(self.state.forms.values()), strict=True))
-            last = room.stream(len(weight), [gradient, *arrays], [*arrays, weight], work, write.after, parts)
+            sources = [gradient, *arrays] if self.state.weight is None else [gradient, *arrays, weight]
+            last = room.stream(len(weight), sources, [*arrays, weight], work, write.after, parts)
             undo.pop_all()
 
         def finish() -> None:
@@ -108,12 +110,12 @@ class ParameterUpdate:
         with contextlib.ExitStack() as undo:
             write = undo.enter_context(self._begin_write())
             gradient, numbers, _ = self._begin(write)
-            kernel, weight = self._kernel(_CPU), write.elements
+            kernel, weight, is_stale = self._kernel(_CPU), write.elements, self._is_stale
             write.wait_readers()
 
             @torch.no_grad()
             def work(part: slice, arrays: Sequence[Tensor]) -> None:
-                if self.fresh:
+                if is_stale:
                     set_master(arrays[0], weight[part])
                 kernel(gradient[part], weight[part], *arrays, numbers)
 
@@ -140,12 +142,17 @@ class ParameterUpdate:
         """
         gradient = flat(self.buffer.landed())
         arrays = self.state.arrays if isinstance(self.state, State) else ()
-        if self.fresh and arrays:
+        if self._is_stale and arrays:
             set_master(arrays[0], write.elements)
         numbers = self.step.numbers
         if self.factor is not None:
             numbers = torch.cat([numbers[:1] * self.factor(), numbers[1:]])
         return gradient, numbers, arrays
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether the master may be one of another weight: one that is split is always of this one."""
+        return self.fresh and self.state.weight is None
 
     def _kernel(self, device: torch.device) -> Callable[..., None]:
         return self.step.kernel.compiled(self.offloaded.layout.dtype, device)

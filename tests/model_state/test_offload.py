@@ -221,7 +221,7 @@ def test_a_master_keeps_its_digits_wherever_its_state_goes() -> None:
             optimizer.step()
             places.append(optimizer._states[weight].place)
         assert len(set(places)) == 1 + moves
-        found = [weight.detach().clone(), optimizer.state[weight]["master"].clone()]
+        found = [weight.detach().clone(), optimizer.state_dict()["state"][0]["master"].clone()]
         tencache_fx.close()
         return found
 

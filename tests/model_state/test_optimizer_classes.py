@@ -214,8 +214,9 @@ def test_moments_in_bfloat16_take_half_the_memory_and_follow_those_in_fp32() -> 
         optimizer = AdamW([parameter], lr=1e-3, betas=(0.9, 0.998), state_dtype=dtype)
         steps(optimizer, 120, lambda step: (noise[step] * 0.95**step).bfloat16())
         assert optimizer.state[parameter]["exp_avg_sq"].dtype == dtype
-        assert optimizer.state[parameter]["master"].dtype == torch.float32
-        found.append({name: value.float() for name, value in optimizer.state[parameter].items()})
+        state = optimizer.state_dict()["state"][0]
+        assert state["master"].dtype == torch.float32
+        found.append({name: value.float() for name, value in state.items()})
     exact, short = found
     torch.testing.assert_close(short["exp_avg_sq"].mean(), exact["exp_avg_sq"].mean(), rtol=0.01, atol=0)
     torch.testing.assert_close(short["master"], exact["master"], rtol=0, atol=0.01)
@@ -471,7 +472,7 @@ def test_state_of_two_dtypes_can_be_saved(monkeypatch: pytest.MonkeyPatch, count
     torch.save(optimizer.state_dict(), file)
     assert count * 8 <= file.tell() <= count * 8 + 4096  # no more than there is
     file.seek(0)
-    found, state = torch.load(file)["state"][0], optimizer.state[parameter]
+    found, state = torch.load(file)["state"][0], optimizer.state_dict()["state"][0]
     assert all(torch.equal(found[name], state[name]) for name in ("master", "exp_avg", "exp_avg_sq"))
 
 

@@ -73,7 +73,7 @@ def test_the_device_holds_weights_and_gradients_only() -> None:
         optimizer.step()
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before <= 2 * parameter.nbytes + MIB
-    state_bytes = 12 * parameter.numel()  # its fp32 master and moments, by parts of which the rounds go
+    state_bytes = 10 * parameter.numel() + parameter.numel() // 8  # what its master has besides it, and moments
     assert (
         state_bytes
         <= tencache_fx.stats()["host_pool_bytes"]
