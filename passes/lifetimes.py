@@ -60,6 +60,7 @@ class _Trace:
     donated: bool = False
     parameter: str = ""
     state_bytes: int = 0
+    state_saved_bytes: int = 0
     tier: Tier = Tier.HOST
     written: bool = False
     shared: bool = False
@@ -187,7 +188,9 @@ class _Walk:
         if node.target is STORE_GRAD:
             for key in read:
                 self._known[key].kind, self._known[key].parameter = Kind.STORED, node.meta["tencache_parameter"]
-                self._known[key].state_bytes = node.meta["tencache_state_bytes"]
+                there_bytes, host_bytes = node.meta["tencache_state_bytes"]
+                self._known[key].state_bytes = there_bytes
+                self._known[key].state_saved_bytes = there_bytes - host_bytes
             return
         if (root := self._mutations.get(node)) is not None:
             ((given, _),) = self._storages(root)
@@ -311,6 +314,7 @@ def _finish(trace: _Trace, capture: RegionGraphs, sources: Sequence[SymbolSource
         formula=trace.formula,
         parameter=trace.parameter,
         state_bytes=trace.state_bytes,
+        state_saved_bytes=trace.state_saved_bytes,
         tier=trace.tier,
     )
     return StorageNodes(storage=storage, members=tuple(trace.members), saved=tuple(trace.saved))

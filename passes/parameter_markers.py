@@ -36,14 +36,14 @@ _LEAST_SHARE, _LEAST_NODES = 0.25, 50
 def write_markers(
     capture: RegionGraphs,
     offloaded: Mapping[int, str],
-    state_bytes: Mapping[str, int],
+    state_bytes: Mapping[str, tuple[int, int]],
     shards: Mapping[str, str],
     tiers: Mapping[str, Tier],
 ) -> frozenset[str]:
     """Write `load_param` and `store_grad` for the parameters in `offloaded`: their names by position among the inputs.
 
-    `state_bytes` are what an optimizer keeps, or may keep, of each, `shards` the process groups over which they are
-    spread, and `tiers` where their bytes are.
+    `state_bytes` are what an optimizer keeps, or may keep, of each, on the device and in host memory, `shards` the
+    process groups over which they are spread, and `tiers` where their bytes are.
 
     Returns the names of those that have to be on the device as they are: that this region writes to, hands out, or
     saves a part of for its backward. O(nodes).
@@ -176,7 +176,7 @@ def _write_stores(
     backward: fx.Graph,
     inputs: tuple[fx.Node, ...],
     offloaded: Mapping[int, str],
-    state_bytes: Mapping[str, int],
+    state_bytes: Mapping[str, tuple[int, int]],
     shards: Mapping[str, str],
 ) -> None:
     """Let the gradients of `offloaded` leave, but for those that are not the graph's own, or lie there twice."""

@@ -34,6 +34,7 @@ class WouldBeOffloaded:
     name: str
     nbytes: int
     state_bytes: int
+    host_state_bytes: int
     tier: Tier = Tier.HOST
     shard: Shard | None = None
     on_device: bool = False

@@ -39,6 +39,7 @@ def estimate_of(plans: Sequence[RegionPlan], figures: ModelFigures, target: Targ
     resident = {name: calls for calls, _, plan in made for name in plan.resident}
     here = {name: calls for calls, _, plan in made for name in plan.updated_here}
     here_bytes = sum(figures.by_name[name].state_bytes * calls for name, calls in here.items())
+    not_there_bytes = sum(figures.by_name[name].host_state_bytes * calls for name, calls in here.items())
     staying_bytes = sum(figures.by_name[name].nbytes * calls for name, calls in resident.items())
     loads = [(load, calls) for calls, problem, plan in made for load in loads_of(problem, plan)]
     host = HostWork(costs=target.host, trained=figures.trained_count).load(made)
@@ -58,7 +59,7 @@ def estimate_of(plans: Sequence[RegionPlan], figures: ModelFigures, target: Targ
             for s in each.captured.storages
             if s.kind is Kind.STORED and s.parameter not in here
         ),
-        state_bytes=figures.offloaded_state_bytes - here_bytes,
+        state_bytes=figures.offloaded_state_bytes - not_there_bytes,
         device_state_bytes=here_bytes + figures.kept_state_bytes,
         all_on_device_bytes=all_on_device_bytes([each.captured for each in plans], figures),
         least_device_bytes=None,

@@ -232,6 +232,7 @@ def figures_of(made: FactoryResult, workspace_bytes: int) -> ModelFigures:
                 trained=parameter.requires_grad,
                 offloaded=should_offload(parameter, name, adapts=adapts),
                 in_float32=parameter.dtype is torch.float32,
+                in_bfloat16=parameter.dtype is torch.bfloat16,
             )
             for name, parameter in model.named_parameters()
         ),

@@ -1,10 +1,9 @@
 """What a model's parameters, gradients and optimizer state take, by where they would be. No torch here."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from tencache_fx.planning.problem import STATE_BYTES
+from tencache_fx.planning.problem import STATE_BYTES, host_state_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,11 +16,17 @@ class ParameterFigures:
     trained: bool
     offloaded: bool
     in_float32: bool
+    in_bfloat16: bool
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of AdamW's state for it, if it is offloaded and trained."""
+        """The bytes of AdamW's state for it on the device, if it is trained."""
         return STATE_BYTES * self.numbers
+
+    @property
+    def host_state_bytes(self) -> int:
+        """The bytes of AdamW's state for it in host memory, if it is offloaded and trained."""
+        return host_state_bytes(self.numbers, split=self.in_bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +81,13 @@ class ModelFigures:
 
     @property
     def offloaded_state_bytes(self) -> int:
-        """The state of AdamW for those that would be offloaded and are trained."""
-        return _state_bytes(each for each in self.parameters if each.offloaded)
+        """The state of AdamW, in host memory, for those that would be offloaded and are trained."""
+        return sum(each.host_state_bytes for each in self.parameters if each.offloaded and each.trained)
 
     @property
     def kept_state_bytes(self) -> int:
         """The state of AdamW for those that would not be, and are trained."""
-        return _state_bytes(each for each in self.parameters if not each.offloaded)
+        return sum(each.state_bytes for each in self.parameters if not each.offloaded and each.trained)
 
     @property
     def held_bytes(self) -> int:
@@ -94,7 +99,3 @@ class ModelFigures:
         """The state of AdamW if nothing were offloaded: fp32 weights are their own masters."""
         trained = (each for each in self.parameters if each.trained)
         return sum(each.numbers * (8 if each.in_float32 else STATE_BYTES) for each in trained)
-
-
-def _state_bytes(parameters: Iterable[ParameterFigures]) -> int:
-    return sum(each.state_bytes for each in parameters if each.trained)

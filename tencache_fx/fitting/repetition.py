@@ -348,5 +348,5 @@ def _life(storage: Storage) -> tuple[int, ...]:
     return storage.birth, storage.death, storage.ready, storage.caller_frees_at, *storage.uses
 
 
-def _about(storage: Storage) -> tuple[str, int, int, bool]:
-    return str(storage.kind), storage.nbytes, storage.state_bytes, storage.spillable
+def _about(storage: Storage) -> tuple[str, int, int, int, bool]:
+    return str(storage.kind), storage.nbytes, storage.state_bytes, storage.state_saved_bytes, storage.spillable

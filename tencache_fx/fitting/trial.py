@@ -211,4 +211,9 @@ def _captured(planned: DryRun) -> Problem:
 
 
 def _would_be_offloaded(parameter: ParameterFigures) -> WouldBeOffloaded:
-    return WouldBeOffloaded(name=parameter.name, nbytes=parameter.nbytes, state_bytes=parameter.state_bytes)
+    return WouldBeOffloaded(
+        name=parameter.name,
+        nbytes=parameter.nbytes,
+        state_bytes=parameter.state_bytes,
+        host_state_bytes=parameter.host_state_bytes,
+    )

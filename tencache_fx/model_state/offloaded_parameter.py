@@ -1,8 +1,7 @@
 """A parameter whose bytes are in host memory or on disk, and on the device only while somebody reads them.
 
 Such a parameter keeps its shape, dtype and device, but its storage there is empty while there is no device copy. Its
-other copy, the host copy, is what its `Backing` keeps. `CopyState` says which of the two hold its value. Three things
-keep the device copy:
+other copy, the host copy, is what its `Backing` keeps. `CopyState` says which have its value. What keeps a device copy:
 
     resident   set by pin: a plan keeps the parameter on the device. unpin evicts it
     summoned   set by summon: somebody may read it there, or change it. The end of summon evicts it
@@ -32,7 +31,7 @@ from tencache_fx.model_state.expected_gradient import ExpectedGradient
 from tencache_fx.model_state.host_state import HeldTensors, State
 from tencache_fx.model_state.shard import Shard
 from tencache_fx.model_state.split_master import weight_set
-from tencache_fx.planning.problem import STATE_BYTES, Tier
+from tencache_fx.planning.problem import STATE_BYTES, Tier, host_state_bytes
 from tencache_fx.runtime.streams import Event, Lane, Streams
 
 
@@ -48,7 +47,8 @@ class OffloadedParameter:
         self.gradient = ExpectedGradient()
         self.last_read: Event | None = None  # of the last copy in
         self.updated_on_device = False  # it is resident, and so are its gradient and its optimizer's state
-        self.state_bytes = self.host_state_bytes = STATE_BYTES * parameter.numel()  # of its optimizer's, as that tells
+        self.state_bytes = STATE_BYTES * parameter.numel()  # of its optimizer's state, as that has told
+        self.host_state_bytes = host_state_bytes(parameter.numel(), split=parameter.dtype == torch.bfloat16)
         self.optimizer_state: weakref.ref[State | DiskState | HeldTensors] | None = None
         self.place_state: Callable[[], None] | None = None  # has its optimizer move its state where that belongs
         self.forget: Callable[[], object] = lambda: None  # called when the parameter dies, or is an ordinary one again
@@ -378,8 +378,7 @@ class OffloadedParameter:
             assert self._state is not CopyState.HOST, f"{self.name} has no device copy"
             with self.backing.begin_write(read=False) as write:
                 after, source = (self._streams.record_compute(), *write.after), self.parameter.detach()
-                copied = self._streams.copy(Lane.OUT, write.memory, source, after)
-                write.after = (copied,)
+                write.after = (copied := self._streams.copy(Lane.OUT, write.memory, source, after),)
                 copied.synchronize()
                 write.commit()
             self._become(CopyState.SHARED)

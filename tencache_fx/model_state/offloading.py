@@ -20,7 +20,7 @@ from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.shard import RankGroup, Shard
 from tencache_fx.model_state.sharded_modules import check_readers
-from tencache_fx.planning.problem import STATE_BYTES
+from tencache_fx.planning.problem import host_state_bytes
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
 
@@ -288,7 +288,7 @@ def choose_places(
         Candidate(
             name=name,
             nbytes=nbytes,
-            state_bytes=STATE_BYTES * (nbytes // each.itemsize),
+            state_bytes=host_state_bytes(nbytes // each.itemsize, split=each.dtype == torch.bfloat16),
             trained=each.requires_grad,
             in_file=in_file[each],
         )

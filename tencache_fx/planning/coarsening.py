@@ -249,6 +249,7 @@ class _Merger:
                     formula="",
                     parameter=parameter,
                     state_bytes=sum(storage.state_bytes for storage in each),
+                    state_saved_bytes=sum(storage.state_saved_bytes for storage in each),
                 )
             )
         return kept, names

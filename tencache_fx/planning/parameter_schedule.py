@@ -137,8 +137,8 @@ def updating_bytes(problem: Problem) -> int:
     if not stored:
         return 0
     # Its gradient is read, its state read and written, and its weight, which is as large as the gradient, written.
-    state_bytes = {storage.parameter: storage.state_bytes for storage in stored}  # of several gradients one is the sum
-    update_bytes = sum(2 * storage.nbytes for storage in stored) + 2 * sum(state_bytes.values())
+    state_bytes = {each.parameter: each.state_traffic_bytes for each in stored}  # of several gradients one is the sum
+    update_bytes = sum(2 * storage.nbytes for storage in stored) + sum(state_bytes.values())
     parameters = {storage.parameter for storage in stored}
     return update_bytes + sum(
         s.nbytes for s in problem.storages if s.kind is Kind.PARAMETER and s.parameter in parameters
@@ -165,7 +165,7 @@ def keep_resident(problem: Problem, parameters: Collection[str], updated_here: C
         if storage.kind is Kind.STORED and storage.parameter in updated_here:
             state_bytes[storage.parameter] = storage.state_bytes
             death = storage.caller_frees_at or end
-            others.append(replace(storage, kind=Kind.GRADIENT, death=death, caller_frees_at=Step(0), state_bytes=0))
+            others.append(replace(storage, kind=Kind.GRADIENT, death=death, caller_frees_at=Step(0)).without_state())
         elif storage.kind is Kind.FETCHED and storage.parameter in parameters:
             lives.setdefault(storage.parameter, []).append(storage)
             if problem.copies_parameters:

@@ -16,6 +16,17 @@ STATE_BYTES = 12
 """Of an optimizer, for each element of a parameter: an fp32 master weight and two moments."""
 
 
+def host_state_bytes(count: int, *, split: bool) -> int:
+    """Return what that is in host memory for so many elements.
+
+    There a bf16 weight's master is `split`: it is what it has besides the weight, two bytes and one bit.
+
+    >>> host_state_bytes(16, split=False), host_state_bytes(16, split=True)
+    (192, 162)
+    """
+    return STATE_BYTES * count - (2 * count - -(-count // 8) if split else 0)
+
+
 PASSING_BUFFERS = 4
 """Of host memory, through which parameters on disk pass: so many are on their way to the device at once."""
 
@@ -66,9 +77,10 @@ class Storage:
     or STORED one belongs to; its life here is the shortest there can be, as if copies took no time: the plan's
     transfers add to it. A FETCHED one is `ready` from the op on that fetches it, where graphs read copies of parameters
     that stay: nothing fetches it later. `state_bytes` of a STORED one are those of the optimizer's state, which an
-    update reads and writes; its caller frees it at `caller_frees_at`, or behind the last step, if it stays on the
-    device. `tier` is where the bytes of a FETCHED one come from: host memory or disk. `gathered_at` is the backward
-    step that begins to gather anew what the forward has gathered, 0 where none does: ops that run again read that copy.
+    update reads and writes; in host memory there are fewer by `state_saved_bytes`. Its caller frees it at
+    `caller_frees_at`, or behind the last step, if it stays on the device. `tier` is where the bytes of a FETCHED one
+    come from: host memory or disk. `gathered_at` is the backward step that begins to gather anew what the forward has
+    gathered, 0 where none does: ops that run again read that copy.
     """
 
     name: str
@@ -83,6 +95,7 @@ class Storage:
     formula: str = ""
     parameter: str = ""
     state_bytes: int = 0
+    state_saved_bytes: int = 0
     tier: Tier = Tier.HOST
     gathered_at: Step = Step(0)
 
@@ -103,9 +116,24 @@ class Storage:
             formula=self.formula,
             parameter=self.parameter,
             state_bytes=self.state_bytes,
+            state_saved_bytes=self.state_saved_bytes,
             tier=self.tier,
             gathered_at=self.gathered_at,
         )
+
+    @property
+    def host_state_bytes(self) -> int:
+        """The bytes of the optimizer's state in host memory."""
+        return self.state_bytes - self.state_saved_bytes
+
+    @property
+    def state_traffic_bytes(self) -> int:
+        """What an update in host memory reads and writes of the state, and reads of the weight for a split master."""
+        return 2 * self.host_state_bytes + (self.nbytes if self.state_saved_bytes else 0)
+
+    def without_state(self) -> "Storage":
+        """Return the same storage for one whose state is elsewhere."""
+        return replace(self, state_bytes=0, state_saved_bytes=0)
 
     def check(self) -> None:
         """Raise `ValueError` for a life that cannot be."""

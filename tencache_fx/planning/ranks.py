@@ -191,8 +191,9 @@ def _part(nbytes: int, ranks: int) -> int:
 
 def _part_of(storage: Storage, before: int, ranks: int) -> Storage:
     """Return a part of a parameter or gradient, of which there were so many, as one of `ranks`."""
-    nbytes, state_bytes = (_part(n * before, ranks) for n in (storage.nbytes, storage.state_bytes))
-    return replace(storage, nbytes=nbytes, state_bytes=state_bytes)
+    of_all = storage.nbytes, storage.state_bytes, storage.state_saved_bytes
+    nbytes, state_bytes, saved_bytes = (_part(n * before, ranks) for n in of_all)
+    return replace(storage, nbytes=nbytes, state_bytes=state_bytes, state_saved_bytes=saved_bytes)
 
 
 def _shared_links(links: Links, before: int, here: int) -> Links:

@@ -201,7 +201,7 @@ class RegionPlanner:
                 )
                 return None
         shards = {name: _group_of(each, capture) for name, each in self._offloaded.items()}
-        state_bytes = {name: each.state_bytes for name, each in self._offloaded.items()}
+        state_bytes = {name: (each.state_bytes, each.host_state_bytes) for name, each in self._offloaded.items()}
         tiers = {name: each.tier for name, each in self._offloaded.items()}
         staying = write_markers(capture, capture.offloaded, state_bytes, shards, tiers)
         staying_bytes = sum(self._offloaded[name].nbytes for name in staying)
@@ -316,7 +316,7 @@ class RegionPlanner:
             min(self._options.spill_budget - used.disk_acquired_bytes, most_bytes),
             [
                 (name, each.nbytes, each.tier, each.on_device)
-                + (each.updated_on_device, each.state_bytes, each.device_state_bytes)
+                + (each.updated_on_device, each.state_bytes, each.host_state_bytes, each.device_state_bytes)
                 for name, each in sorted(self._offloaded.items())
             ],
             self.unforeseen_bytes,
@@ -333,7 +333,7 @@ class RegionPlanner:
         sunk = [storage for storage in storages if storage.kind is Kind.STORED]
         # Gradients and state that its first step will make: that host memory is not free for transfers.
         more_bytes = max(0, sum(each.nbytes for each in sunk) - used.gradient_acquired_bytes)
-        state_bytes = sum(each.state_bytes for each in sunk)
+        state_bytes = sum(each.host_state_bytes for each in sunk)
         if options.spill_budget:
             state_bytes = min(state_bytes, line_bytes(options.host_budget))
         more_bytes += max(0, state_bytes - used.state_acquired_bytes) if sunk else 0

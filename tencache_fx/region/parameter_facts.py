@@ -31,7 +31,11 @@ class ParameterFacts(Protocol):
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of its optimizer's state, or of the state that may be made."""
+        """Return the bytes of its optimizer's state on the device, or of the state that may be made."""
+
+    @property
+    def host_state_bytes(self) -> int:
+        """Return what these are in host memory, or on disk."""
 
     @property
     def device_state_bytes(self) -> int:

@@ -312,7 +312,7 @@ def _update_bars(problem: Problem, replay: Replay) -> Iterator[Bar]:
     state: dict[str, int] = {}
     for storage in stored.values():
         nbytes[storage.parameter] = nbytes.get(storage.parameter, 0) + 2 * storage.nbytes
-        state[storage.parameter] = 2 * storage.state_bytes
+        state[storage.parameter] = storage.state_traffic_bytes
     if not problem.updates_in_backward:
         read = sorted((s.birth, s.parameter) for s in problem.storages if s.parameter in landed)
         landed = {parameter: 0 for _, parameter in read}
