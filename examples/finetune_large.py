@@ -224,10 +224,11 @@ def tell_sizes(model: nn.Module, args: argparse.Namespace) -> int:
     """Print what training this model holds; return the bytes of its weights."""
     weights_bytes = sum(p.nbytes for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
+    state_bytes = sum(int(p.numel() * (10.125 if p.dtype == torch.bfloat16 else 12)) for p in trained)
     print(
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {args.dtype} on {args.device}, {args.compiler}\n"
         f"in host memory: {format_bytes(weights_bytes)} of weights, {format_bytes(sum(p.nbytes for p in trained))} of "
-        f"gradients, {format_bytes(sum(p.numel() for p in trained) * 12)} of AdamW's state",
+        f"gradients, {format_bytes(state_bytes)} of AdamW's state",
         flush=True,
     )
     return weights_bytes

@@ -3,9 +3,9 @@
     optimizer = tencache_fx.optim.AdamW(model.parameters(), lr=3e-4)
 
 in place of `torch.optim.AdamW`, in any loop, and `OffloadedOptimizer` for any other class that updates each element by
-itself. Master weights and moments are in host memory, beside each weight as it was last written: 14 bytes for a bf16
-parameter. Gradients stay where autograd puts them, so clipping, accumulation, `GradScaler`, schedulers and closures are
-torch's.
+itself. Master weights and moments are in host memory, beside each weight as it was last written: 12.1 bytes for a bf16
+parameter, whose master is kept as what it has besides the weight. Gradients stay where autograd puts them, so clipping,
+accumulation, `GradScaler`, schedulers and closures are torch's.
 
 Offloaded parameters (`tencache_fx.offload`) are updated in host memory, and their gradients are there already: `step`
 returns at once, and each parameter's next reader waits for its own update only. With `step_in_backward=True` updates

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tencache_fx.errors import TencacheError
-from tencache_fx.model_state.stored_form import Part
+from tencache_fx.model_state.stored_form import BLOCK, Part
 from tencache_fx.runtime.streams import Event, Lane, Streams
 from tencache_fx.units import round_up
 
@@ -149,7 +149,7 @@ class Room:
         """
         streams, arrays = self._streams, [*sources, *(t for t in targets if all(t is not s for s in sources))]
         kinds = [parts.get(array, Part("", array.dtype)) for array in arrays]
-        unit = max(_ALIGN, *(kind.per for kind in kinds))
+        unit = BLOCK if any(kind.per > 1 for kind in kinds) else _ALIGN  # compiled code takes whole blocks
         gaps_bytes = _ALIGN_BYTES * sum(kind.per > 1 for kind in kinds)  # behind parts that are not as long as a unit
         slot_bytes = self._slots[0].memory.numel() - gaps_bytes
         most = slot_bytes // sum(kind.nbytes(unit) for kind in kinds) * unit

@@ -59,11 +59,11 @@ class Fit:
     """Whether a model fits its budgets, where its bytes would be, and how long a step would take.
 
     `offloaded_bytes`, `gradient_bytes` and `state_bytes` are in host memory: parameters, their gradients, and the fp32
-    state of AdamW (master weight and two moments: 12 bytes for each trained parameter). `device_parameter_bytes`
-    and `device_state_bytes` are those of parameters and state that are on the device all the time.
-    `all_on_device_bytes` are those on the device if nothing were offloaded: parameters, gradients, AdamW's state and
-    activations. `least_device_bytes` is the smallest device budget that a plan was found for, None where the
-    one given suffices, or where none would help.
+    state of AdamW (two moments and the master weight, of a bf16 parameter what that has besides it: 12 bytes for each
+    trained parameter, or 10.1). `device_parameter_bytes` and `device_state_bytes` are those of parameters and state
+    that are on the device all the time. `all_on_device_bytes` are those on the device if nothing were offloaded:
+    parameters, gradients, AdamW's state and activations. `least_device_bytes` is the smallest device budget that a plan
+    was found for, None where the one given suffices, or where none would help.
     `measured` says whether the rates behind the times are known, or fixed, low ones; those of a profile are from
     `rates_source`. `loads` says what keeps each resource busy in a step, by the plan's bytes: the device's compute, the
     host's memory, each direction of the link and of the disk.
