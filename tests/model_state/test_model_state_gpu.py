@@ -145,18 +145,24 @@ def test_inference_writes_caches_while_weights_are_away() -> None:
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, "8bit"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "split"),
+    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False), (torch.float32, False)],
+)
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
 def test_an_update_has_the_same_bits_on_the_device_as_on_the_host(
-    optimizer_class: type[torch.optim.Optimizer], dtype: torch.dtype, state_dtype: StateDtype
+    optimizer_class: type[torch.optim.Optimizer],
+    dtype: torch.dtype,
+    split: bool,  # noqa: FBT001
+    state_dtype: StateDtype,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     count = 1_000_003
     change, weight = (torch.randn(count, generator=generator).to(dtype) for _ in range(2))
     options = {} if optimizer_class is torch.optim.AdamW else {"momentum": 0.9}
     rule, group = find_rule(optimizer_class, state_dtype, options)
-    arrays = rule.arrays(group, 1)
-    step = rule.step(group, 1, {"step": torch.tensor(3.0)}, arrays)
+    arrays = rule.arrays(group, 1, split=split)
+    step = rule.step(group, 1, {"step": torch.tensor(3.0)}, arrays, split=split)
     state = [torch.empty(part.count(count), dtype=part.dtype) for part in parts_of(arrays.values())]
     store_values(arrays, state, {name: torch.rand(count, generator=generator) for name in arrays})
     on_host = [change, weight, *state]

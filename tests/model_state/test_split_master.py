@@ -29,7 +29,7 @@ from tencache_fx.model_state.stored_form import BLOCK, parts_of, store_values
 from tencache_fx.model_state.update import set_master
 from tencache_fx.model_state.update_queue import Room
 from tencache_fx.optim import AdamW, OffloadedOptimizer
-from tencache_fx.planning.problem import Tier
+from tencache_fx.planning.problem import Kind, Tier
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import install_engine
 from tencache_fx.runtime.store import Store
@@ -409,6 +409,23 @@ def test_a_parameter_and_its_state_take_twelve_bytes_and_an_eighth(offloaded: bo
         found = find_offloaded(weight)
         assert found is not None
         assert (found.host_state_bytes, found.state_bytes) == (held.nbytes, 12 << 20)
+
+
+def test_plans_count_state_as_it_is_in_host_memory_and_on_the_device() -> None:
+    model = tencache_fx.offload(network(torch.bfloat16))
+    optimizer = AdamW(model.parameters())
+    train(model, compiled(model, TIGHT_BF16), optimizer, range(1))
+    stored = [s for s in tencache_fx.regions()[-1].captured.storages if s.kind is Kind.STORED]
+    held = {}
+    for parameter, each in optimizer._states.items():
+        if (found := find_offloaded(parameter)) is not None:
+            held[found.name] = each.nbytes, parameter.numel()
+    assert stored
+    for storage in stored:
+        nbytes, count = held[storage.parameter]
+        assert storage.state_bytes == 12 * count
+        assert storage.host_state_bytes == 10 * count + -(-count // 8)
+        assert 0 <= nbytes - storage.host_state_bytes < 4 * 64  # each part begins at a cache line
 
 
 @pytest.mark.parametrize("offloaded", [True, False])

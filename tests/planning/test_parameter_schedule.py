@@ -3,10 +3,10 @@
 import numpy as np
 from hypothesis import given
 from outcomes import Outcomes
-from problems import moving_problems
+from problems import make_region, make_storage, moving_problems
 
 from tencache_fx.planning.liveness import least_bytes
-from tencache_fx.planning.parameter_schedule import _departures, _earliest_freed
+from tencache_fx.planning.parameter_schedule import _departures, _earliest_freed, keep_resident, updating_bytes
 from tencache_fx.planning.problem import Kind, Tier
 from tencache_fx.planning.schedule import Barriers, copy_times
 
@@ -43,3 +43,17 @@ def test_gradients_leave_as_in_a_walk_from_barrier_to_barrier(problem):
     transfers = _departures(problem, barriers, memory, limit, starts_ns)
     assert [(transfer.name, transfer.freed_at) for transfer in transfers] == expected
     assert (memory == walked).all()
+
+
+def test_an_update_reads_the_weight_where_the_master_is_what_that_lacks():
+    """Of 8 bf16 elements: gradient, weight, and state once in and once out; whole on the device."""
+    given = make_storage("w", 16, [0], kind=Kind.FETCHED, parameter="w")
+    for saved_bytes, expected in ((0, 2 * 16 + 2 * 96), (15, 2 * 16 + 2 * 81 + 16)):
+        stored = make_storage(
+            "g", 16, [1], kind=Kind.STORED, parameter="w", state_bytes=96, state_saved_bytes=saved_bytes
+        )
+        problem = make_region([1, 1], 1, given, stored)
+        assert updating_bytes(problem) == expected
+        here = keep_resident(problem, ["w"], ["w"])
+        assert here.external_bytes == problem.external_bytes + 96
+        assert updating_bytes(here) == 0

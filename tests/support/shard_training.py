@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as checkpoint
 from ranks import WORLD, refused
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import tencache_fx
 from tencache_fx.hardware.collective_rates import group_rates
@@ -443,6 +444,43 @@ def in_eight_bits() -> Found:
     return {"off by": differences(whole(models[0]), whole(models[1])), "kept in": sorted(map(str, kept))}
 
 
+def _local(value: Tensor) -> Tensor:
+    """Return this rank's rows of a tensor that is spread, or the tensor."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def with_split_masters() -> Found:
+    """Go on from a checkpoint of bf16 weights and their masters, read in place or loaded after the masters."""
+
+    def step(model: nn.Module, optimizer: AdamW) -> None:
+        optimizer.zero_grad()
+        model(batch(dist.get_rank()).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+
+    models = [spread(blocks(seed).bfloat16()) for seed in (0, 7, 8)]
+    optimizers = [AdamW(model.parameters(), lr=1e-3) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        step(model, optimizer)
+    checkpoint.save(saved(models[0], optimizers[0]), checkpoint_id="split_masters")
+    states = [saved(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)]
+    states[2]["model"] = {name: value.clone() for name, value in models[2].state_dict().items()}
+    for index in (1, 2):
+        checkpoint.load(states[index], checkpoint_id="split_masters")
+        optimizers[index].load_state_dict(states[index]["optimizer"])
+        models[index].load_state_dict(states[index]["model"])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        step(model, optimizer)
+    masters = [
+        {str(key): _local(state["master"]) for key, state in optimizer.state_dict()["state"].items()}
+        for optimizer in optimizers
+    ]
+    return {
+        "off by": max(differences(whole(models[0]), whole(model)) for model in models[1:]),
+        "masters off by": max(differences(masters[0], other) for other in masters[1:]),
+        "split": sum("master_rest" in state for state in optimizers[1].state.values()),
+    }
+
+
 OTHERS: dict[str, Callable[[], Found]] = {
     "meta": made_on_meta,
     "summon": summoned,
@@ -451,6 +489,7 @@ OTHERS: dict[str, Callable[[], Found]] = {
     "frozen integers": frozen_integers,
     "checkpoints": checkpoints,
     "8 bits": in_eight_bits,
+    "split masters": with_split_masters,
     "scaled": scaled,
     "refusals": refusals,
 }

@@ -111,6 +111,11 @@ def test_state_in_8_bits_goes_on_to_the_last_bit(others):
         assert found == {"off by": 0.0, "kept in": ["torch.float32", "torch.uint8"]}
 
 
+def test_split_masters_go_on_to_the_last_bit(others):
+    for found in (each["split masters"] for each in others):
+        assert found == {"off by": 0.0, "masters off by": 0.0, "split": 6}
+
+
 @pytest.mark.parametrize(
     ("name", "start"),
     [
