@@ -22,7 +22,7 @@ from torch import Tensor
 from tencache_fx.errors import BudgetError, StoreError
 from tencache_fx.model_state.counted_scalars import CountedScalars
 from tencache_fx.model_state.host_state import mapped_memory, own_storage
-from tencache_fx.model_state.split_master import Remainder, drop_changed
+from tencache_fx.model_state.split_master import Remainder, decode_into, drop_changed
 from tencache_fx.model_state.stored_form import FP32, StoredForm, by_form, parts_of, state_bytes, store_values
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Buffer, Use
@@ -121,8 +121,10 @@ class DiskState(Remainder):
 
         def copy(part: slice, pieces: Sequence[Tensor]) -> None:
             for array, form, parts in zip(arrays, forms, by_form(forms, pieces), strict=True):
-                weight = [self.weight[part]] if form.reads_weight and self.weight is not None else []
-                array[part].copy_(form.decode([*weight, *parts]))
+                if form.reads_weight and self.weight is not None:
+                    decode_into(array[part], [self.weight[part], *parts])
+                else:
+                    array[part].copy_(form.decode(parts))
 
         self._line.run(self, copy, writes=False)
         return {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tencache_fx.model_state.counted_scalars import CountedScalars
-from tencache_fx.model_state.split_master import Remainder, drop_changed
+from tencache_fx.model_state.split_master import Remainder, decode_into, drop_changed
 from tencache_fx.model_state.stored_form import StoredForm, by_form, named_parts, parts_of
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
@@ -40,6 +40,7 @@ class State(Remainder):
         self.made: frozenset[str] = frozenset()  # set by the optimizer: the arrays that its class's steps have made
         self.shown: tuple[frozenset[str], dict[str, Tensor]] | None = None  # what `shown_of` says, and of which `made`
         self.counted = CountedScalars()
+        self.directory: Path | None = None  # where what `decode` returns may be
         self.place = Tier.DEVICE if on_device else Tier.HOST
         count, parts = parameter.numel(), named_parts(forms)
         sizes = [round_up(part.nbytes(count), _ALIGN_BYTES) for part in parts.values()]
@@ -61,14 +62,20 @@ class State(Remainder):
         }
 
     def decode(self, name: str) -> Tensor:
-        """Return an array as a tensor of the parameter's shape, in ordinary host memory."""
+        """Return an array as a tensor of the parameter's shape, in ordinary host memory.
+
+        A split master is in a file without a name in `directory`, if there is one: host memory has as much of it as it
+        has room for.
+        """
         size, stride = self.layout
         all_parts = dict(zip(self.forms, by_form(tuple(self.forms.values()), self.arrays), strict=True))
         parts = [part.cpu() for part in all_parts[name]]
-        if self.forms[name].reads_weight:
-            assert self.weight is not None
-            parts.insert(0, self.weight)
-        return self.forms[name].decode(parts).as_strided(size, stride)
+        if self.weight is None or not self.forms[name].reads_weight:
+            return self.forms[name].decode(parts).as_strided(size, stride)
+        memory = mapped_memory(torch.float32.itemsize * len(self.weight), self.directory)
+        found = own_storage(memory, torch.float32)
+        decode_into(found, [self.weight, *parts])
+        return found.as_strided(size, stride)
 
     def _drop_changed(self, before: Tensor, now: Tensor) -> None:
         drop_changed(self.arrays[:2], before, now)

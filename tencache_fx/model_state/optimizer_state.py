@@ -273,6 +273,8 @@ class OptimizerState(torch.optim.Optimizer):
         former = None if reference is None else reference()
         if former is not None and former is not offloaded:
             former.wait_update()
+            if (held := self._states.get(parameter)) is not None:
+                held.keep_weight()  # its host copy is written to no longer
             if not former.summoned:  # else it will have the parameter again
                 del self._versions[parameter]
                 former.forget()

@@ -94,6 +94,7 @@ def hold_state(
             if engine.store is None or offloaded is None:
                 raise
         else:
+            held.directory = None if engine.store is None else engine.store.directories[0]
             flattened = {name: flat_as(v, parameter) if isinstance(v, Tensor) else v for name, v in values.items()}
             store_values(forms, held.arrays, flattened)
             return held

@@ -22,7 +22,7 @@ from torch import Tensor
 from tencache_fx.model_state.stored_form import Part, StoredForm
 
 _PER_BYTE = 8
-_PIECE = 1 << 20  # elements compared at once
+_PIECE = 1 << 15  # elements at once: what is made of them stays in a core's cache, and no other core waits for it
 
 
 def _shifts(like: Tensor) -> Tensor:
@@ -48,8 +48,14 @@ def _encode(value: Tensor, other: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def _store(value: Tensor, parts: Sequence[Tensor]) -> None:
-    rest, _ = parts
-    _split(value.to(device=rest.device, dtype=torch.float32).expand(rest.shape).contiguous(), parts)
+    rest, ties = parts
+    value = value.expand(rest.shape)
+    ties.zero_()
+    for start in range(0, len(rest), _PIECE):
+        piece = value[start : start + _PIECE].to(device=rest.device, dtype=torch.float32).contiguous().view(torch.int32)
+        rest[start : start + _PIECE].copy_(piece)
+        above = ((piece & 0x1FFFF) == 0x8000).nonzero()[:, 0] + start
+        ties.index_put_((above // _PER_BYTE,), (1 << above % _PER_BYTE).to(torch.uint8), accumulate=True)
 
 
 def _split(value: Tensor, parts: Sequence[Tensor]) -> None:
@@ -150,6 +156,19 @@ def weight_set(reference: "weakref.ref[Any] | None") -> Iterator[None]:
     held.keep_weight()
     yield  # after an error it still has what its remainder is of
     held.take_weight(weight)
+
+
+def decode_into(target: Tensor, parts: Sequence[Tensor]) -> None:
+    """Set fp32 elements [n] to what the form makes of the weight and its parts, in host memory, some at a time."""
+    weight, rest, ties = parts
+    for start in range(0, len(target), _PIECE):
+        some, of_ties = slice(start, start + _PIECE), ties[start // _PER_BYTE : (start + _PIECE) // _PER_BYTE]
+        upper = weight[some].view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+        found = rest[some].to(torch.int32).add_(upper)
+        for byte in of_ties.nonzero()[:, 0].tolist():  # one of 65536 elements
+            elements = found[byte * _PER_BYTE : (byte + 1) * _PER_BYTE]
+            elements += ((of_ties[byte].int() >> _shifts(ties)) & 1)[: len(elements)] << 16
+        torch.where((found ^ upper) >= 0, found, upper, out=target[some].view(torch.int32))
 
 
 def drop_changed(parts: Sequence[Tensor], before: Tensor, now: Tensor) -> None:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 import tencache_fx
 from tencache_fx import native_code
-from tencache_fx.model_state import decoded_update, optimizer_state, placement, step_kernel
+from tencache_fx.model_state import decoded_update, optimizer_state, placement, split_master, step_kernel
 from tencache_fx.model_state.cpp_prelude import PRELUDE
 from tencache_fx.model_state.kernel_source import write_function
 from tencache_fx.model_state.parameter_store import find_offloaded
-from tencache_fx.model_state.split_master import SPLIT, drop_changed
+from tencache_fx.model_state.split_master import SPLIT, decode_into, drop_changed
 from tencache_fx.model_state.step_kernel import StateDtype, Step, find_rule
 from tencache_fx.model_state.stored_form import BLOCK, parts_of, store_values
 from tencache_fx.model_state.update import set_master
@@ -76,6 +76,21 @@ def assert_same_bits(found: Tensor, expected: Tensor) -> None:
 def test_every_master_comes_back(numbers: list[int]) -> None:
     master = words(numbers)
     assert_same_bits(SPLIT.decode(split(master)), master)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_many_are_decoded_in_pieces(zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001
+    monkeypatch.setattr(split_master, "_PIECE", 64)
+    generator = torch.Generator().manual_seed(0)
+    master = words(torch.randint(0, 1 << 32, (1003,), generator=generator))
+    master[torch.rand(1003, generator=generator) < 0.05] = words([0x3F808000])
+    weight, *parts = split(master)
+    if zeros:
+        weight[::5] = 0.0
+    found = torch.empty(1003)
+    decode_into(found, [weight, *parts])
+    assert_same_bits(found, SPLIT.decode([weight, *parts]))
+    assert zeros or torch.equal(found[~master.isnan()], master[~master.isnan()])
 
 
 def test_all_weights_with_odd_remainders_and_some_with_all() -> None:
