@@ -108,7 +108,7 @@ class OptimizerState(torch.optim.Optimizer):
 
         Arrays of parameters that are spread over ranks are DTensors, as these are in the model's `state_dict`.
         State on disk is copied to a file without a name there, from which its tensors are mapped. State in 8 bits is
-        decoded to fp32 tensors, from which it is made again to the last bit.
+        decoded to fp32 tensors, from which it is made again to the last bit; so are masters that are split.
         """
         self._wait_updates()
         packed: dict[str, Any] = super().state_dict()
@@ -309,7 +309,8 @@ def _weight_of(master: Tensor | float, parameter: Tensor, offloaded: OffloadedPa
     """Return the weight of which a split master is: the host copy, or another one until that is taken over."""
     weight = None if offloaded is None else flat(offloaded.host)
     if not isinstance(master, Tensor):  # there is none: it is the weight, or NaN until that is seen
-        return torch.full((parameter.numel(),), master, dtype=parameter.dtype) if weight is None else weight
+        none = torch.full((parameter.numel(),), master, dtype=parameter.dtype, device="cpu")
+        return none if weight is None else weight
     rounded = flat(dense_like(parameter, master.to(device="cpu", dtype=parameter.dtype, copy=True)))
     is_it = weight is not None and torch.equal(rounded.view(torch.int16), weight.view(torch.int16))
     return weight if weight is not None and is_it else rounded
