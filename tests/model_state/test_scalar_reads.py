@@ -127,7 +127,8 @@ def test_numbers_of_a_gpu_do_not_wait_for_copies_out() -> None:
     with read_past_copies(device):
         assert (number + 1).item() == 2.0  # the kernels are loaded
         torch.cuda.synchronize()
-        copied = streams.copy_all(Lane.UPDATE_OUT, [(target, source)], (streams.record_compute(),))
+        pairs = [(target, source)] * 24  # half a second, so that a busy host has read the number by then
+        copied = streams.copy_all(Lane.UPDATE_OUT, pairs, (streams.record_compute(),))
         assert (number + 2).item() == 3.0
         assert not copied.query()
     streams.close()
