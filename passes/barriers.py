@@ -31,7 +31,7 @@ from tencache_fx.ops import (
 )
 from tencache_fx.passes.fixed_layouts import find_fixed, fix_layouts
 from tencache_fx.passes.graphs import step_nodes
-from tencache_fx.passes.inductor_model import InductorModel
+from tencache_fx.passes.inductor_model import InductorModel, is_lookup
 from tencache_fx.passes.op_kinds import base_of, count_flops, is_heavy, is_view, users_through
 from tencache_fx.tensors import storage_of, tensors_of
 
@@ -48,6 +48,8 @@ class PinOrder(CustomGraphPass):
         readers = _Readers(graph)
         latest: list[fx.Node] = []  # what comes behind these comes behind all before them
         for node in graph.nodes:
+            if is_lookup(node):
+                compat.write_at_once(node)
             if node.target in RUNTIME_OPS or is_heavy(node):
                 written = readers.written_before(node)
                 if before := [*latest, *written]:

@@ -4,7 +4,9 @@ All rules about its fusion are here, and other passes ask one `InductorModel`, b
 
 * A pointwise value stays in registers, inside the kernels of its readers, if Inductor generates all of these, and there
   is one, or the value is cheap to compute again, that is, reads few buffers (torch: `_inductor/graph.py: run_node`,
-  `_inductor/ir.py: StorageBox.mark_reuse`; `REALIZE_READS` is its `realize_reads_threshold`).
+  `_inductor/ir.py: StorageBox.mark_reuse`; `REALIZE_READS` is its `realize_reads_threshold`). Not so what is looked up
+  in an offloaded embedding: `barriers.PinOrder` has that written at once, or the embedding, which is larger, would be
+  held until the last reader.
 * A generated op joins a kernel that makes or reads what it reads, unless an extern kernel runs between them (torch:
   `_inductor/scheduler.py: can_fuse_vertical, can_fuse_horizontal`). Kernels are counted twice, for two questions.
   For time, `traffic` has an op join only a kernel with the same loops (torch: `_inductor/codegen/simd.py: can_fuse`).
@@ -25,7 +27,7 @@ from torch import fx
 from torch._inductor.lowering import lowerings
 from torch.utils._pytree import tree_leaves
 
-from tencache_fx.ops import UNPLANNED
+from tencache_fx.ops import FETCH_PARAM, LOAD_PARAM, UNPLANNED, WAIT
 from tencache_fx.passes.graphs import RegionGraphs, output_args
 from tencache_fx.passes.op_kinds import (
     base_of,
@@ -266,9 +268,19 @@ def _find_registers(nodes: Sequence[fx.Node], views: Collection[fx.Node]) -> dic
     return registers
 
 
+def is_lookup(node: fx.Node) -> bool:
+    """Return whether a node is what a graph finds in an offloaded parameter that is larger, such as an embedding."""
+    if packet_of(node) not in _INDEXED or not isinstance(node.args[0], fx.Node):
+        return False
+    table = base_of(node.args[0])
+    begun = table.args[0] if table.target is WAIT else table
+    is_fetched = isinstance(begun, fx.Node) and begun.target in (FETCH_PARAM, LOAD_PARAM)
+    return is_fetched and nbytes_of(node) < nbytes_of(table)
+
+
 def _is_inlined(node: fx.Node, reads: int) -> bool:
     readers = readers_of(node)
-    if not readers or not all(map(is_fusible, readers)):
+    if not readers or not all(map(is_fusible, readers)) or is_lookup(node):
         return False
     return len(readers) == 1 or (reads <= REALIZE_READS and packet_of(node) not in _COSTLY)
 

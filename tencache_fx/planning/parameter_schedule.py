@@ -9,7 +9,7 @@ could hide. Those on disk are pinned before them, because they take longest to l
 """
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -37,9 +37,9 @@ def schedule_parameters(problem: Problem, lead: float) -> tuple[Transfer, ...]:
     limit = problem.budgets.device_bytes
     limit = _NO_LIMIT if limit is None else limit
     memory = least_bytes(problem)
-    starts_ns = np.concatenate([[0.0], np.cumsum(paced_ns(problem))]).tolist()
     barriers = barriers_of(problem)
     arrivals = [storage for storage in problem.storages if storage.kind is Kind.FETCHED]
+    starts_ns = _starts_ns(problem, arrivals)
     tight = [_arrival(problem, barriers, storage) for storage in arrivals]
     for transfer in tight:
         memory[transfer.prefetch_at : transfer.needed_at] += transfer.nbytes
@@ -231,6 +231,30 @@ def _bytes_in_order_of_reading(problem: Problem, having: Kind) -> dict[str, int]
         if storage.kind is Kind.FETCHED and storage.parameter in candidates:
             sizes.setdefault(storage.parameter, storage.nbytes)
     return sizes
+
+
+def _starts_ns(problem: Problem, arrivals: Iterable[Storage]) -> list[float]:
+    """Return when each step starts at the earliest, and when the last one ends: once what it reads has arrived.
+
+    Where copies take longer than kernels, steps wait. Without these waits copies would seem to be in time only if they
+    began so early that they queue up, and each would hold its bytes on the device meanwhile.
+    """
+    starts_ns = np.concatenate([[0.0], np.cumsum(paced_ns(problem), dtype=float)])
+    waits_ns = np.zeros_like(starts_ns)
+    late_ns = disk_ns = link_ns = 0.0
+    in_backward = False
+    for storage in sorted(arrivals, key=lambda each: each.birth):
+        if not in_backward and storage.birth >= problem.boundary:  # its graph begins these
+            in_backward = True
+            disk_ns = link_ns = max(link_ns, starts_ns[problem.boundary] + late_ns)
+        times = copy_times(problem.links, storage.nbytes, storage.tier)
+        if storage.tier is Tier.NVME:
+            disk_ns += times.read
+            link_ns = max(link_ns, disk_ns)
+        link_ns += times.into
+        waits_ns[storage.birth] += (wait_ns := max(0.0, link_ns - late_ns - starts_ns[storage.birth]))
+        late_ns += wait_ns
+    return [float(start_ns) for start_ns in starts_ns + np.cumsum(waits_ns)]
 
 
 def _arrival(problem: Problem, barriers: Barriers, storage: Storage) -> Transfer:

@@ -314,7 +314,8 @@ def _fetch_at(
 ) -> Step:
     """Return the last step that starts by `issue_ns`, or the first after it from which the bytes fit up to `until`."""
     earliest = _earliest_prefetch(problem, transfer)
-    first = max(barriers.fetch_from(earliest), barriers.fetch_by(max(0, bisect_right(starts_ns, issue_ns) - 1)))
+    by_then = bisect_right(starts_ns, issue_ns + 0.5)  # both may be sums of the same times
+    first = max(barriers.fetch_from(earliest), barriers.fetch_by(max(0, by_then - 1)))
     if first >= until:
         return until
     room_bytes, window = limit - transfer.nbytes, memory[first:until]

@@ -3,10 +3,17 @@
 import numpy as np
 from hypothesis import given
 from outcomes import Outcomes
-from problems import make_region, make_storage, moving_problems
+from problems import links, make_region, make_storage, moving_problems
 
-from tencache_fx.planning.liveness import least_bytes
-from tencache_fx.planning.parameter_schedule import _departures, _earliest_freed, keep_resident, updating_bytes
+from tencache_fx.planning.liveness import least_bytes, live_bytes
+from tencache_fx.planning.parameter_schedule import (
+    _departures,
+    _earliest_freed,
+    keep_resident,
+    schedule_parameters,
+    updating_bytes,
+    with_parameters_scheduled,
+)
 from tencache_fx.planning.problem import Kind, Tier
 from tencache_fx.planning.schedule import Barriers, copy_times
 
@@ -57,3 +64,14 @@ def test_an_update_reads_the_weight_where_the_master_is_what_that_lacks():
         here = keep_resident(problem, ["w"], ["w"])
         assert here.external_bytes == problem.external_bytes + 96
         assert updating_bytes(here) == 0
+
+
+def test_loads_that_take_longer_than_kernels_are_not_issued_to_queue_up():
+    """20 layers forward and 20 backward, each 30 ns on the link and 10 in kernels: at most two weights are there."""
+    weights = [
+        make_storage(f"w{layer}", 30, [layer], kind=Kind.FETCHED, parameter=f"w{layer % 20}") for layer in range(40)
+    ]
+    problem = make_region([10] * 40, 20, *weights, links=links())
+    loads = schedule_parameters(problem, lead=0.0)
+    held = live_bytes(with_parameters_scheduled(problem, loads)).tolist()
+    assert held == ([60] * 19 + [30]) * 2
