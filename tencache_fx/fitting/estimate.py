@@ -10,7 +10,7 @@ from tencache_fx.planning.external import least_spill_bytes
 from tencache_fx.planning.host_work import HostWork
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.loads import Load, loads_of
-from tencache_fx.planning.parameter_schedule import keep_resident, step_ns
+from tencache_fx.planning.parameter_schedule import early_step_ns, keep_resident, step_ns
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.problem import Kind, Problem, Step
 from tencache_fx.planning.search import policy_floor_bytes
@@ -43,7 +43,10 @@ def estimate_of(plans: Sequence[RegionPlan], figures: ModelFigures, target: Targ
     staying_bytes = sum(figures.by_name[name].nbytes * calls for name, calls in resident.items())
     loads = [(load, calls) for calls, problem, plan in made for load in loads_of(problem, plan)]
     host = HostWork(costs=target.host, trained=figures.trained_count).load(made)
-    device_ns = sum(calls * step_ns(problem, plan.forecast) for calls, problem, plan in made)
+    late_ns, early_ns = (
+        max(host.busy_ns, sum(calls * takes_ns(problem, plan.forecast) for calls, problem, plan in made))
+        for takes_ns in (step_ns, early_step_ns)
+    )
     return Fit(
         device=target.name,
         device_budget_bytes=options.device_budget,
@@ -76,7 +79,8 @@ def estimate_of(plans: Sequence[RegionPlan], figures: ModelFigures, target: Targ
         )
         + ((host,) if made else ()),
         accumulation=plans[0].captured.accumulation,
-        whole_step_ns=max(device_ns, host.busy_ns) if made else 0,
+        whole_step_ns=late_ns if made else 0,
+        early_step_ns=early_ns if made else 0,
     )
 
 

@@ -79,6 +79,11 @@ def step_ns(problem: Problem, forecast: Forecast) -> int:
     return max(device_ns, host_memory_ns(problem, forecast.d2h_bytes + forecast.h2d_bytes))
 
 
+def early_step_ns(problem: Problem, forecast: Forecast) -> int:
+    """Return how long the same step takes if each update begins in the backward, as soon as its gradient is there."""
+    return step_ns(replace(problem, updates_in_backward=True), forecast)
+
+
 def exposed_update_ns(problem: Problem, forecast: Forecast) -> int:
     """Return for how long a step waits for updates that begin after the last backward.
 

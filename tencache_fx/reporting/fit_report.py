@@ -69,8 +69,9 @@ class Fit:
     host's memory, each direction of the link and of the disk.
 
     A step is `accumulation` times forward and backward; for a transformers `model` it has `samples` or `tokens`, and
-    `settings` are the ways to take them through that were compared. Of its layers those were captured that `traced`
-    says. So many `guessed_conditions` depend on values that only a run knows, and were taken to be false.
+    `settings` are the ways to take them through that were compared. `whole_step_ns` is with updates behind the last
+    backward, `early_step_ns` with `step_in_backward=True`. Of its layers those were captured that `traced` says.
+    So many `guessed_conditions` depend on values that only a run knows, and were taken to be false.
     """
 
     device: str
@@ -92,6 +93,7 @@ class Fit:
     loads: tuple[Load, ...] = ()
     accumulation: int = 1
     whole_step_ns: int = 0
+    early_step_ns: int = 0
     model: str = ""
     micro_batch: int = 0
     samples: int = 0

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tencache_fx.reporting.fit_report import Fit, RegionFit, Setting
-from tencache_fx.reporting.tables import load_rows, show_table
+from tencache_fx.reporting.tables import early_updates, load_rows, show_table
 from tencache_fx.units import at_least, format_bytes, format_ns
 
 
@@ -86,6 +86,8 @@ def _fit_rows(fit: Fit) -> Iterator[tuple[str, str]]:
             sum(r.calls * getattr(r, name) for r in fit.regions) for name in ("out_bytes", "in_bytes")
         )
         yield "link traffic", f"{format_bytes(out_bytes)} out, {format_bytes(in_bytes)} in"
+        if early := early_updates(fit.whole_step_ns, fit.early_step_ns, fit.accumulation):
+            yield "updates", f"after the last backward; {early}"
         yield from load_rows(fit.loads, fit.whole_step_ns)
     if fit.guessed_conditions:
         yield "conditions", f"{fit.guessed_conditions} depend on values of a run, and count as false"

@@ -37,6 +37,8 @@ from tencache_fx.planning.parameter_schedule import step_ns
 from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.search import plan_region
 from tencache_fx.reporting.fit_report import Setting
+from tencache_fx.reporting.fit_text import show_fit
+from tencache_fx.units import format_ns
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -214,6 +216,19 @@ def test_few_layers_tell_what_all_of_them_do(name: str, monkeypatch: pytest.Monk
     for figure in ("peak_bytes", "whole_step_ns", "host_bytes", "all_on_device_bytes", "device_parameter_bytes"):
         assert getattr(few, figure) == pytest.approx(getattr(every, figure), rel=0.01), figure
     assert few.offloaded_bytes == every.offloaded_bytes
+
+
+@needs_transformers
+def test_updates_in_the_backward_are_offered_with_what_they_gain(tmp_path: Path) -> None:
+    """The host's thread has next to nothing to do, and its memory is the bound neither way."""
+    known, file = find_profile("h100"), tmp_path / "quick.json"
+    quick = replace(known.host, transfer_op_ns=100, device_update_ns=100, host_update_ns=100)
+    write_profile(file, replace(known, host=quick, links=replace(known.links, host_bytes_per_s=20 * 10**9)))
+    load = Workload(config="LlamaConfig", settings=CONFIGS["LlamaConfig"], micro_batch=16, sequence=256)
+    found = fit_config(load, None, GIVEN | {"device_budget": "170MiB"}, profile=str(file))
+    assert found.early_step_ns < found.whole_step_ns
+    offer = f"a step takes {format_ns(found.early_step_ns)} instead of {format_ns(found.whole_step_ns)}"
+    assert f"{offer} with the optimizer's step_in_backward=True" in show_fit(found)
 
 
 @needs_transformers

@@ -12,6 +12,7 @@ from problems import make_swap
 from tencache_fx.errors import OptionError
 from tencache_fx.planning.explain import Choice, Price, Reasons, TensorReason
 from tencache_fx.planning.loads import Load, loads_of
+from tencache_fx.planning.parameter_schedule import step_ns
 from tencache_fx.planning.pareto import Frontier, Outcome, Point
 from tencache_fx.planning.plan import Forecast, Plan, PoolClass
 from tencache_fx.planning.problem import Budgets, Kind, Links, Op, Problem, Recipe, Step, Storage, Tier
@@ -19,6 +20,7 @@ from tencache_fx.records import Listing, NodeRow, RegionRecord
 from tencache_fx.reporting.dump import read_measured, read_problem, read_regions, write_measured, write_region
 from tencache_fx.reporting.tables import (
     amount_rows,
+    early_updates,
     graph_dot,
     show_frontier,
     show_graph,
@@ -210,7 +212,19 @@ def test_the_bound_is_of_all_calls_of_a_step_and_its_update():
     rows = dict(amount_rows(problem, PLAN))
     more = format_ns(late_ns - PLAN.forecast.forward_ns)
     assert rows["updates"] == f"after the last backward; {more} of them do not overlap with the next forward"
-    assert "updates" not in dict(amount_rows(dataclasses.replace(problem, updates_in_backward=True), PLAN))
+    early = dataclasses.replace(problem, updates_in_backward=True)
+    assert "updates" not in dict(amount_rows(early, PLAN))
+    once, early_once = (dataclasses.replace(each, accumulation=1) for each in (problem, early))
+    before, after = (format_ns(step_ns(each, PLAN.forecast)) for each in (once, early_once))
+    assert before != after
+    offer = f"; a step takes {after} instead of {before} with the optimizer's step_in_backward=True"
+    assert dict(amount_rows(once, PLAN))["updates"].endswith(f"the next forward{offer}")
+
+
+def test_updates_in_the_backward_are_offered_where_a_step_gains_a_fiftieth():
+    assert early_updates(1000, 980, accumulation=1) != ""
+    assert early_updates(1000, 981, accumulation=1) == ""
+    assert early_updates(1000, 500, accumulation=2) == "", "each of the two backwards would update"
 
 
 def test_tensors():
