@@ -63,7 +63,8 @@ class HostUpdate:
     """The last update of a host copy."""
 
     work: Work | None = None  # until somebody was told how it went
-    device: Tensor | None = None  # the parameter as the update found it, while that is to be refreshed
+    # The device copy as the update found it, while that is to be refreshed: whoever makes another one waits first.
+    device: Tensor | None = None
     readers: Event | None = None  # behind it, nobody reads the device copy from before the update; None if unknown
 
 

@@ -1,9 +1,11 @@
 """What an optimizer's `state` has of a parameter besides arrays: its count of steps, above all."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import is_
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 
 from tencache_fx.model_state.step_kernel import Step
@@ -19,27 +21,43 @@ class CountedScalars:
     def __init__(self) -> None:
         self.step: Step | None = None
         self._values: dict[str, Any] = {}
-        self._numbers: list[tuple[Tensor, Any]] = []  # of tensors: not every write to one raises its version
+        self._numbers: Mapping[str, Any] = {}  # in the tensors of these: not every write to one raises its version
 
-    def write(self, step: Step, state: dict[str, Any]) -> None:
-        """Have `state` say that the step was taken."""
-        with ordinary_tensors():  # which may be written to in any mode
-            for name, value in step.after.items():
-                mine = self._values.get(name)
-                if isinstance(value, Tensor) and state.get(name) is mine and _may_hold(mine, value):
-                    mine.copy_(value)
-                else:
-                    state[name] = self._values[name] = on_cpu(value)
-        self._numbers = [(value, value.tolist()) for value in self._values.values() if isinstance(value, Tensor)]
-        self.step = step
+    def write(self, step: Step, state: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+        """Have `state` say that the step was taken, once the copies returned, `(to, from)`, are made."""
+        values, numbers, copies = self._values, step.numbers_after, []
+        for name, value in step.after.items():
+            mine = values.get(name)
+            if name in numbers and state.get(name) is mine and _may_hold(mine, value):
+                copies.append((mine, value))
+            else:
+                state[name] = values[name] = on_cpu(value)
+        if len(values) > len(step.after):  # some are of an earlier step
+            others = {name: value for name, value in values.items() if name not in step.after}
+            numbers = {
+                **numbers,
+                **{name: value.tolist() for name, value in others.items() if isinstance(value, Tensor)},
+            }
+        self._numbers, self.step = numbers, step
+        return copies
 
     def are_in(self, state: Mapping[str, Any], arrays: int) -> bool:
         """Return whether `state` has these beside so many arrays, and nothing else, as the last step has left them."""
-        return (
-            len(state) == arrays + len(self._values)
-            and all(state.get(name) is value for name, value in self._values.items())
-            and all(tensor.tolist() == numbers for tensor, numbers in self._numbers)
-        )
+        values, numbers = self._values, self._numbers
+        if len(state) != arrays + len(values) or not all(map(is_, map(state.get, values), values.values())):
+            return False
+        return [values[name].tolist() for name in numbers] == [*numbers.values()]
+
+
+def write_counts(steps: Iterable[tuple[CountedScalars, Step, dict[str, Any]]]) -> None:
+    """Have the `state` of each parameter say that its step was taken: by one call of torch for all of them.
+
+    Each call lets another thread run Python, for which this one then waits.
+    """
+    with ordinary_tensors():  # which may be written to in any mode
+        copies = [copy for counted, step, state in steps for copy in counted.write(step, state)]
+        if copies:
+            torch._foreach_copy_([mine for mine, _ in copies], [value for _, value in copies])
 
 
 def on_cpu(value: Any) -> Any:

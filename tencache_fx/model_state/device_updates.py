@@ -5,17 +5,19 @@ during which the device, and the threads that update other parameters, wait for 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tencache_fx.model_state.host_state import State
+from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.step_kernel import Step
 from tencache_fx.model_state.stored_form import BLOCK
-from tencache_fx.model_state.update import MASTER_BYTES, set_master
+from tencache_fx.model_state.update import MASTER_BYTES, dense_like, flat, gradient_on_device, set_master
 from tencache_fx.runtime.engine_registry import left_for_updates
 from tencache_fx.tensors import storage_key
 
@@ -34,22 +36,22 @@ def most_copied_bytes(device: torch.device) -> int:
     return _MOST_BYTES if free_bytes is None else min(_MOST_BYTES, free_bytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class DeviceUpdate:
-    """An update of the elements `weight` by `change`, both [n] in the parameter's dtype, with its `state` and `step`.
+    """An update of a `parameter`, on its device, by a `gradient`, wherever that is, with its `state` and `step`.
 
-    `change` may be a copy that is made when it is asked for: those that wait for others have none.
-
-    `fresh` says that the weight may have been set since its master was made. `done` is called once the update is on the
-    device's queue.
+    `offloaded` is the record of one that is offloaded, and `entry` what an optimizer's `state` has of it. `weight` are
+    its elements, [n]. `fresh` says that it may have been set since its master was made.
     """
 
-    change: Callable[[], Tensor]
-    weight: Tensor
+    parameter: Tensor
+    gradient: Tensor
+    offloaded: OffloadedParameter | None
     state: State
+    entry: dict[str, Any]
     step: Step
+    weight: Tensor
     fresh: bool
-    done: Callable[[], None]
 
     @property
     def copied_bytes(self) -> int:
@@ -60,21 +62,32 @@ class DeviceUpdate:
         compared_bytes = MASTER_BYTES * self.weight.numel() if self.fresh else 0
         return 3 * self.weight.nbytes + self.state.nbytes + compared_bytes
 
-    def may_join(self, most_bytes: int) -> bool:
-        """Return whether it may be one of several whose copies take `most_bytes` at most.
+    def may_join(self, copied_bytes: int, most_bytes: int) -> bool:
+        """Return whether it may be one of several whose copies take `most_bytes` at most, it `copied_bytes` of them.
 
         State that is kept in blocks must end where a block does.
         """
         count = self.weight.numel()
-        if count > _MOST_ELEMENTS[self.weight.device.type] or self.copied_bytes * _LEAST_COUNT > most_bytes:
+        if count > _MOST_ELEMENTS[self.weight.device.type] or copied_bytes * _LEAST_COUNT > most_bytes:
             return False
-        return all(form.is_elementwise for form in self.state.forms.values()) or count % BLOCK == 0
+        return self.state.is_elementwise or count % BLOCK == 0
+
+    def change(self) -> Tensor:
+        """Return the gradient's elements, [n], in the order and the dtype of the weight's.
+
+        It may be a copy: updates that wait for others have none yet.
+        """
+        parameter, gradient = self.parameter, gradient_on_device(self.gradient)
+        if gradient.dtype != parameter.dtype:  # else `to` would do nothing, but let another thread run
+            gradient = gradient.to(parameter.dtype)
+        return flat(dense_like(parameter, gradient))
 
 
-def update_on_device(updates: Iterable[DeviceUpdate]) -> None:
+def update_on_device(updates: Iterable[DeviceUpdate], issued: list[DeviceUpdate]) -> None:
     """Carry out updates of parameters on their devices, behind what the caller's streams have been given so far.
 
-    Which of them run together changes no bit. Their copies take `most_copied_bytes` at most.
+    Each is added to `issued` once it is on its device's queue. Which of them run together changes no bit. Their copies
+    take `most_copied_bytes` at most.
     """
     limits: dict[torch.device, int] = {}
     numbers: dict[tuple[Step, torch.device], Tensor] = {}
@@ -86,15 +99,16 @@ def update_on_device(updates: Iterable[DeviceUpdate]) -> None:
             numbers[place] = _sent(update.step.numbers, device)
         if device not in limits:
             limits[device] = most_copied_bytes(device)
-        if not update.may_join(limits[device]):
-            _run([update], numbers[place], limits[device])
+        copied_bytes = update.copied_bytes
+        if not update.may_join(copied_bytes, limits[device]):
+            issued += _run([update], numbers[place], limits[device])
             continue
         kind = *place, update.weight.dtype, update.fresh
-        if not waiting[kind].takes(update, limits[device]):
-            _run(waiting.pop(kind).updates, numbers[place], limits[device])
-        waiting[kind].add(update)
+        if not waiting[kind].takes(update, copied_bytes, limits[device]):
+            issued += _run(waiting.pop(kind).updates, numbers[place], limits[device])
+            waiting[kind].takes(update, copied_bytes, limits[device])  # the first one always
     for (step, device, *_), some in waiting.items():
-        _run(some.updates, numbers[step, device], limits[device])
+        issued += _run(some.updates, numbers[step, device], limits[device])
 
 
 class _Waiting:
@@ -105,20 +119,19 @@ class _Waiting:
         self._copied_bytes = 0
         self._storages: set[int] = set()
 
-    def takes(self, update: DeviceUpdate, most_bytes: int) -> bool:
-        """Return whether there is room for another: one that shares memory has to see what those before it write."""
-        is_apart = storage_key(update.weight) not in self._storages
-        return not self.updates or (is_apart and self._copied_bytes + update.copied_bytes <= most_bytes)
-
-    def add(self, update: DeviceUpdate) -> None:
-        """Add one that it takes."""
+    def takes(self, update: DeviceUpdate, copied_bytes: int, most_bytes: int) -> bool:
+        """Add another, for which there is room, and return True; one that shares memory has to see what is written."""
+        key = storage_key(update.weight)
+        if self.updates and (key in self._storages or self._copied_bytes + copied_bytes > most_bytes):
+            return False
         self.updates.append(update)
-        self._copied_bytes += update.copied_bytes
-        self._storages.add(storage_key(update.weight))
+        self._copied_bytes += copied_bytes
+        self._storages.add(key)
+        return True
 
 
-def _run(updates: Sequence[DeviceUpdate], numbers: Tensor, most_bytes: int) -> None:
-    """Update parameters of one dtype and device, all of them fresh or none, that take the same step.
+def _run(updates: list[DeviceUpdate], numbers: Tensor, most_bytes: int) -> list[DeviceUpdate]:
+    """Update parameters of one dtype and device, all of them fresh or none, that take the same step; return them.
 
     Copies take `most_bytes` at most, but for that of one gradient alone that has other strides than its weight.
     """
@@ -129,9 +142,8 @@ def _run(updates: Sequence[DeviceUpdate], numbers: Tensor, most_bytes: int) -> N
     updates[0].step.kernel.compiled(weight.dtype, weight.device)(change, weight, *arrays, numbers)
     if len(updates) > 1:
         for column, joint in zip(columns[1:], (weight, *arrays), strict=True):
-            torch._foreach_copy_(column, joint.split([each.numel() for each in column]))
-    for each in updates:
-        each.done()
+            torch._foreach_copy_(column, joint.split_with_sizes([each.numel() for each in column]))
+    return updates
 
 
 def _sent(numbers: Tensor, device: torch.device) -> Tensor:

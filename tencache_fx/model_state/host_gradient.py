@@ -71,8 +71,7 @@ class HostGradientBuffer:
         return self._host
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply by a number, a tensor of one element that nobody changes, later."""
-        factor = factor.detach().float().reshape(())
+        """Multiply by a number, fp32 and without dimensions, that nobody changes, later."""
         self.factor = factor if self.factor is None else self.factor * factor.to(self.factor.device)
         if self._norm is not None:
             self._norm = self._norm * factor.abs().to(self._norm.device)
@@ -347,8 +346,9 @@ def _scale(gradient: Any, factor: Any) -> Any:
 
 
 def _number(factor: Any, device: torch.device) -> Tensor:
-    """Return a factor as a tensor that nobody else has."""
-    return factor.clone() if isinstance(factor, Tensor) else torch.tensor(float(factor), device=device)
+    """Return a factor as an fp32 tensor without dimensions, and that nobody else has."""
+    number = factor.detach().clone() if isinstance(factor, Tensor) else torch.tensor(float(factor), device=device)
+    return number.float().reshape(())
 
 
 def _scales(gradients: Sequence[Any], factor: Any) -> Any:

@@ -37,6 +37,7 @@ class State(Remainder):
     ) -> None:
         self.layout = parameter.size(), parameter.stride()
         self.forms = dict(forms)
+        self.is_elementwise = all(form.is_elementwise for form in forms.values())
         self.made: frozenset[str] = frozenset()  # set by the optimizer: the arrays that its class's steps have made
         self.shown: tuple[frozenset[str], dict[str, Tensor]] | None = None  # what `shown_of` says, and of which `made`
         self.counted = CountedScalars()

@@ -233,7 +233,7 @@ class OffloadedParameter:
         """
         with self._lock:  # an update that ends at once finds its readers
             self._become(CopyState.UPDATING)
-            self._update = HostUpdate(device=self.parameter.detach(), readers=readers)  # not bytes given meanwhile
+            self._update = HostUpdate(device=self.parameter.detach() if self.on_device else None, readers=readers)
             self._update.work = work = submit()
             return work
 

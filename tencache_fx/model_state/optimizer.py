@@ -8,9 +8,9 @@ there already, and the update runs by itself: `step` returns at once, and the ne
 
 import contextlib
 import warnings
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, overload
 
@@ -22,37 +22,51 @@ from torch.optim.optimizer import ParamsT
 from tencache_fx import compat
 from tencache_fx.errors import OptionError, UsageError
 from tencache_fx.model_state.device_updates import DeviceUpdate, update_on_device
-from tencache_fx.model_state.group_options import GroupOptions
+from tencache_fx.model_state.group_rule import GroupRule, KindRule
 from tencache_fx.model_state.host_gradient import HostGradient, HostGradientBuffer
 from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.modules import engine_of, roomy_engine
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.optimizer_checks import check_group, check_params
-from tencache_fx.model_state.optimizer_state import OptimizerState
-from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
+from tencache_fx.model_state.optimizer_state import OptimizerState, count_steps
+from tencache_fx.model_state.parameter_store import find_each, find_offloaded
 from tencache_fx.model_state.staged_update import PIECE_BYTES, Piece, Round, open_round, work_on_host
 from tencache_fx.model_state.step_hooks import check_last, check_node, hook, is_hooked_once, is_watched_in_graph
-from tencache_fx.model_state.step_kernel import StateDtype, Step, find_rule
+from tencache_fx.model_state.step_kernel import StateDtype, find_rule
 from tencache_fx.model_state.update import (
     ParameterUpdate,
     PieceUpdate,
+    SharedByUpdates,
     accumulates,
     dense_like,
     flat,
-    gradient_on_device,
     gradient_on_host,
-    read_later,
     run_piece,
     unhook,
     weakly,
 )
+from tencache_fx.model_state.update_queue import Submit
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import RankStage
 from tencache_fx.runtime.streams import Event
 from tencache_fx.tensors import ordinary_tensors
 
-_Rounds = list[tuple[Engine, Round, list[Tensor]]]
+
+@dataclass(slots=True, eq=False)
+class _Wanted:
+    """A parameter that is to be updated by a `gradient`, by the `rule` of its group; its record if it is offloaded.
+
+    The gradient of an update that begins in the backward is not here yet.
+    """
+
+    parameter: Tensor
+    gradient: Tensor | None
+    offloaded: OffloadedParameter | None
+    rule: KindRule
+
+
+_Rounds = list[tuple[Engine, Round, list[_Wanted]]]
 
 
 class OffloadedOptimizer(OptimizerState):
@@ -137,67 +151,63 @@ class OffloadedOptimizer(OptimizerState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        todo = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         self._group_of = {}  # groups may have been replaced
-        for parameter in todo:
-            if parameter.grad.is_sparse:
-                raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
-        with ordinary_tensors(), self._same_options():  # of the state, in any mode of the caller's
-            found = {p: find_offloaded(p) for p in todo}
-            self._make_states(found)
-            here = {p: each for p, each in found.items() if self._is_updated_here(p, each)}
-            on_host = deque(
-                self._prepare(p, each, gradient_on_host(p, p.grad))
-                for p, each in found.items()
-                if each is not None and p not in here and p.grad is not None
-            )
-            large = [p for p, each in found.items() if each is None and p not in here]
+        with ordinary_tensors():  # of the state, in any mode of the caller's
+            self._make_states(todo := self._wanted())
+            here = [each for each in todo if self._is_updated_here(each)]
+            away = [each for each in todo if each.offloaded is not None and not each.offloaded.updated_on_device]
+            large = [each for each in todo if each.offloaded is None and not self._is_updated_here(each)]
+            shared = {device: SharedByUpdates(engine_of(device)) for device in {each.parameter.device for each in away}}
+            on_host = deque(self._prepare_last(each, shared[each.parameter.device]) for each in away)
             with self._open_rounds(large) as rounds:
                 updated: list[Tensor] = []
-                on_device = [self._device_update(p, offloaded, p.grad, updated) for p, offloaded in here.items()]
+                on_device = [self._device_update(each) for each in here]
                 # The threads that do these take turns with this one from here on, so what can be done before is done.
-                while on_host:  # none is kept, nor its gradient, while others are updated
-                    on_host.popleft()()
-                for parameter in (p for p in self._urgency if p.grad is None):
-                    if (frozen := find_offloaded(parameter)) is not None:
+                self._begin_last(on_host)
+                for frozen in find_each([p for p in self._urgency if p.grad is None]):
+                    if frozen is not None:
                         frozen.evict()
                 self._update_now(on_device, rounds, updated)
-        self._group_of = {}
         return loss
 
-    @contextlib.contextmanager
-    def _same_options(self) -> Iterator[None]:
-        """Take the options of groups as they are now for as long as this lasts: their texts are made once."""
-        taken = [(GroupOptions.of(group), group["params"]) for group in self.param_groups]
-        self._taken = {parameter: options for options, parameters in taken for parameter in parameters}
-        try:
-            yield
-        finally:
-            self._taken, self._nexts = {}, {}
+    def _wanted(self) -> list[_Wanted]:
+        """Return the parameters that have a gradient; raises `UsageError` for a sparse one."""
+        rules: dict[Tensor, KindRule] = {}
+        for group in self.param_groups:
+            rule = GroupRule(self._rule, group)
+            rules.update((parameter, rule.of(parameter)) for parameter in group["params"] if parameter.grad is not None)
+        for parameter in rules:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
+        return [
+            _Wanted(parameter, gradient, offloaded, rule)
+            for (parameter, rule), offloaded in zip(rules.items(), find_each(rules), strict=True)
+            if (gradient := parameter.grad) is not None
+        ]
 
-    def _make_states(self, todo: Mapping[Tensor, OffloadedParameter | None]) -> None:
+    def _make_states(self, todo: Iterable[_Wanted]) -> None:
         """Make the state of those that have none, before anything is updated: there may be no room for it."""
-        for parameter, offloaded in todo.items():
-            if parameter not in self._states:
-                if offloaded is not None:
-                    offloaded.wait_update()
-                self._ready(parameter, offloaded)
+        for each in todo:
+            if each.parameter not in self._states:
+                if each.offloaded is not None:
+                    each.offloaded.wait_update()
+                self._ready(each.parameter, each.offloaded, each.rule)
 
-    def _is_updated_here(self, parameter: Tensor, offloaded: OffloadedParameter | None) -> bool:
+    def _is_updated_here(self, wanted: _Wanted) -> bool:
         """Return whether all that a parameter's update needs is on its device."""
-        if offloaded is not None:
-            return offloaded.updated_on_device
-        return self._places.of(parameter, None, None) is Tier.DEVICE
+        if wanted.offloaded is not None:
+            return wanted.offloaded.updated_on_device
+        return self._places.of(wanted.parameter, None, None) is Tier.DEVICE
 
     @contextlib.contextmanager
-    def _open_rounds(self, large: Collection[Tensor]) -> Iterator[_Rounds]:
+    def _open_rounds(self, large: Collection[_Wanted]) -> Iterator[_Rounds]:
         """Acquire the buffers for parameters that are not offloaded, but whose state is, for each device."""
         with contextlib.ExitStack() as undo:
             rounds: _Rounds = []
-            for device in dict.fromkeys(p.device for p in large):
-                here = [p for p in large if p.device == device]
+            for device in dict.fromkeys(each.parameter.device for each in large):
+                here = [each for each in large if each.parameter.device == device]
                 engine = roomy_engine(device)
-                opened = undo.enter_context(open_round(engine, [p.nbytes for p in here]))
+                opened = undo.enter_context(open_round(engine, [each.parameter.nbytes for each in here]))
                 rounds.append((engine, opened, here))
             yield rounds
 
@@ -207,7 +217,7 @@ class OffloadedOptimizer(OptimizerState):
         The parameters are added to `updated`.
         """
         try:
-            update_on_device(on_device)
+            self._update_here(on_device, updated)
             for engine, opened, some in rounds:
                 with compat.any_number_of_compilations():  # for dtypes, lengths of 1, numbers of threads, ...
                     work_on_host(engine, opened, self._pieces(some, updated), run_piece)
@@ -239,10 +249,12 @@ class OffloadedOptimizer(OptimizerState):
             engine = engine_of(parameter.device)
             engine.stats.add(h2d_bytes=offloaded.set_readers(engine.streams.record_compute()))
         if begun is None:
+            wanted = _Wanted(parameter, gradient, offloaded, self._rule_of(parameter))
             if offloaded.updated_on_device:
-                update_on_device([self._device_update(parameter, offloaded, gradient, [])])
+                self._update_here([self._device_update(wanted)], [])
             else:
-                self._prepare(parameter, offloaded, gradient_on_host(parameter, gradient))()
+                shared = SharedByUpdates(engine_of(parameter.device))
+                self._begin_last(deque([self._prepare_last(wanted, shared)]))
         elif not isinstance(gradient, HostGradient) or gradient.buffer is not begun:
             raise UsageError(
                 f"{offloaded.name} was updated by a gradient that is a part of it only: it is read in a compiled "
@@ -257,109 +269,117 @@ class OffloadedOptimizer(OptimizerState):
         if not self._is_in_a_group(parameter) or is_watched_in_graph(parameter):
             return
         if (offloaded := find_offloaded(parameter)) is not None and not offloaded.updated_on_device:
-            self._prepare_update(parameter, offloaded, buffer, None)()
+            wanted = _Wanted(parameter, None, offloaded, self._rule_of(parameter))
+            shared = SharedByUpdates(engine_of(parameter.device))
+            update = self._prepare_update(wanted, buffer, shared)
+            if update.scaling is not None:
+                shared.send()
+            self._begin_update(update, shared.updates.submit, None)
             offloaded.gradient.begun_by = buffer
 
-    def _prepare(self, parameter: Tensor, offloaded: OffloadedParameter, gradient: HostGradient) -> Callable[[], None]:
-        """Return what begins the update of an offloaded parameter in host memory; it has no later readers."""
-        readers = engine_of(parameter.device).streams.record_compute()
-        begin = self._prepare_update(parameter, offloaded, gradient.buffer, readers)
-
-        def begin_last() -> None:
-            begin()
-            offloaded.gradient.end_started()
-
-        return begin_last
-
-    def _device_update(
-        self,
-        parameter: Tensor,
-        offloaded: OffloadedParameter | None,
-        gradient: Tensor | None,
-        updated: list[Tensor],
-    ) -> DeviceUpdate:
-        """Return the update of a parameter whose state is on its device; it is added to `updated` once that is done."""
+    def _device_update(self, wanted: _Wanted) -> DeviceUpdate:
+        """Return the update of a parameter whose state is on its device."""
+        parameter, offloaded, gradient = wanted.parameter, wanted.offloaded, wanted.gradient
         assert gradient is not None
         if offloaded is not None:
             offloaded.load()
-        self._ready(parameter, offloaded)
-        held, step = self._states[parameter], self._next(parameter)
+        held, entry = self._ready(parameter, offloaded, wanted.rule)
         assert isinstance(held, State)
-        stats = engine_of(parameter.device).stats
-
-        def done() -> None:
-            self._count(parameter, step)
-            if offloaded is None:
-                increment_version(parameter)
-            else:
-                self._take_weight(parameter, offloaded)
-                offloaded.mark_device_newer()
-                offloaded.count_update(self)
-                offloaded.gradient.end_started()
-            stats.add(updates=1, device_updates=1)
-            updated.append(parameter)
-
         return DeviceUpdate(
-            change=lambda: flat(dense_like(parameter, gradient_on_device(gradient).to(parameter.dtype))),
-            weight=flat(parameter.data),
+            parameter=parameter,
+            gradient=gradient,
+            offloaded=offloaded,
             state=held,
-            step=step,
+            entry=entry,
+            step=wanted.rule.next(held, entry),
+            weight=flat(parameter.data),
             fresh=offloaded is None or self._is_fresh(parameter, offloaded),
-            done=done,
         )
 
-    def _prepare_update(
-        self, parameter: Tensor, offloaded: OffloadedParameter, buffer: HostGradientBuffer, readers: Event | None
-    ) -> Callable[[], None]:
-        """Return what begins a parameter's update by a gradient in host memory, once all is done that may fail.
+    def _update_here(self, updates: Iterable[DeviceUpdate], updated: list[Tensor]) -> None:
+        """Update parameters whose state is on their device; those for which that has been issued go to `updated`."""
+        issued: list[DeviceUpdate] = []
+        try:
+            update_on_device(updates, issued)
+        finally:
+            count_steps((each.state, each.entry, each.step) for each in issued)
+            for each in issued:
+                if (offloaded := each.offloaded) is not None:
+                    self._take_weight(each.parameter, offloaded)
+                    offloaded.mark_device_newer()
+                    offloaded.count_update(self)
+                    offloaded.gradient.end_started()
+            increment_version([each.parameter for each in issued if each.offloaded is None])
+            for device, count in Counter(each.parameter.device for each in issued).items():
+                engine_of(device).stats.add(updates=count, device_updates=count)
+            updated += [each.parameter for each in issued]
 
-        Nothing reads the parameter on the device behind `readers`.
-        """
-        engine = engine_of(parameter.device)
+    def _prepare_last(self, wanted: _Wanted, shared: SharedByUpdates) -> ParameterUpdate:
+        """Return an offloaded parameter's update by all of its gradient, once all is done that may fail."""
+        assert wanted.gradient is not None
+        return self._prepare_update(wanted, gradient_on_host(wanted.parameter, wanted.gradient).buffer, shared)
+
+    def _prepare_update(self, wanted: _Wanted, buffer: HostGradientBuffer, shared: SharedByUpdates) -> ParameterUpdate:
+        """Return an offloaded parameter's update by a gradient in host memory, once all is done that may fail."""
+        parameter, offloaded = wanted.parameter, wanted.offloaded
+        assert offloaded is not None
         if buffer.changes:
             buffer.host()
-        factor = None if buffer.factor is None else read_later(engine, buffer.factor)
+        scaling = shared.scaling(buffer.factor)
         offloaded.wait_update()
         offloaded.evict()  # loaded by a module that ran by itself, whose backward is over
-        self._ready(parameter, offloaded)
-        held, step = self._states[parameter], self._next(parameter)
+        held, entry = self._ready(parameter, offloaded, wanted.rule)
+        step = wanted.rule.next(held, entry)
         update = ParameterUpdate(
+            parameter=parameter,
             offloaded=offloaded,
             buffer=buffer,
             state=held,
             step=step,
-            factor=factor,
+            scaling=scaling,
             fresh=self._is_fresh(parameter, offloaded),
-            count=partial(self._count, parameter, step),
-            stats=engine.stats,
+            count=partial(count_steps, [(held, entry, step)]),
+            shared=shared,
         )
-        updates = parameters_of(engine).updates
-        update.prepare(updates)
+        update.prepare()
         offloaded.sync_host()
+        return update
 
-        def submit() -> "Future[None]":
-            on_disk = held.place is Tier.NVME
-            return updates.submit(update, self._urgency[parameter], lambda: buffer.has_landed, on_disk=on_disk)
+    def _begin_last(self, updates: deque[ParameterUpdate]) -> None:
+        """Begin updates in host memory of parameters that have no later readers; all of them are taken from `updates`.
 
-        def begin() -> None:
-            self._take_weight(parameter, offloaded)
-            buffer.note_reader(offloaded.begin_update(submit, readers))
-            offloaded.count_update(self)
+        One event of a device is behind the readers of each: it is recorded once all of them are prepared.
+        """
+        with contextlib.ExitStack() as together:
+            begins: dict[SharedByUpdates, tuple[Submit, Event]] = {}
+            for shared in dict.fromkeys(update.shared for update in updates):
+                submit = together.enter_context(shared.updates.together())
+                begins[shared] = submit, shared.send()
+            while updates:  # none is kept, nor its gradient, while others are updated
+                self._begin_update(updates[0], *begins[updates[0].shared])
+                updates.popleft().offloaded.gradient.end_started()
 
-        return begin
+    def _begin_update(self, update: ParameterUpdate, submit: Submit, readers: Event | None) -> None:
+        """Begin a parameter's update; nothing reads the parameter on the device behind `readers`."""
+        parameter, offloaded = update.parameter, update.offloaded
+        self._take_weight(parameter, offloaded)
+        urgency, on_disk = self._urgency[parameter], update.state.place is Tier.NVME
+        task = partial(submit, update, urgency, update.can_begin, on_disk=on_disk)
+        update.buffer.note_reader(offloaded.begin_update(task, readers))
+        offloaded.count_update(self)
 
-    def _pieces(self, todo: Iterable[Tensor], updated: list[Tensor]) -> Iterator[Piece[PieceUpdate]]:
+    def _pieces(self, todo: Iterable[_Wanted], updated: list[Tensor]) -> Iterator[Piece[PieceUpdate]]:
         """Yield the pieces, parameter by parameter; `updated` has the parameters whose last piece is done."""
-        for parameter in todo:
-            self._ready(parameter, None)
+        for wanted in todo:
+            parameter = wanted.parameter
+            held, entry = self._ready(parameter, None, wanted.rule)
             assert parameter.grad is not None
             gradient = flat(dense_like(parameter, parameter.grad.to(parameter.dtype)))
             weight = flat(parameter.data)  # whose version is its own: pieces arrive whenever they do
-            held = self._states[parameter]
             assert isinstance(held, State)
             written = flat(self._written[parameter]) if held.weight is None else held.weight
-            step, most = self._next(parameter), PIECE_BYTES // parameter.element_size()
-            count = partial(self._count_all, parameter, step, updated)
+            step, most = wanted.rule.next(held, entry), PIECE_BYTES // parameter.element_size()
+            count = partial(_count_there, parameter, partial(count_steps, [(held, entry, step)]), updated)
             if not weight.numel():
                 count()
             for start in range(0, weight.numel(), most):
@@ -368,7 +388,8 @@ class OffloadedOptimizer(OptimizerState):
                 update = PieceUpdate(state=(written[part], *held.piece(part)), step=step, done=done)
                 yield Piece(sources=(gradient[part], weight[part]), target=weight[part], about=update)
 
-    def _count_all(self, parameter: Tensor, step: Step, updated: list[Tensor]) -> None:
-        self._count(parameter, step)
-        increment_version(parameter)
-        updated.append(parameter)
+
+def _count_there(parameter: Tensor, count: Callable[[], None], updated: list[Tensor]) -> None:
+    count()
+    increment_version(parameter)
+    updated.append(parameter)

@@ -5,7 +5,7 @@ Updates go on while the host has returned from `step`. So `state` waits for them
 
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from tencache_fx.errors import InvariantError, OptionError, UsageError
-from tencache_fx.model_state.counted_scalars import on_cpu
+from tencache_fx.model_state.counted_scalars import on_cpu, write_counts
 from tencache_fx.model_state.disk_state import DiskState
-from tencache_fx.model_state.group_options import GroupOptions
+from tencache_fx.model_state.group_rule import GroupRule, KindRule
 from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.optimizer_checks import find_misfit
@@ -33,7 +33,6 @@ from tencache_fx.model_state.placement import (
 )
 from tencache_fx.model_state.shard import Shard
 from tencache_fx.model_state.step_kernel import LEAST_8BIT, MASTER, Rule, Step
-from tencache_fx.model_state.stored_form import StoredForm
 from tencache_fx.model_state.update import dense_like, flat, weakly
 from tencache_fx.planning.problem import Tier
 
@@ -51,8 +50,6 @@ class OptimizerState(torch.optim.Optimizer):
             Tensor, tuple[weakref.ref[OffloadedParameter], int]
         ] = {}  # of each record, as the last step left it
         self._group_of: dict[Tensor, dict[str, Any]] = {}  # as far as it has been asked for
-        self._taken: Mapping[Tensor, GroupOptions] = {}  # the options of each, while a step goes by these
-        self._nexts: dict[object, Step] = {}  # the steps that these lead to, by those before
         self._groups: list[tuple[int, int]] = []  # which groups that is of, and how large they were
         self._urgency: dict[Tensor, int] = {}  # by the order in which the next forward will read, as far as is known
         self._rule = rule
@@ -86,7 +83,6 @@ class OptimizerState(torch.optim.Optimizer):
         self._state = self.__dict__.pop("state")  # it came with the others
         self._written, self._versions, self._states = {}, {}, {}
         self._places, self._urgency, self._group_of, self._groups = StatePlacement(), {}, {}, []
-        self._taken, self._nexts = {}, {}
         for group in self.param_groups:
             self._place(group)
 
@@ -142,12 +138,13 @@ class OptimizerState(torch.optim.Optimizer):
             if k in pairs
         }
         for parameter, saved in saved_of.items():
-            if (misfit := find_misfit(parameter, saved, self._arrays(parameter))) is not None:
+            if (misfit := find_misfit(parameter, saved, self._rule_of(parameter).arrays())) is not None:
                 raise OptionError(f"the saved {misfit}; load the state of the same model.")
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._states, self._group_of = {}, {}
         for parameter, saved in saved_of.items():
-            self._keep(parameter, saved, self._places.of(parameter, find_offloaded(parameter), None))
+            place = self._places.of(parameter, find_offloaded(parameter), None)
+            self._keep(parameter, saved, place, self._rule_of(parameter))
         self._written, self._versions = {}, {}
 
     def _wait_updates(self) -> None:
@@ -183,32 +180,10 @@ class OptimizerState(torch.optim.Optimizer):
             self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         return parameter in self._group_of
 
-    def _group(self, parameter: Tensor) -> Mapping[str, Any]:
-        if parameter in self._taken:
-            return self._taken[parameter]
+    def _rule_of(self, parameter: Tensor) -> KindRule:
+        """Return the rule for a parameter, with the options that its group has now."""
         assert self._is_in_a_group(parameter)
-        return self._group_of[parameter]
-
-    def _next(self, parameter: Tensor) -> Step:
-        """Return the step that a parameter, whose state is ready, is to take.
-
-        Most parameters of a group take the same one: within a call of `step` it is looked up by the one before.
-        """
-        held, state, count = self._states[parameter], self._state[parameter], parameter.numel()
-        if parameter not in self._taken or not held.counted.are_in(state, len(shown_of(held))):
-            return self._find_next(parameter)
-        kind = parameter.dim(), min(count, LEAST_8BIT), held.weight is not None
-        key = id(self._taken[parameter]), held.counted.step, held.made, *kind
-        if key not in self._nexts:
-            self._nexts[key] = self._find_next(parameter)
-        return self._nexts[key]
-
-    def _find_next(self, parameter: Tensor) -> Step:
-        arrays, held = self._arrays(parameter), self._states[parameter]
-        kept = {*arrays, *held.tensors}
-        scalars = {name: each for name, each in self._state[parameter].items() if name not in kept}
-        group, dim, count = self._group(parameter), parameter.dim(), parameter.numel()
-        return self._rule.step(group, dim, scalars, held.made, count, split=held.weight is not None)
+        return GroupRule(self._rule, self._group_of[parameter]).of(parameter)
 
     def _is_fresh(self, parameter: Tensor, offloaded: OffloadedParameter) -> bool:
         """Return whether the weight may have been set since its master was made, or last taken over."""
@@ -219,46 +194,38 @@ class OptimizerState(torch.optim.Optimizer):
         """Note that the master has been made of the weight as it is now."""
         self._versions[parameter] = weakref.ref(offloaded), offloaded.version
 
-    def _count(self, parameter: Tensor, step: Step) -> None:
-        """Note that a parameter has taken a step, and what the class then has of it."""
-        held = self._states[parameter]
-        state, is_first = self._state[parameter], len(held.made) < len(held.forms)
-        if is_first:
-            held.made = frozenset(held.forms)
-            state.update(shown_of(held))
-        held.counted.write(step, state)
-
-    def _arrays(self, parameter: Tensor, *, split: bool = False) -> Mapping[str, StoredForm]:
-        return self._rule.arrays(self._group(parameter), parameter.dim(), parameter.numel(), split=split)
-
     def _place_state(self, parameter: Tensor) -> None:
         """Move a parameter's state to where it is to be now."""
-        self._ready(parameter, find_offloaded(parameter))
+        self._ready(parameter, find_offloaded(parameter), self._rule_of(parameter))
 
-    def _ready(self, parameter: Tensor, offloaded: OffloadedParameter | None) -> dict[str, Any]:
-        """Return the parameter's state, made at its first step, in the order the parameter has in memory now."""
-        state: dict[str, Any] = self._state[parameter]
+    def _ready(
+        self, parameter: Tensor, offloaded: OffloadedParameter | None, rule: KindRule
+    ) -> tuple[State | DiskState, dict[str, Any]]:
+        """Return the parameter's state, made at its first step, in the order the parameter has in memory now.
+
+        Beside it comes what `state` has of the parameter.
+        """
+        entry: dict[str, Any] = self._state[parameter]
         held = self._states.get(parameter)
         self._leave_former(parameter, offloaded)
         place = self._places.of(parameter, offloaded, held)
-        arrays = self._arrays(parameter, split=is_split(parameter, offloaded, place))
+        arrays = rule.arrays(split=is_split(parameter, offloaded, place))
         right = held is not None and held.layout == (parameter.size(), parameter.stride()) and held.place == place
-        if held is None or not right or not is_in(held, state) or held.forms != arrays:
-            saved, held = saved_of(held, state, arrays), None
+        if held is None or not right or not is_in(held, entry) or held.forms != arrays:
+            saved, held = saved_of(held, entry, arrays), None
             if (misfit := find_misfit(parameter, saved, arrays)) is not None:
                 raise UsageError(f"{misfit}; a parameter whose size has changed needs a new optimizer.")
-            state = self._keep(parameter, saved, place)
-        held = self._states[parameter]
+            held, entry = self._keep(parameter, saved, place, rule)
         self._tell(parameter, offloaded, held)
         if offloaded is not None and held.weight is not None and held.weight.data_ptr() != _address(offloaded):
             held.take_weight(flat(offloaded.host))
         if offloaded is not None or place is Tier.DEVICE or held.weight is not None:
             self._written.pop(parameter, None)  # the weight goes on without it
-            return state
+            return held, entry
         written = self._written.get(parameter)
-        written = state[MASTER].to(parameter.dtype, copy=True) if written is None else dense_like(parameter, written)
+        written = entry[MASTER].to(parameter.dtype, copy=True) if written is None else dense_like(parameter, written)
         self._written[parameter] = written
-        return state
+        return held, entry
 
     def _tell(self, parameter: Tensor, offloaded: OffloadedParameter | None, held: State | DiskState) -> None:
         """Let an offloaded parameter know of its state."""
@@ -279,25 +246,37 @@ class OptimizerState(torch.optim.Optimizer):
                 del self._versions[parameter]
                 former.forget()
 
-    def _keep(self, parameter: Tensor, saved: Mapping[str, Any], place: Tier) -> dict[str, Any]:
+    def _keep(
+        self, parameter: Tensor, saved: Mapping[str, Any], place: Tier, rule: KindRule
+    ) -> tuple[State | DiskState, dict[str, Any]]:
         """Make a parameter's state of what was `saved` of it; a master that is missing is NaN until a step."""
-        offloaded, whole = find_offloaded(parameter), self._arrays(parameter)
+        offloaded = find_offloaded(parameter)
         split = is_split(parameter, offloaded, place)
-        arrays = self._arrays(parameter, split=split)
-        values = {**self._rule.initial(self._group(parameter), parameter.dim()), **saved}
+        arrays, values = rule.arrays(split=split), {**rule.initial(), **saved}
         held = hold_state(parameter, arrays, values, place)
         if split:
             held.weight = _weight_of(values[MASTER], parameter, offloaded)
         held.made = frozenset(name for name in arrays if name in saved and name != MASTER)
-        self._places.add(parameter, arrays, whole)
+        self._places.add(parameter, arrays, rule.arrays())
         if MASTER not in saved:  # it is the weight's as it is now
             self._versions.pop(parameter, None)
             self._written.pop(parameter, None)
         scalars = {name: on_cpu(value) for name, value in saved.items() if name not in arrays}
-        state = scalars | dict(shown_of(held))
-        self._states[parameter], self._state[parameter] = held, state
+        entry = scalars | dict(shown_of(held))
+        self._states[parameter], self._state[parameter] = held, entry
         self._tell(parameter, offloaded, held)
-        return state
+        return held, entry
+
+
+def count_steps(steps: Iterable[tuple[State | DiskState, dict[str, Any], Step]]) -> None:
+    """Note, of the state of each parameter and what `state` has of it, that it has taken a step."""
+    counts = []
+    for held, entry, step in steps:
+        if len(held.made) < len(held.forms):  # it was the first one
+            held.made = frozenset(held.forms)
+            entry.update(shown_of(held))
+        counts.append((held.counted, step, entry))
+    write_counts(counts)
 
 
 def _address(offloaded: OffloadedParameter) -> int:

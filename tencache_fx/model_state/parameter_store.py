@@ -7,7 +7,7 @@ import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -227,28 +227,42 @@ def _attached_to(engine: Engine) -> ParameterStore | None:
     return engine.attachment
 
 
-def _find(engine: Engine, parameter: Tensor) -> OffloadedParameter | None:
-    return None if (store := _attached_to(engine)) is None else store.find(parameter)
-
-
 def find_offloaded(parameter: Tensor) -> OffloadedParameter | None:
     """Return the record of an offloaded parameter; None for any other.
 
     Raises `UsageError` in a forked process, which has none of the parent's host memory.
     """
-    if parameter.device.type not in ("cpu", "cuda") or is_functorch_wrapped_tensor(parameter):
-        return None
-    engine = find_engine(parameter.device)
-    offloaded = None if engine is None else _find(engine, parameter)
-    if offloaded is None:
-        _refuse_inherited(parameter)
-    return offloaded
+    return find_each((parameter,))[0]
 
 
-def _refuse_inherited(parameter: Tensor) -> None:
-    """Raise `UsageError` for a parameter that the process from which this one was forked has offloaded."""
-    for engine in inherited_engines():
-        offloaded = _find(engine, parameter)
+def find_each(parameters: Iterable[Tensor]) -> list[OffloadedParameter | None]:
+    """Return what `find_offloaded` does, of each: devices are looked up once, for an optimizer asks for a whole model.
+
+    Raises what that does.
+    """
+    stores: dict[torch.device, ParameterStore | None] = {}
+    found: list[OffloadedParameter | None] = []
+    others: list[Tensor] = []
+    for parameter in parameters:
+        offloaded, device = None, parameter.device
+        if device.type in ("cpu", "cuda") and not is_functorch_wrapped_tensor(parameter):
+            if device not in stores:
+                engine = find_engine(device)
+                stores[device] = None if engine is None else _attached_to(engine)
+            if (store := stores[device]) is not None:
+                offloaded = store.find(parameter)
+            if offloaded is None:
+                others.append(parameter)
+        found.append(offloaded)
+    _refuse_inherited(others)
+    return found
+
+
+def _refuse_inherited(parameters: Sequence[Tensor]) -> None:
+    """Raise `UsageError` if the process from which this one was forked has offloaded one of these parameters."""
+    stores = [_attached_to(engine) for engine in inherited_engines()] if parameters else []
+    for store, parameter in ((store, parameter) for store in stores if store is not None for parameter in parameters):
+        offloaded = store.find(parameter)
         if offloaded is not None and not offloaded.on_device:
             raise UsageError(
                 f"{offloaded.name} is offloaded to the memory of the process from which process {os.getpid()} was "

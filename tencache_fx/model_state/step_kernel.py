@@ -59,13 +59,14 @@ class Step:
     """One step: `numbers`, fp32, are for `kernel`, and the first of them multiplies the gradient.
 
     `initial` is what is in arrays that there were none of before. `after` is what the optimizer has of the parameter
-    once it is done, besides arrays.
+    once it is done, besides arrays; `numbers_after` are those in the tensors of that.
     """
 
     numbers: Tensor
     kernel: "Kernel"
     initial: Mapping[str, float]
     after: Mapping[str, Any]
+    numbers_after: Mapping[str, Any]
 
 
 class Rule:
@@ -165,6 +166,9 @@ class Rule:
                 kernel=self._kernel(traced, arrays),
                 initial=traced.initial,
                 after=traced.scalars,
+                numbers_after={
+                    name: value.tolist() for name, value in traced.scalars.items() if isinstance(value, Tensor)
+                },
             )
         return self._steps[key]
 

@@ -5,6 +5,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from tencache_fx.model_state.host_state import State
 from tencache_fx.model_state.modules import engine_of
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_ops import send_to_host
-from tencache_fx.model_state.parameter_store import find_offloaded
+from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.step_hooks import step_hooks
 from tencache_fx.model_state.step_kernel import Step
 from tencache_fx.model_state.stored_form import parts_of
-from tencache_fx.model_state.update_queue import Begun, Room, Updates
+from tencache_fx.model_state.update_queue import Begun, Room
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.stats import Stats
+from tencache_fx.runtime.streams import Event
 
 _CPU = torch.device("cpu")
 MASTER_BYTES = 12
@@ -41,28 +42,76 @@ class PieceUpdate:
     done: Callable[[], None] | None
 
 
-@dataclass(kw_only=True, eq=False)
-class ParameterUpdate:
-    """An update's gradient (`buffer`), `offloaded` weight and optimizer's `state`, and the `step` it takes.
+class SharedByUpdates:
+    """What updates share that are prepared together: the engine, the threads, and the factors of their gradients.
 
-    `factor` scales the gradient. The first of the state's arrays is the master weight, or the first two are what it has
-    besides the weight; `fresh` says that the weight may
-    have been set since it was made from that.
+    All factors are copied to the host at once, by `send`: a copy of each would take the host longer than its update.
     """
 
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.updates = engine, parameters_of(engine).updates
+        self._factors: list[Tensor] = []
+        self._copied: tuple[Tensor, Event] | None = None
+        self._scaled: dict[tuple[Tensor, float], Tensor] = {}
+
+    def scaling(self, factor: Tensor | None) -> "Scaling | None":
+        """Return what scales a step's numbers for a gradient with this factor, once all are sent, in any thread."""
+        if factor is None:
+            return None
+        self._factors.append(factor)
+        return partial(self._scale, len(self._factors) - 1)
+
+    def send(self) -> Event:
+        """Send the factors; return an event that is behind all that the caller's compute stream has been given."""
+        device, factors = self.engine.device, self._factors
+        if not factors:
+            return self.engine.streams.record_compute()
+        values = torch.empty(len(factors), dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda")
+        values.copy_(torch.stack([factor.to(device) for factor in factors]), non_blocking=True)
+        self._copied = values, self.engine.streams.record_compute()
+        return self._copied[1]
+
+    def _scale(self, place: int, numbers: Tensor) -> Tensor:
+        """Return numbers for one factor: the same tensor for equal ones, but for two threads that ask at once."""
+        assert self._copied is not None, "they are sent before an update begins"
+        values, event = self._copied
+        event.synchronize()
+        key = numbers, values[place].item()
+        if key not in self._scaled:
+            self._scaled[key] = torch.cat([numbers[:1] * key[1], numbers[1:]])
+        return self._scaled[key]
+
+
+Scaling = Callable[[Tensor], Tensor]
+"""Scales a step's numbers; blocks until the factor is in host memory."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class ParameterUpdate:
+    """A `parameter`'s gradient (`buffer`), `offloaded` weight and optimizer's `state`, and the `step` it takes.
+
+    `scaling` is by the gradient's factor. The first of the state's arrays is the master weight, or the first two are
+    what it has besides the weight; `fresh` says that the weight may have been set since it was made from that.
+    """
+
+    parameter: Tensor
     offloaded: OffloadedParameter
     buffer: HostGradientBuffer
     state: State | DiskState
     step: Step
-    factor: Callable[[], float] | None
+    scaling: Scaling | None
     fresh: bool
     count: Callable[[], None]
-    stats: Stats
+    shared: SharedByUpdates
 
-    def prepare(self, updates: Updates) -> None:
+    def can_begin(self) -> bool:
+        """Return whether its gradient is there."""
+        return self.buffer.has_landed
+
+    def prepare(self) -> None:
         """Compile the kernels now, in the caller's thread."""
         self._kernel(_CPU)
-        if updates.streams_through_device:
+        if self.shared.updates.streams_through_device:
             self._kernel(self.offloaded.parameter.device)
 
     @torch.no_grad()
@@ -73,7 +122,7 @@ class ParameterUpdate:
             write.wait_readers()
             begin_ns = time.perf_counter_ns()
             self._kernel(_CPU)(gradient, write.elements, *arrays, numbers)
-            self.stats.add(updates=1, update_ns=time.perf_counter_ns() - begin_ns)
+            self.shared.engine.stats.add(updates=1, update_ns=time.perf_counter_ns() - begin_ns)
             self._end(write)
 
     @torch.no_grad()
@@ -98,7 +147,7 @@ class ParameterUpdate:
             with write:
                 write.after = (last,)
                 last.synchronize()
-                self.stats.add(updates=1, device_updates=1)
+                self.shared.engine.stats.add(updates=1, device_updates=1)
                 self._end(write)
 
         return Begun(last.query, finish)
@@ -125,7 +174,7 @@ class ParameterUpdate:
         def finish() -> None:
             with write:
                 done.result()
-                self.stats.add(updates=1)
+                self.shared.engine.stats.add(updates=1)
                 self._end(write)
 
         return Begun(done.done, finish)
@@ -145,9 +194,7 @@ class ParameterUpdate:
         if self._is_stale and arrays:
             set_master(arrays[0], write.elements)
         numbers = self.step.numbers
-        if self.factor is not None:
-            numbers = torch.cat([numbers[:1] * self.factor(), numbers[1:]])
-        return gradient, numbers, arrays
+        return gradient, numbers if self.scaling is None else self.scaling(numbers), arrays
 
     @property
     def _is_stale(self) -> bool:
@@ -160,7 +207,7 @@ class ParameterUpdate:
     def _end(self, write: HostWrite) -> None:
         write.commit()
         self.count()
-        self.stats.add(h2d_bytes=self.offloaded.finish_update())
+        self.shared.engine.stats.add(h2d_bytes=self.offloaded.finish_update())
 
 
 def flat(dense: Tensor) -> Tensor:
@@ -189,19 +236,6 @@ def gradient_on_host(parameter: Tensor, gradient: Tensor) -> HostGradient:
 def gradient_on_device(gradient: Tensor) -> Tensor:
     """Return a gradient's values on the device; one in host memory is copied there."""
     return gradient.buffer.device() if isinstance(gradient, HostGradient) else gradient
-
-
-def read_later(engine: Engine, number: Tensor) -> Callable[[], float]:
-    """Return what gives the value that `number` has now, in any thread, without waiting for what comes later."""
-    held = torch.empty((), dtype=number.dtype, pin_memory=number.is_cuda)
-    held.copy_(number, non_blocking=True)
-    copied = engine.streams.record_compute()
-
-    def read() -> float:
-        copied.synchronize()
-        return float(held)
-
-    return read
 
 
 def unhook(parameter: Tensor) -> bool:

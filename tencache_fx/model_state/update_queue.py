@@ -40,6 +40,15 @@ _ALIGN_BYTES = 128
 _MOST_LAYOUTS = 64  # of pieces, of which views are kept
 
 
+class Submit(Protocol):
+    """Submits an update, see `Updates.submit`."""
+
+    def __call__(
+        self, update: "Update", urgency: int, can_begin: Callable[[], bool], *, on_disk: bool = False
+    ) -> "Future[None]":
+        """Have it done once it can begin."""
+
+
 class Update(Protocol):
     """One parameter's update, which may run in either place, with the same result; or one with its state on disk."""
 
@@ -192,9 +201,9 @@ class _Queue:
         self._ready: list[_Task] = []
         self._cond = threading.Condition()
 
-    def put(self, task: _Task) -> None:
+    def put(self, tasks: Sequence[_Task]) -> None:
         with self._cond:
-            self._waiting.append(task)
+            self._waiting.extend(tasks)
             self._cond.notify_all()
 
     def has_ready(self) -> bool:
@@ -229,11 +238,11 @@ class _Ahead:
         self._noted = 0  # calls of `_do_one` to come
         self._lock = threading.Lock()
 
-    def note(self) -> None:
-        """Note that there is one task more; others may do it first."""
+    def note(self, count: int) -> None:
+        """Note that there are so many tasks more; others may do them first."""
         with self._lock:
-            self._noted += 1
-        self._thread.submit(self._do_one)
+            self._noted += count
+        self._thread.submit(_repeat, self._do_one, count)
 
     def end_done(self) -> None:
         """End those tasks that are done; for the thread itself, while it issues another."""
@@ -296,6 +305,27 @@ class Updates:
             self._on_device = _Ahead(self._shared, lambda update: update.on_device(room), "tencache-update-device")
             room.between = self._on_device.end_done
 
+    @contextlib.contextmanager
+    def together(self) -> "Iterator[Submit]":
+        """Return what submits updates, all of them at the end of the context, however it ends.
+
+        The threads that do them take turns with the caller's from then on, and are told once.
+        """
+        shared: list[_Task] = []
+        disk: list[_Task] = []
+
+        def submit(
+            update: Update, urgency: int, can_begin: Callable[[], bool], *, on_disk: bool = False
+        ) -> "Future[None]":
+            task = _Task((urgency, next(self._count)), update, can_begin)
+            (disk if on_disk else shared).append(task)
+            return task.future
+
+        try:
+            yield submit
+        finally:
+            self._put(shared, disk)
+
     def submit(
         self, update: Update, urgency: int, can_begin: Callable[[], bool], *, on_disk: bool = False
     ) -> "Future[None]":
@@ -303,16 +333,18 @@ class Updates:
 
         None is asked whether it can begin before those that were submitted earlier can: gradients land one by one.
         """
-        task = _Task((urgency, next(self._count)), update, can_begin)
-        if on_disk:
-            self._disk.put(task)
-            self._on_disk.note()
-            return task.future
-        self._shared.put(task)
-        self._on_host.submit(self._one_on_host)
-        if self._on_device is not None:
-            self._on_device.note()
-        return task.future
+        with self.together() as submit:
+            return submit(update, urgency, can_begin, on_disk=on_disk)
+
+    def _put(self, shared: Sequence[_Task], disk: Sequence[_Task]) -> None:
+        if disk:
+            self._disk.put(disk)
+            self._on_disk.note(len(disk))
+        if shared:
+            self._shared.put(shared)
+            self._on_host.submit(_repeat, self._one_on_host, len(shared))
+            if self._on_device is not None:
+                self._on_device.note(len(shared))
 
     def wait(self) -> None:
         """Block until all updates submitted so far are done, and no thread holds what they are of."""
@@ -334,6 +366,13 @@ class Updates:
         if (task := self._shared.take()) is not None:
             task.run(task.update.on_host)
             task.future.set_result(None)
+
+
+def _repeat(work: Callable[[], object], count: int) -> None:
+    """Do some work so many times, even if it fails: whoever waits for a task gets its error."""
+    for _ in range(count):
+        with contextlib.suppress(BaseException):
+            work()
 
 
 def _nothing() -> None:

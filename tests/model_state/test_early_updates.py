@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import tencache_fx
 from tencache_fx.errors import UsageError
 from tencache_fx.model_state.step_hooks import is_hooked_once
+from tencache_fx.model_state.update import ParameterUpdate
+from tencache_fx.model_state.update_queue import Submit
 from tencache_fx.optim import AdamW
 from tencache_fx.runtime.streams import Event
 
@@ -87,15 +89,13 @@ def test_they_are_those_of_a_step(
     budget: str | None,
 ) -> None:
     begun: list[bool] = []
-    prepare_update = AdamW._prepare_update
+    begin_update = AdamW._begin_update
 
-    def noting(
-        self: AdamW, parameter: Tensor, offloaded: object, buffer: object, readers: Event | None
-    ) -> Callable[[], None]:
+    def noting(self: AdamW, update: ParameterUpdate, submit: Submit, readers: Event | None) -> None:
         begun.append(readers is None)
-        return prepare_update(self, parameter, offloaded, buffer, readers)
+        begin_update(self, update, submit, readers)
 
-    monkeypatch.setattr(AdamW, "_prepare_update", noting)
+    monkeypatch.setattr(AdamW, "_begin_update", noting)
     torch.manual_seed(0)
     first = nn.Sequential(*(Block(HIDDEN) for _ in range(3)))
     found = []

@@ -337,6 +337,41 @@ def test_a_gradient_in_host_memory_is_like_any_other() -> None:
     assert engine.stats.take()["host_acquired_bytes"] == acquired - parameter.numel() * 4
 
 
+def test_a_step_records_one_event_for_all_its_updates_and_their_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each of these takes the host longer than all else that it does for a parameter."""
+    model = tencache_fx.offload(network())
+    run, optimizer = compiled(model), AdamW(model.parameters(), lr=0.1)
+    engine = roomy_engine(torch.device("cpu"))
+    tokens, recorded, updates = batch(0), [], []
+    record, begin = type(engine.streams).record_compute, AdamW._begin_update
+
+    def note_begun(self: AdamW, update: ParameterUpdate, *more: object) -> None:
+        updates.append(update)
+        begin(self, update, *more)
+
+    def note_recorded(self: object) -> object:
+        recorded.append(threading.current_thread())
+        return record(self)
+
+    monkeypatch.setattr(AdamW, "_begin_update", note_begun)
+    for clips in (False, True):
+        torch.nn.functional.cross_entropy(run(tokens), tokens).backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(engine.streams), "record_compute", note_recorded)
+            optimizer.step()
+        assert len(updates) > 2
+        assert [update.scaling is None for update in updates] == [not clips] * len(updates)
+        assert recorded.count(threading.main_thread()) == 1
+        if clips:
+            numbers = torch.ones(2)
+            assert len({update.scaling(numbers) for update in updates}) == 1, "threads take it for one"
+        updates.clear()
+        recorded.clear()
+        optimizer.zero_grad()
+
+
 def test_a_scaler_skips_a_step_whose_gradients_are_no_numbers() -> None:
     model = tencache_fx.offload(network())
     run, optimizer = compiled(model), AdamW(model.parameters(), lr=0.1)

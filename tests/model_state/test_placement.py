@@ -1,6 +1,7 @@
 """Where updates run and state is: on the host, through the device, on the device; the same training each way."""
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from tencache_fx.errors import InvariantError
 from tencache_fx.model_state import optimizer as optimizer_module
 from tencache_fx.model_state.device_updates import DeviceUpdate, update_on_device
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
-from tencache_fx.model_state.update_queue import Updates
+from tencache_fx.model_state.update_queue import Submit, Updates
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.evaluation import Candidate
 from tencache_fx.planning.parameter_schedule import (
@@ -240,20 +241,26 @@ def test_updates_that_run_by_themselves_are_begun_first(monkeypatch: pytest.Monk
     options = {"device_budget": "2MB", "compiler": "eager", "calibrate": False, "recompute": "none"}
     run, begin, update_here = (
         torch.compile(model, backend="tencache", options=options),
-        Updates.submit,
+        Updates.together,
         update_on_device,
     )
 
-    def note_begun(self: Updates, *args: Any, **kwargs: Any) -> "Future[None]":
-        begun.append(False)
-        return begin(self, *args, **kwargs)
+    @contextlib.contextmanager
+    def note_begun(self: Updates) -> Iterator[Submit]:
+        with begin(self) as submit:
 
-    def note_here(updates: Iterable[DeviceUpdate]) -> None:
+            def note(*args: Any, **kwargs: Any) -> "Future[None]":
+                begun.append(False)
+                return submit(*args, **kwargs)
+
+            yield note
+
+    def note_here(updates: Iterable[DeviceUpdate], issued: list[DeviceUpdate]) -> None:
         some = list(updates)
         begun.extend([True] * sum(each.weight.numel() == 160 * 160 for each in some))  # of small ones none is offloaded
-        update_here(some)
+        update_here(some, issued)
 
-    monkeypatch.setattr(Updates, "submit", note_begun)
+    monkeypatch.setattr(Updates, "together", note_begun)
     monkeypatch.setattr(optimizer_module, "update_on_device", note_here)
     run(torch.randn(8, 160)).square().mean().backward()
     optimizer.step()

@@ -85,6 +85,31 @@ def test_the_most_urgent_that_can_begin_goes_first(streams: FaultyCpuStreams) ->
     assert done == ["first on host", "a on host", "b on host", "late on host"]
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_is_submitted_together_is_done_even_if_an_error_ends_it(
+    streams: FaultyCpuStreams,
+    on_device: bool,  # noqa: FBT001
+) -> None:
+    """A reader waits for the future of an update that was submitted, whatever came of the others."""
+    updates, done = Updates(streams), []
+    if on_device:
+        updates.open_room(8 << 20)
+    futures = []
+
+    def submit_some() -> None:
+        with updates.together() as submit:
+            futures.extend(submit(Noted(name, done), 0, lambda: True) for name in ("0", "broken", "1", "2"))
+            time.sleep(0.02)
+            assert not done, "threads begin when all of them are there"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        submit_some()
+    assert [type(future.exception(30)) for future in futures] == [type(None), RuntimeError, type(None), type(None)]
+    updates.stop()
+    assert sorted(line.split()[0] for line in done) == ["0", "1", "2"]
+
+
 def test_both_threads_take_from_one_queue_and_one_failure_stops_nothing(streams: FaultyCpuStreams) -> None:
     updates, done = Updates(streams), []
     updates.open_room(8 << 20)
