@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import sympy
 import torch
@@ -50,6 +50,14 @@ def storages_on(device: torch.device, values: Iterable[object]) -> list[torch.Un
     """Return the storages on `device` of the tensors among `values`, in their order; those in lists and tuples, too."""
     tensors = (value for value in tensors_in(list(values)) if value.device == device)
     return [storage for value in tensors if (storage := storage_of(value)) is not None]
+
+
+def last_made(device: torch.device, results: object, given: Collection[int]) -> torch.UntypedStorage | None:
+    """Return the storage on `device` of the last tensor among `results` that has none of those `given`, by address."""
+    for tensor in reversed(tensors_in(results)):
+        if tensor.device == device and (storage := storage_of(tensor)) is not None and storage._cdata not in given:
+            return storage
+    return None
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:

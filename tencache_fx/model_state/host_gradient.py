@@ -7,7 +7,6 @@ computed on the device before it is offloaded, or as it is added to another one,
 next. All other operations are carried out on a copy on the device.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -23,6 +22,7 @@ from tencache_fx.model_state.sum_kernel import kernel_of
 from tencache_fx.runtime.buffers import Buffer, Use
 from tencache_fx.runtime.streams import Event
 from tencache_fx.runtime.transfers import Layout
+from tencache_fx.tensors import ordinary_tensors
 
 _aten = torch.ops.aten
 
@@ -42,7 +42,8 @@ class HostGradientBuffer:
         self._readers: list[Future[Any]] = []  # somebody reads `_host` until these are done
         self._on_device: Tensor | None = None
         self._landed: Event | None = None
-        self._host: Tensor | None = None  # None until there is a buffer
+        self._buffers: list[Buffer] = []  # one, once there is one; of two threads that asked at once each has its own
+        self._host: Tensor | None = None  # made when it is read: the thread that runs the backward has no time for it
         self._additions = additions
 
     @classmethod
@@ -51,7 +52,7 @@ class HostGradientBuffer:
     ) -> "HostGradientBuffer":
         """Return what is in `buffer` once `landed` has passed; this gives the buffer back."""
         made = cls(additions, layout, shard)
-        made._take(buffer)
+        made._buffers.append(buffer)
         made._landed, made._norm = landed, norm
         return made
 
@@ -62,13 +63,10 @@ class HostGradientBuffer:
         made._on_device = value
         return made
 
-    def _take(self, buffer: Buffer) -> Tensor:
-        layout = self.layout
-        self._host = torch.empty(0, dtype=layout.dtype, device="cpu").set_(
-            buffer.memory.untyped_storage(), 0, layout.size, layout.stride
-        )
-        weakref.finalize(self, self._additions.buffers.release_later, buffer).atexit = False
-        return self._host
+    def __del__(self) -> None:
+        """Let the next runtime call release the buffer; `weakref.finalize` takes far longer to set up."""
+        for buffer in self._buffers:
+            self._additions.buffers.release_later(buffer)
 
     def scale(self, factor: Tensor) -> None:
         """Multiply by a number, fp32 and without dimensions, that nobody changes, later."""
@@ -171,9 +169,15 @@ class HostGradientBuffer:
     @property
     def _memory(self) -> Tensor:
         """The gradient's host memory, whatever is in it by now."""
-        if self._host is not None:
-            return self._host
-        return self._take(self._additions.buffers.acquire_settled(self.layout.nbytes, Use.GRADIENT))
+        if (host := self._host) is None:
+            layout = self.layout
+            if not self._buffers:
+                self._buffers.append(self._additions.buffers.acquire_settled(layout.nbytes, Use.GRADIENT))
+            memory = self._buffers[-1].memory.untyped_storage()
+            with ordinary_tensors():
+                host = torch.empty(0, dtype=layout.dtype, device="cpu").set_(memory, 0, layout.size, layout.stride)
+            self._host = host
+        return host
 
     def _wait(self) -> None:
         if self._landed is not None:

@@ -80,7 +80,10 @@ class ParameterStore:
             return None
         key = tensor.untyped_storage()._cdata
         offloaded = self._by_storage.get(key)
-        if offloaded is None or offloaded.parameter.untyped_storage()._cdata == key:
+        if offloaded is None:
+            return None
+        parameter = offloaded.parameter
+        if parameter is tensor or parameter.untyped_storage()._cdata == key:
             return offloaded
         del self._by_storage[key]  # somebody has given the parameter another storage
         return None
@@ -174,14 +177,15 @@ class ParameterStore:
 
     def _state_to_come(self) -> int:
         """Return the bytes of host memory that optimizers may yet acquire for state that they have not made."""
-        waiting = (
-            offloaded
-            for offloaded in self
-            if not offloaded.updated_on_device
-            and (offloaded.optimizer_state is None or offloaded.optimizer_state() is None)
-        )
-        trained = ((offloaded, offloaded._parameter()) for offloaded in waiting)
-        return sum(offloaded.host_state_bytes for offloaded, p in trained if p is not None and p.requires_grad)
+        nbytes = 0
+        for key, offloaded in self._by_storage.copy().items():  # for each gradient: in most steps all have their state
+            state = offloaded.optimizer_state
+            if offloaded.updated_on_device or (state is not None and state() is not None):
+                continue
+            parameter = offloaded._parameter()
+            if parameter is not None and parameter.requires_grad and parameter.untyped_storage()._cdata == key:
+                nbytes += offloaded.host_state_bytes
+        return nbytes
 
     def _forget(self, key: int, offloaded: OffloadedParameter) -> None:
         if self._by_storage.get(key) is offloaded:
@@ -276,11 +280,13 @@ def find_all_offloaded(values: Sequence[object], device: torch.device) -> dict[i
     store = None if engine is None else _attached_to(engine)
     if not store:
         return {}
-    tensors = ((index, value) for index, value in enumerate(values) if isinstance(value, torch.Tensor))
-    found = ((index, store.find(tensor)) for index, tensor in tensors if tensor.device == device)
-    return {
-        index: offloaded for index, offloaded in found if offloaded is not None and offloaded.parameter is values[index]
-    }
+    found: dict[int, OffloadedParameter] = {}
+    for index, value in enumerate(values):  # in each call of a region
+        if isinstance(value, torch.Tensor) and value.device == device:
+            offloaded = store.find(value)
+            if offloaded is not None and offloaded.parameter is value:
+                found[index] = offloaded
+    return found
 
 
 def total_offloaded_bytes(device: torch.device) -> int:

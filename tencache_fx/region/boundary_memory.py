@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tencache_fx.hardware.device_memory import forget_peak, held_bytes, peak_held_bytes
+from tencache_fx.hardware.device_memory import allocator_counts, forget_peak
 from tencache_fx.kept_code import Phase
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Request, WrittenPlan, keep_boxed
 from tencache_fx.region.dynamic_shapes import Sizes
 from tencache_fx.region.registry import REGIONS, compilations
-from tencache_fx.tensors import storages_on
+from tencache_fx.tensors import last_made, storages_on
 
 log = logging.getLogger("tencache_fx")
 
@@ -72,10 +72,11 @@ class BoundaryMemory:
             if not forward:
                 self._begin_backward()
                 return run(*args)
-            before_bytes = held_bytes(self._device)
+            if (before := allocator_counts(self._device)) is None:
+                return run(*args)
             given = {storage._cdata for storage in storages_on(self._device, args)}
             results = run(*args)
-            self._end_forward(before_bytes, storages_on(self._device, (results,)), given)
+            self._end_forward(before.held_bytes, last_made(self._device, results, given))
             return results
 
         return keep_boxed(run, watched_run)
@@ -118,12 +119,12 @@ class BoundaryMemory:
         self.wanted_bytes, self._budget_bytes, self._waiting = self._asked_bytes, None, []
         return current
 
-    def _end_forward(self, before_bytes: int, results: list[torch.UntypedStorage], given: set[int]) -> None:
-        """Note that a forward has left `results`, of which those in `given` were there before."""
-        made = [storage for storage in results if storage._cdata not in given]
-        after_bytes, peak_bytes = held_bytes(self._device), peak_held_bytes(self._device)
-        if peak_bytes is None or self._budget_bytes is None:
+    def _end_forward(self, before_bytes: int, made: torch.UntypedStorage | None) -> None:
+        """Note that a forward has ended; of what it has left, `made` is the last that was not there before."""
+        counts = allocator_counts(self._device)
+        if counts is None or self._budget_bytes is None:
             return
+        after_bytes, peak_bytes = counts.held_bytes, counts.peak_bytes
         self._presses, compiled = 0, compilations()
         if peak_bytes > self._budget_bytes and self._clean_at != compiled:
             self._clean_at = compiled  # else what was before would hide what comes now
@@ -137,15 +138,16 @@ class BoundaryMemory:
                 peak_bytes=peak_bytes,
                 compilations=compiled,
                 asks=self._asks,
-                residual=StorageWeakRef(made[-1]) if made else None,
+                residual=None if made is None else StorageWeakRef(made),
             )
         )
 
     def _begin_backward(self) -> None:
         """Compare the peak since the forward of this backward, the last one that waits, has ended, with the budget."""
         waiting = list(self._waiting)  # another thread may run the region, too
-        if not waiting or (peak_bytes := peak_held_bytes(self._device)) is None:
+        if not waiting or (counts := allocator_counts(self._device)) is None:
             return
+        peak_bytes = counts.peak_bytes
         forward = next((each for each in reversed(waiting) if each.waits), waiting[-1])
         assert self._budget_bytes is not None
         risen = peak_bytes > max(forward.peak_bytes, self._budget_bytes)

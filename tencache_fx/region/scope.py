@@ -29,7 +29,7 @@ from tencache_fx.region.external_memory import ExternalMemory
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
 from tencache_fx.region.step_monitor import StepMonitor
-from tencache_fx.tensors import storages_on, tensors_in
+from tencache_fx.tensors import last_made, storages_on, tensors_in
 
 log = logging.getLogger("tencache_fx")
 
@@ -165,14 +165,14 @@ class Scope:
             if external is not None:
                 begins_turn = phase == "forward" and not any(each.waits for each in self._forwards)
                 inputs = self._show(external, tensors_in(args), forward, begins_turn=begins_turn)
+            given = {storage._cdata for storage in storages_on(self._source.device, args)} if phase == "forward" else ()
             results = run(*args)
             if external is not None:
                 external.end_alone(tensors_in(results))
             if phase == "backward":
                 return results
-            given = {storage._cdata for storage in storages_on(self._source.device, args)}
-            made = [each for each in storages_on(self._source.device, (results,)) if each._cdata not in given]
-            residual = StorageWeakRef(made[-1]) if made else None
+            made = last_made(self._source.device, results, given)
+            residual = None if made is None else StorageWeakRef(made)
             if len(self._forwards) >= _FORWARDS:  # no backward comes
                 self._forwards = [each for each in self._forwards if each.waits]
             self._forwards.append(_Forward(threading.get_ident(), residual, inputs))

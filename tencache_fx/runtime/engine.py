@@ -188,9 +188,12 @@ class Engine:
         with self._lock:
             transfer = self._table.find(handle, "release")
         with named_range("release", transfer.label):
-            watch = None if transfer.copied_out.query() else self.streams.watch()
-            self.streams.wait_compute(transfer.copied_out)  # raises what the copy raised
-            if watch is not None:
+            watch = None
+            if transfer.copied_out.query():
+                self.streams.check(transfer.copied_out)
+            else:
+                watch = self.streams.watch()
+                self.streams.wait_compute(transfer.copied_out)
                 watch.stop()
             with self._lock:
                 transfer.src = None
@@ -254,7 +257,7 @@ class Engine:
                 assert copied_in is not None
                 transfer.stage, transfer.dst, transfer.copied_in = Stage.ENDED, None, None
             if ready:
-                self.streams.wait_compute(copied_in)  # raises what the copy raised
+                self.streams.check(copied_in)
                 self.stats.add_ready(transfer.layout.nbytes)
                 return dst
             # Begun as late as it can be: on an idle device the host's own time between the two marks counts as stall.
@@ -316,13 +319,14 @@ class Engine:
 
     def check_open(self) -> None:
         """Raise `TencacheError` for a closed engine, `UsageError` for one that a forked process has inherited."""
+        if not self._closed and os.getpid() == self._pid:
+            return
         if self._closed:
             raise TencacheError(f"the engine of {self.device} is closed; compile the model again to open a new one.")
-        if self.inherited:
-            raise UsageError(
-                f"process {os.getpid()} was forked from process {self._pid}, which compiled this region, and has "
-                "none of its copy threads and pinned memory; start the process by spawn and compile in it what it runs."
-            )
+        raise UsageError(
+            f"process {os.getpid()} was forked from process {self._pid}, which compiled this region, and has "
+            "none of its copy threads and pinned memory; start the process by spawn and compile in it what it runs."
+        )
 
     def _gauges(self) -> dict[str, int]:
         if not self._closed and not self.inherited:

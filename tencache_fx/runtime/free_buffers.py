@@ -3,7 +3,7 @@
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from tencache_fx.runtime.buffers import Buffer, Use
 
@@ -63,6 +63,18 @@ class FreeBuffers:
             if free:  # an idle one of the next class may be wanted for what that was reserved for
                 return free.pop(0)
         return None
+
+    def find_largest(self, use: Use, least: int, may_take: Callable[[int], bool]) -> Buffer | None:
+        """Return a buffer of the largest class whose size `may_take` allows; of a smaller one if that is idle."""
+        found = None
+        for size in reversed(self.sizes(use, least)):
+            free = self._free[use, size]
+            if free and may_take(size):
+                idle = next((buffer for buffer in free if buffer.idle), None)
+                if idle is not None:
+                    return idle
+                found = found or free[0]
+        return found
 
     def take_all(self, uses: Collection[Use]) -> list[Buffer]:
         """Take off and return all buffers for these uses."""

@@ -317,18 +317,17 @@ class Pool:
         """Return a part of a transfer buffer: of an open one, else of an idle one, else of one that will be idle."""
         if part := self._suballocator.place(size):
             return part
-        free = [self._free.of(Use.SWAP, each) for each in reversed(self._free.sizes(Use.SWAP, size))]
-        blocks = itertools.chain((b for each in free for b in each if b.idle), (each[0] for each in free if each))
-        if (block := next(filter(self._may_open, blocks), None)) is None:
+        if (block := self._free.find_largest(Use.SWAP, size, self._may_open)) is None:
             return None
         self._free.remove(block)
-        self._suballocator.open(block)
-        return self._suballocator.place(size)
+        return self._suballocator.open(block, size)
 
-    def _may_open(self, block: Buffer) -> bool:
-        """Return whether everything that was reserved could still be mapped if the block were never released."""
-        owed_bytes = self._owed_bytes(self._suballocator.opened + Counter([(block.use, block.nbytes)]))
-        return self.allocated_bytes + owed_bytes + self._to_come() <= self._budget_bytes
+    def _may_open(self, size: int) -> bool:
+        """Return whether all that was reserved could still be mapped if a transfer buffer were never released."""
+        opened = self._suballocator.opened.copy()
+        opened[Use.SWAP, size] += 1
+        left_bytes = self._budget_bytes - self.allocated_bytes - self._owed_bytes(opened)
+        return left_bytes >= 0 and left_bytes >= self._to_come()
 
     def _owed_bytes(self, opened: Classes) -> int:
         return self._reserved.owed_bytes(self._counts, opened)
@@ -350,10 +349,7 @@ class Pool:
     def _moving(self) -> Iterator[Buffer]:
         """Yield the buffers that will come free without the caller's doing."""
         for buffer in self._buffers:
-            if buffer.holders:
-                if buffer.use is Use.STAGING and not buffer.stuck:
-                    yield buffer
-            elif not buffer.idle:
+            if (buffer.use is Use.STAGING and not buffer.stuck) if buffer.holders else not buffer.idle:
                 yield buffer
 
     def _make_way(self, needed_bytes: Callable[[], int], keep: Classes, budget_bytes: int) -> bool:

@@ -22,7 +22,9 @@ class ReservedBuffers:
         Where more buffers of a class than reserved were acquired at once, that number counts.
         """
         owed_bytes = 0
-        for key in self.planned | opened:
+        for key in self.planned.keys() | opened.keys():  # in any order: it is a sum
+            if not self.planned[key] and not opened[key]:
+                continue
             due = max(self.planned[key], min(self.most[key], counts[key]))
             owed_bytes += key[1] * max(0, due + opened[key] - counts[key])
         return owed_bytes

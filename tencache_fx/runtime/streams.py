@@ -95,6 +95,9 @@ class Streams(ABC):
     def wait_compute(self, event: Event) -> None:
         """Make the caller's compute stream wait for `event`; raises what the copy raised, where copies can."""
 
+    def check(self, event: Event) -> None:  # noqa: B027 - an optional hook
+        """Raise what the copy of an event that has happened has raised, where copies can: nobody has to wait for it."""
+
     @abstractmethod
     def wait_host(self, events: Iterable[Event]) -> None:
         """Block the host until `events` happened, well or not: enough for memory that is about to be overwritten."""
@@ -213,6 +216,10 @@ class CpuStreams(Streams):
 
     def wait_compute(self, event: Event) -> None:
         """Block the calling thread."""
+        event.synchronize()
+
+    def check(self, event: Event) -> None:
+        """Raise what the job has raised."""
         event.synchronize()
 
     def wait_host(self, events: Iterable[Event]) -> None:

@@ -15,7 +15,7 @@ import itertools
 import weakref
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import numpy as np
@@ -94,7 +94,7 @@ class ActiveTransfer:
     dst: Tensor | None = None
     copied_in: Event | None = None
     payload: object | None = None  # owns the value in host memory instead of this: a gradient's buffer
-    owners: "dict[str, _Owner]" = field(default_factory=dict)  # "handle", "ticket"
+    owners: int = 0  # how many of handle and ticket live
 
     def refusal(self) -> str:
         """Return the message for a second request for the value."""
@@ -113,13 +113,13 @@ class _Owner(weakref.ref["np.ndarray[tuple[int], np.dtype[np.int64]]"]):
     __slots__ = ("address", "dead", "key", "kind")
 
     address: int
-    dead: "deque[tuple[int, str]]"
+    dead: "deque[_Owner]"
     key: int
     kind: str
 
 
 def _note_end(owner: _Owner) -> None:
-    owner.dead.append((owner.key, owner.kind))
+    owner.dead.append(owner)
 
 
 class TransferTable:
@@ -128,7 +128,8 @@ class TransferTable:
     def __init__(self) -> None:
         self._keys = itertools.count(1)
         self._transfers: dict[int, ActiveTransfer] = {}
-        self._dead: deque[tuple[int, str]] = deque()
+        self._owners: dict[int, _Owner] = {}  # by address, up to the next one there, or to `pop_dead`
+        self._dead: deque[_Owner] = deque()
         self._past: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
 
     def __len__(self) -> int:
@@ -158,10 +159,11 @@ class TransferTable:
 
         Raises `UsageError` for a copy of one: nothing says when it dies, and its number may have been rounded.
         """
-        key, address = int(tensor.item()), tensor.data_ptr()
+        owner = self._owners.get(tensor.data_ptr())
+        if owner is not None and owner() is not None:  # nothing else can be at its address: no need to read the key
+            return self._transfers[owner.key]
+        key = int(tensor.item())
         transfer = self._transfers.get(key)
-        if transfer is not None and any(owner.address == address for owner in transfer.owners.values()):
-            return transfer
         label = dict(self._past).get(key, "a tensor") if transfer is None else transfer.label
         raise UsageError(
             f"cannot {deed} {label}: the handle that autograd saved for it was copied; run the compiled region outside "
@@ -172,29 +174,33 @@ class TransferTable:
         """Return a transfer and which of its owners ("handle", "ticket") died, or None when no more did."""
         if not self._dead:
             return None
-        key, owner = self._dead.popleft()
-        transfer = self._transfers[key]
-        transfer.owners.pop(owner, None)
+        owner = self._dead.popleft()
+        if self._owners.get(owner.address) is owner:
+            del self._owners[owner.address]
+        transfer = self._transfers[owner.key]
+        transfer.owners -= 1
         if not transfer.owners:
-            del self._transfers[key]
-            self._past.append((key, transfer.label))
-        return transfer, owner
+            del self._transfers[owner.key]
+            self._past.append((owner.key, transfer.label))
+        return transfer, owner.kind
 
     def clear(self) -> tuple[ActiveTransfer, ...]:
         """Forget every transfer and return them; deaths are ignored from now on."""
         table = tuple(self._transfers.values())
         self._transfers.clear()
+        self._owners.clear()
         self._dead = deque()
         return table
 
-    def _issue(self, transfer: ActiveTransfer, owner: str) -> Tensor:
+    def _issue(self, transfer: ActiveTransfer, kind: str) -> Tensor:
         array = np.array([transfer.key], dtype=np.int64)
-        tensor = torch.from_numpy(array)
-        noted = transfer.owners[owner] = _Owner(array, _note_end)
-        noted.address, noted.dead, noted.key, noted.kind = tensor.data_ptr(), self._dead, transfer.key, owner
+        tensor, owner = torch.from_numpy(array), _Owner(array, _note_end)
+        owner.address, owner.dead, owner.key, owner.kind = tensor.data_ptr(), self._dead, transfer.key, kind
+        self._owners[owner.address] = owner
+        transfer.owners += 1
         return tensor
 
 
 def new_token() -> Tensor:
     """Return a fresh one-element tensor that stands for an order only."""
-    return torch.zeros(1, dtype=torch.int64, device="cpu")
+    return torch.from_numpy(np.zeros(1, dtype=np.int64))

@@ -179,6 +179,36 @@ def test_without_budget_to_spare_nothing_is_shared(budget_pages: int, to_come_pa
     pool.close()
 
 
+def test_what_state_is_to_come_is_asked_once_for_all_free_buffers_of_a_class() -> None:
+    """The answer takes a look at each parameter, and gradients come one after the other."""
+    pool = pool_of(PoolClass(nbytes=4 * PAGE_BYTES, count=6), budget_bytes=40 * PAGE_BYTES)
+    asked = []
+
+    def to_come() -> int:
+        asked.append(pool.acquired_bytes)
+        return 30 * PAGE_BYTES
+
+    pool.keep_free(to_come)
+    gradients = [pool.acquire(2 * PAGE_BYTES, Use.GRADIENT) for _ in range(3)]
+    assert not any(gradient.block for gradient in gradients)
+    assert len(asked) <= len(gradients)
+    pool.close()
+
+
+def test_a_gap_between_gradients_is_found_again() -> None:
+    pool = pool_of(PoolClass(nbytes=8 * PAGE_BYTES, count=1), budget_bytes=60 * PAGE_BYTES)
+    parts = [pool.acquire(2 * PAGE_BYTES, Use.GRADIENT) for _ in range(4)]
+    assert len({part.block for part in parts}) == 1
+    assert pool.acquire(PAGE_BYTES, Use.GRADIENT).block is None, "it is full"
+    pool.release(parts[1])
+    pool.release(parts[2])
+    assert pool.acquire(8 * PAGE_BYTES, Use.GRADIENT).block is None, "no gap is so large"
+    again = pool.acquire(4 * PAGE_BYTES, Use.GRADIENT)
+    assert again.block is parts[0].block
+    assert span(again) == (span(parts[1])[0], span(parts[2])[1])
+    pool.close()
+
+
 def test_promises_are_held_but_not_taken() -> None:
     pool = shared(budget_pages=20)
     assert pool.held_for(Use.GRADIENT) == 6 * PAGE_BYTES

@@ -101,9 +101,11 @@ def metered_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtur
         return instrument(self, phase, run if phase == "backward" else run_metered, written)
 
     monkeypatch.setattr(boundary_memory.BoundaryMemory, "instrument", metered)
-    for module in (budget_check, environment, boundary_memory):
+    for module in (budget_check, environment):
         monkeypatch.setattr(module, "held_bytes", lambda device: found.held)
-    monkeypatch.setattr(boundary_memory, "peak_held_bytes", lambda device: found.peak)
+    monkeypatch.setattr(
+        boundary_memory, "allocator_counts", lambda device: AllocatorCounts(found.held, found.peak, found.ever)
+    )
     monkeypatch.setattr(boundary_memory, "forget_peak", forget)
     caplog.set_level(logging.INFO, "tencache_fx")
     torch.compiler.reset()
