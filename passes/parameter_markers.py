@@ -197,7 +197,8 @@ def _write_stores(
         base = base_of(gradient)
         parts = (user for user in base.users if user.target is operator.getitem)  # of an op with several results
         loads = (node for node in order if node.target is LOAD_PARAM and node.meta["tencache_parameter"] == name)
-        readers = (reader for reader in readers_of(base) if reader.op != "output")
+        # A store of another result of the same op reads the op as well: it is no reader of this gradient.
+        readers = (reader for reader in readers_of(base) if reader in order and reader.op != "output")
         last = max((base, gradient, *parts, *readers, *loads), key=lambda node: order[node])
         with backward.inserting_after(last):
             store = backward.call_function(STORE_GRAD, (gradient,), name=f"store_grad_{inputs[index].name}")

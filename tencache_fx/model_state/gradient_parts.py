@@ -7,6 +7,7 @@ that stays on the device a hook on the parameter does, before autograd adds it t
 import torch
 from torch import Tensor
 
+from tencache_fx import compat
 from tencache_fx.model_state.grad_accumulation import GradientAccumulator
 from tencache_fx.model_state.host_gradient import HostGradient, HostGradientBuffer
 
@@ -30,3 +31,6 @@ class PartHook:
         if value.stride() != self._stride:
             value = torch.empty_strided(value.size(), self._stride, dtype=value.dtype, device=value.device).copy_(value)
         return HostGradient(HostGradientBuffer.on_device(self._additions, value, self._shard))
+
+
+compat.run_as_is(PartHook.__call__)

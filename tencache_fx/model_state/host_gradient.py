@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from tencache_fx import compat
 from tencache_fx.errors import InvariantError, UsageError
 from tencache_fx.model_state.grad_accumulation import GradientAccumulator
 from tencache_fx.model_state.shard import UNKNOWN, whole_norms
@@ -238,6 +239,10 @@ class HostGradient(Tensor):
         if own is not None and (result := own(*args, **(kwargs or {}))) is not NotImplemented:
             return result
         return _on_device(func, args, kwargs or {})
+
+
+compat.run_as_is(HostGradient.__new__)
+compat.run_as_is(HostGradient.__torch_dispatch__)
 
 
 def _on_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -321,6 +321,7 @@ class _LoadForBackward:
     def __init__(self, parameters: list[Tensor]) -> None:
         self._parameters = parameters
 
+    @compat.run_as_is
     def __call__(self, *_: object) -> None:
         with _DisableFuncTorch():
             for parameter in self._parameters:

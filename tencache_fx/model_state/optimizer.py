@@ -136,6 +136,7 @@ class OffloadedOptimizer(OptimizerState):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @RankStage("an optimizer's step")
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from tencache_fx import compat
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 
 _BACKWARD = "CompiledFunctionBackward"
@@ -51,10 +52,12 @@ class PendingBackwards:
             for offloaded in all_offloaded.values():
                 offloaded.gradient.sources.discard(backward)
 
+        @compat.run_as_is
         def start(_: object) -> None:
             backward.started = True
             self._running.backward = backward
 
+        @compat.run_as_is
         def stop(*_: object) -> None:
             self._running.backward = None
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from tencache_fx import compat
 from tencache_fx.errors import UsageError
 from tencache_fx.model_state.gradient_parts import PartHook
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
@@ -37,6 +38,7 @@ class StepHook:
         """Never call it again."""
         self._handle.remove()
 
+    @compat.run_as_is
     def __call__(self, parameter: Tensor) -> None:
         """Call the optimizer; warn, once for all that are gone, if there is none any more."""
         method = self._method()

@@ -94,6 +94,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @RankStage("an optimizer's step")
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
