@@ -17,12 +17,12 @@ from tencache_fx.region.backward_counter import BackwardCounter
 from tencache_fx.runtime.engine import Engine
 
 WIDTH, DEPTH, ROWS, PARTS = 128, 6, 32, 4
-BUDGET = 4_500_000  # for all weights, or for the state of some
+BUDGET = 5_500_000  # for all weights, or for the state of some
 
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    pretend_slow_links(bytes_per_s=2 * 10**9, host_bytes_per_s=2 * 10**8)
+    pretend_slow_links(bytes_per_s=10**8, host_bytes_per_s=10**9)
     with faulty_engine(host_budget_bytes=1 << 28) as found:
         yield found
 
