@@ -356,8 +356,8 @@ def _scale(gradient: Any, factor: Any) -> Any:
 
 def _number(factor: Any, device: torch.device) -> Tensor:
     """Return a factor as an fp32 tensor without dimensions, and that nobody else has."""
-    number = factor.detach().clone() if isinstance(factor, Tensor) else torch.tensor(float(factor), device=device)
-    return number.float().reshape(())
+    number = factor if isinstance(factor, Tensor) else torch.full((), factor, dtype=torch.float32, device=device)
+    return number.detach().to(torch.float32, copy=True).reshape(())
 
 
 def _scales(gradients: Sequence[Any], factor: Any) -> Any:

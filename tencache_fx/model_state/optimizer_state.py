@@ -257,7 +257,8 @@ class OptimizerState(torch.optim.Optimizer):
         if split:
             held.weight = _weight_of(values[MASTER], parameter, offloaded)
         held.made = frozenset(name for name in arrays if name in saved and name != MASTER)
-        self._places.add(parameter, arrays, rule.arrays())
+        in_host_memory = rule.arrays(split=is_split(parameter, offloaded, Tier.HOST))
+        self._places.add(parameter, in_host_memory, rule.arrays())
         if MASTER not in saved:  # it is the weight's as it is now
             self._versions.pop(parameter, None)
             self._written.pop(parameter, None)

@@ -107,6 +107,13 @@ def test_the_norm_does_not_depend_on_the_default_dtype(engine: Engine) -> None:
     torch.testing.assert_close(gradient.buffer.norm(), (first + second).norm(), rtol=1e-3, atol=0)
 
 
+@pytest.mark.usefixtures("other_default")
+def test_a_gradient_is_scaled_by_all_digits_of_a_number(engine: Engine) -> None:
+    gradient = send_to_host(engine, numbers(0, torch.float32))
+    gradient.mul_(0.3)
+    torch.testing.assert_close(gradient.clone(), numbers(0, torch.float32) * 0.3)
+
+
 def test_the_kernel_is_one_of_the_cpu_whatever_the_default_device() -> None:
     kernel_of.cache_clear()
     with torch.device("meta"):

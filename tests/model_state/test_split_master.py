@@ -443,6 +443,19 @@ def test_plans_count_state_as_it_is_in_host_memory_and_on_the_device() -> None:
         assert 0 <= nbytes - storage.host_state_bytes < 4 * 64  # each part begins at a cache line
 
 
+def test_a_parameter_says_what_its_state_takes_in_host_memory_while_that_is_on_the_device() -> None:
+    """A plan by which it leaves the device counts that."""
+    _, weight = pair(1 << 20)
+    optimizer, found = AdamW([weight]), find_offloaded(weight)
+    assert found is not None
+    expected = found.host_state_bytes, found.state_bytes
+    found.stay(updated_here=True)
+    give(weight, 0)
+    optimizer.step()
+    assert optimizer._states[weight].place is Tier.DEVICE
+    assert (found.host_state_bytes, found.state_bytes) == expected == ((10 << 20) + (1 << 17), 12 << 20)
+
+
 @pytest.mark.parametrize("offloaded", [True, False])
 def test_masters_are_those_of_torch_on_fp32(offloaded: bool) -> None:  # noqa: FBT001
     torch.manual_seed(0)
