@@ -1,5 +1,7 @@
 """Where the value of an offloaded parameter is: which of its two copies holds it, and how that changes."""
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol, TypeVar
@@ -56,6 +58,24 @@ class Work(Protocol):
 
 
 WorkT = TypeVar("WorkT", bound=Work)
+
+
+class LateWork(Future[None]):
+    """Work that is handed in later, or as soon as somebody waits for it: by `hand_in`, which may be called again."""
+
+    def __init__(self, hand_in: Callable[[], None]) -> None:
+        super().__init__()
+        self._hand_in = hand_in
+
+    def result(self, timeout: float | None = None) -> None:
+        """Block until it has ended; raise what it has raised."""
+        self._hand_in()
+        super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Block until it has ended; return how it failed."""
+        self._hand_in()
+        return super().exception(timeout)
 
 
 @dataclass(slots=True, eq=False)

@@ -36,6 +36,7 @@ class HostGradientBuffer:
     """
 
     def __init__(self, additions: GradientAccumulator, layout: Layout, shard: str) -> None:
+        self._buffers: list[Buffer] = []  # one, once there is one; of two threads that asked at once each has its own
         self.layout, self.shard = layout, shard
         self.factor: Tensor | None = None
         self._norm: Tensor | None = None  # fp32 on the device, with the factor; None if it is not known
@@ -43,7 +44,6 @@ class HostGradientBuffer:
         self._readers: list[Future[Any]] = []  # somebody reads `_host` until these are done
         self._on_device: Tensor | None = None
         self._landed: Event | None = None
-        self._buffers: list[Buffer] = []  # one, once there is one; of two threads that asked at once each has its own
         self._host: Tensor | None = None  # made when it is read: the thread that runs the backward has no time for it
         self._additions = additions
 

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Protocol, TypeVar
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tencache_fx.errors import TencacheError
+from tencache_fx.model_state.copy_state import LateWork
 from tencache_fx.model_state.stored_form import BLOCK, Part
 from tencache_fx.runtime.streams import Event, Lane, Streams
 from tencache_fx.units import round_up
@@ -75,7 +76,7 @@ class _Task:
     urgency: tuple[int, int]
     update: Update
     can_begin: Callable[[], bool]
-    future: "Future[None]" = field(default_factory=Future)
+    future: "Future[None]"
 
     def __lt__(self, other: "_Task") -> bool:
         return self.urgency < other.urgency
@@ -201,10 +202,13 @@ class _Queue:
         self._ready: list[_Task] = []
         self._cond = threading.Condition()
 
-    def put(self, tasks: Sequence[_Task]) -> None:
+    def put(self, tasks: deque[_Task]) -> int:
+        """Take over the tasks that are there now, at once: a signal's handler may wait for one; return how many."""
         with self._cond:
-            self._waiting.extend(tasks)
+            count = len(tasks)
+            self._waiting.extend(map(deque.popleft, itertools.repeat(tasks, count)))
             self._cond.notify_all()
+            return count
 
     def has_ready(self) -> bool:
         with self._cond:
@@ -309,22 +313,24 @@ class Updates:
     def together(self) -> "Iterator[Submit]":
         """Return what submits updates, all of them at the end of the context, however it ends.
 
-        The threads that do them take turns with the caller's from then on, and are told once.
+        The threads that do them take turns with the caller's from then on, and are told once. Whoever waits for one of
+        them before has those done that were submitted so far: a signal's handler, say, in the caller's thread.
         """
-        shared: list[_Task] = []
-        disk: list[_Task] = []
+        shared: deque[_Task] = deque()
+        disk: deque[_Task] = deque()
+        hand_in = partial(self._put, shared, disk)
 
         def submit(
             update: Update, urgency: int, can_begin: Callable[[], bool], *, on_disk: bool = False
         ) -> "Future[None]":
-            task = _Task((urgency, next(self._count)), update, can_begin)
+            task = _Task((urgency, next(self._count)), update, can_begin, LateWork(hand_in))
             (disk if on_disk else shared).append(task)
             return task.future
 
         try:
             yield submit
         finally:
-            self._put(shared, disk)
+            hand_in()
 
     def submit(
         self, update: Update, urgency: int, can_begin: Callable[[], bool], *, on_disk: bool = False
@@ -336,15 +342,13 @@ class Updates:
         with self.together() as submit:
             return submit(update, urgency, can_begin, on_disk=on_disk)
 
-    def _put(self, shared: Sequence[_Task], disk: Sequence[_Task]) -> None:
-        if disk:
-            self._disk.put(disk)
-            self._on_disk.note(len(disk))
-        if shared:
-            self._shared.put(shared)
-            self._on_host.submit(_repeat, self._one_on_host, len(shared))
+    def _put(self, shared: deque[_Task], disk: deque[_Task]) -> None:
+        if count := self._disk.put(disk):
+            self._on_disk.note(count)
+        if count := self._shared.put(shared):
+            self._on_host.submit(_repeat, self._one_on_host, count)
             if self._on_device is not None:
-                self._on_device.note(len(shared))
+                self._on_device.note(count)
 
     def wait(self) -> None:
         """Block until all updates submitted so far are done, and no thread holds what they are of."""

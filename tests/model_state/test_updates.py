@@ -110,6 +110,18 @@ def test_what_is_submitted_together_is_done_even_if_an_error_ends_it(
     assert sorted(line.split()[0] for line in done) == ["0", "1", "2"]
 
 
+def test_whoever_waits_before_all_are_submitted_has_the_others_done(streams: FaultyCpuStreams) -> None:
+    """A signal's handler that saves a checkpoint runs in the thread that submits."""
+    updates, done = Updates(streams), []
+    with updates.together() as submit:
+        first, second = (submit(Noted(name, done), 0, lambda: True) for name in ("0", "1"))
+        assert second.exception(30) is None
+        last = submit(Noted("2", done), 0, lambda: True)
+    assert last.result(30) is first.exception(30) is None
+    updates.stop()
+    assert done == ["0 on host", "1 on host", "2 on host"]
+
+
 def test_both_threads_take_from_one_queue_and_one_failure_stops_nothing(streams: FaultyCpuStreams) -> None:
     updates, done = Updates(streams), []
     updates.open_room(8 << 20)
