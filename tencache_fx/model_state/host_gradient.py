@@ -241,18 +241,13 @@ class HostGradient(Tensor):
         return _on_device(func, args, kwargs or {})
 
 
-compat.run_as_is(HostGradient.__new__)
-compat.run_as_is(HostGradient.__torch_dispatch__)
-
-
 def _on_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out `func` on the device: on copies, if it neither writes to them nor returns a view of one.
 
     The schemas of collectives (namespace c10d) do not say what they write to.
     """
     schema = func._schema
-    stays = schema.is_mutable or any(returned.alias_info is not None for returned in schema.returns)
-    stays = stays or func.namespace == "c10d"
+    stays = schema.is_mutable or func.namespace == "c10d" or any(each.alias_info is not None for each in schema.returns)
     copies: dict[int, HostGradientBuffer] = {}
 
     def copy(value: Any) -> Any:
@@ -273,9 +268,8 @@ def _alias(gradient: Any, *_: Any) -> Any:
 
 def _add(gradient: Any, other: Any, *, alpha: float = 1) -> Any:
     """Accumulate in host memory, as autograd does for the second backward without `zero_grad`."""
-    if not isinstance(gradient, HostGradient) or not isinstance(other, Tensor) or other.shape != gradient.shape:
-        return NotImplemented
-    if gradient.buffer.changes:
+    in_host_memory = isinstance(gradient, HostGradient) and not gradient.buffer.changes
+    if not in_host_memory or not isinstance(other, Tensor) or other.shape != gradient.shape:
         return NotImplemented
     if alpha != 1 or not isinstance(other, HostGradient) or not gradient.buffer.add(other.buffer):
         gradient.buffer.write().add_(_in_host_memory(other), alpha=alpha)
@@ -401,3 +395,6 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _aten._foreach_mul_.Scalar: _scales,
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
+
+compat.run_as_is(HostGradient.__new__)
+compat.run_as_is(HostGradient.__torch_dispatch__)

@@ -303,13 +303,13 @@ class OffloadedOptimizer(OptimizerState):
         try:
             update_on_device(updates, issued)
         finally:
-            count_steps((each.state, each.entry, each.step) for each in issued)
             for each in issued:
                 if (offloaded := each.offloaded) is not None:
                     self._take_weight(each.parameter, offloaded)
                     offloaded.mark_device_newer()
                     offloaded.count_update(self)
                     offloaded.gradient.end_started()
+            count_steps((each.state, each.entry, each.step) for each in issued)
             increment_version([each.parameter for each in issued if each.offloaded is None])
             for device, count in Counter(each.parameter.device for each in issued).items():
                 engine_of(device).stats.add(updates=count, device_updates=count)

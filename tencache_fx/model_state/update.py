@@ -22,7 +22,7 @@ from tencache_fx.model_state.parameter_store import find_offloaded, parameters_o
 from tencache_fx.model_state.step_hooks import step_hooks
 from tencache_fx.model_state.step_kernel import Step
 from tencache_fx.model_state.stored_form import parts_of
-from tencache_fx.model_state.update_queue import Begun, Room
+from tencache_fx.model_state.update_room import Begun, Room
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.streams import Event
 

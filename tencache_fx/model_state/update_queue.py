@@ -13,32 +13,22 @@ import contextlib
 import heapq
 import itertools
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Protocol, TypeVar
-
-import torch
-from torch import Tensor
 
 from tencache_fx.errors import TencacheError
 from tencache_fx.model_state.copy_state import LateWork
-from tencache_fx.model_state.stored_form import BLOCK, Part
-from tencache_fx.runtime.streams import Event, Lane, Streams
-from tencache_fx.units import round_up
+from tencache_fx.model_state.update_room import Begun, Room
+from tencache_fx.runtime.streams import Streams
 
 _T = TypeVar("_T")
-_NO_PARTS: Mapping[Tensor, Part] = MappingProxyType({})
 
 _POLL_S = 0.0005  # CUDA events do not notify
-_DEPTH = 3  # pieces under way on the device: one coming in, one worked on, one going out
-_LEAST_COUNT = 1 << 16  # elements of a piece below which copies take longer to begin than to run
-_ALIGN = 128  # elements
-_ALIGN_BYTES = 128
-_MOST_LAYOUTS = 64  # of pieces, of which views are kept
 
 
 class Submit(Protocol):
@@ -56,19 +46,11 @@ class Update(Protocol):
     def on_host(self) -> None:
         """Carry it out."""
 
-    def on_device(self, room: "Room") -> "Begun":
+    def on_device(self, room: Room) -> Begun:
         """Issue it."""
 
-    def on_disk(self) -> "Begun":
+    def on_disk(self) -> Begun:
         """Begin it with state that is on disk."""
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """An update under way: `finish` blocks until it is done, and ends it."""
-
-    is_done: Callable[[], bool]
-    finish: Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -90,146 +72,58 @@ class _Task:
             raise
 
 
-class _Slot:
-    """Memory for one piece, and what there is to wait for before it is overwritten."""
-
-    def __init__(self, memory: Tensor, after: tuple[Event, ...]) -> None:
-        self.memory, self.after = memory, after
-        self._views: dict[tuple[tuple[int, torch.dtype], ...], list[Tensor]] = {}
-
-    def like(self, arrays: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors like the arrays, one behind the other in the memory.
-
-        Most pieces are of the same sizes, and to make views takes the host some time.
-        """
-        key = tuple((array.nbytes, array.dtype) for array in arrays)
-        if key not in self._views:
-            if len(self._views) >= _MOST_LAYOUTS:
-                self._views.clear()
-            starts = itertools.accumulate((round_up(nbytes, _ALIGN_BYTES) for nbytes, _ in key), initial=0)
-            self._views[key] = [
-                self.memory[start : start + nbytes].view(dtype)
-                for start, (nbytes, dtype) in zip(starts, key, strict=False)
-            ]
-        return self._views[key]
-
-
-class Room:
-    """Device memory that updates pass through, a few pieces at a time. For one thread.
-
-    `between` is called before each piece: what is done by then need not wait for the rest to be issued.
-    """
-
-    def __init__(self, streams: Streams, nbytes: int) -> None:
-        self.between: Callable[[], None] = lambda: None
-        self._streams = streams
-        memory = [torch.empty(nbytes // _DEPTH, dtype=torch.uint8, device=streams.device) for _ in range(_DEPTH)]
-        allocated = (streams.record_compute(),)  # kernels may still run that had it before
-        self._slots = deque(_Slot(each, allocated) for each in memory)
-        self._last_copied: tuple[Tensor, Tensor] | None = None  # what was copied in, and its copy
-
-    def copy_in(self, small: Tensor) -> Tensor:
-        """Return a copy on the device of a few numbers that nobody changes, for the `work` that is streamed next.
-
-        Most updates of a step have the same numbers as the one before.
-        """
-        if self._streams.device.type != "cuda":
-            return small
-        if self._last_copied is None or self._last_copied[0] is not small:
-            with self._streams.beside():
-                self._last_copied = small, small.pin_memory().to(self._streams.device, non_blocking=True)
-        return self._last_copied[1]
-
-    def stream(
-        self,
-        count: int,
-        sources: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        work: Callable[[Sequence[Tensor]], None],
-        after: Sequence[Event] = (),
-        parts: Mapping[Tensor, Part] = _NO_PARTS,
-    ) -> Event:
-        """Copy `sources`, 1-D of `count` elements, in piece by piece; let `work` change them; copy `targets` out.
-
-        Those that have an item for several elements are in `parts`.
-
-        `targets` are the last of the sources, or the same with others before them, for which `work` gets memory. They
-        are written behind `after`. Returns the event of the last copy. The host waits until a piece can begin: a copy
-        engine goes on with the queue it is at, and would let everybody else's copies wait for a long one.
-        """
-        streams, arrays = self._streams, [*sources, *(t for t in targets if all(t is not s for s in sources))]
-        kinds = [parts.get(array, Part("", array.dtype)) for array in arrays]
-        unit = BLOCK if any(kind.per > 1 for kind in kinds) else _ALIGN  # compiled code takes whole blocks
-        gaps_bytes = _ALIGN_BYTES * sum(kind.per > 1 for kind in kinds)  # behind parts that are not as long as a unit
-        slot_bytes = self._slots[0].memory.numel() - gaps_bytes
-        most = slot_bytes // sum(kind.nbytes(unit) for kind in kinds) * unit
-        places = [next(place for place, array in enumerate(arrays) if array is target) for target in targets]
-        last: Event = streams.record_compute()
-        with streams.beside(), self._joined_on_failure():
-            for start in range(0, count, most):
-                slot = self._slots[0]
-                self._slots.rotate(-1)
-                streams.wait_host(slot.after)
-                self.between()
-                some = slice(start, min(start + most, count))
-                whole = some.stop - start == count
-                cuts = arrays if whole else [kind.of(array, some) for array, kind in zip(arrays, kinds, strict=True)]
-                pieces = slot.like(cuts)
-                coming = list(zip(pieces, cuts[: len(sources)], strict=False))
-                streams.wait_compute(streams.copy_all(Lane.UPDATE_IN, coming, slot.after))
-                work(pieces)
-                done = (streams.record_compute(), *after)
-                going = [(cuts[place], pieces[place]) for place in places]
-                last = streams.copy_all(Lane.UPDATE_OUT, going, done)
-                slot.after = (last,)
-        return last
-
-    @contextlib.contextmanager
-    def _joined_on_failure(self) -> Iterator[None]:
-        """Wait for all copies if something fails: whoever handles that may free or write what they touch."""
-        try:
-            yield
-        except BaseException:
-            self._streams.wait_host([event for slot in self._slots for event in slot.after])
-            raise
-
-
 class _Queue:
     """Tasks that wait for their gradients, and then for their turn."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Task] = deque()
         self._ready: list[_Task] = []
-        self._cond = threading.Condition()
+        self._lock = threading.Lock()  # of the threads that do the tasks
 
-    def put(self, tasks: deque[_Task]) -> int:
-        """Take over the tasks that are there now, at once: a signal's handler may wait for one; return how many."""
-        with self._cond:
-            count = len(tasks)
-            self._waiting.extend(map(deque.popleft, itertools.repeat(tasks, count)))
-            self._cond.notify_all()
-            return count
+    def put(self, tasks: deque[_Task]) -> None:
+        """Take the tasks over, in one call and without a lock: a signal's handler in this thread may wait for them."""
+        with contextlib.suppress(IndexError):
+            self._waiting.extend(iter(tasks.popleft, None))
 
     def has_ready(self) -> bool:
-        with self._cond:
+        with self._lock:
             self._sort_in()
             return bool(self._ready)
 
     def take(self, *, wait: bool = True) -> _Task | None:
         """Return the task to do next; None when there is none left, or without `wait` when none can begin now."""
-        with self._cond:
-            while True:
+        while True:
+            with self._lock:
                 self._sort_in()
                 if self._ready:
                     return heapq.heappop(self._ready)
                 if not wait or not self._waiting:
                     return None
-                self._cond.wait(_POLL_S)
+            time.sleep(_POLL_S)
 
     def _sort_in(self) -> None:
         """Let those that can begin now wait by urgency. Lock held."""
         while self._waiting and _can_begin(self._waiting[0]):
             heapq.heappush(self._ready, self._waiting.popleft())
+
+
+class _Batch:
+    """Tasks that are submitted together: those that are in no queue yet, and how many there were."""
+
+    def __init__(self) -> None:
+        self.shared: deque[_Task] = deque()
+        self.disk: deque[_Task] = deque()
+        self.shared_count = self.disk_count = 0
+        self.is_submitted = False
+
+    def add(self, task: _Task, *, on_disk: bool) -> None:
+        """Add a task, which is counted before anybody can take it."""
+        if on_disk:
+            self.disk_count += 1
+            self.disk.append(task)
+        else:
+            self.shared_count += 1
+            self.shared.append(task)
 
 
 class _Ahead:
@@ -239,13 +133,11 @@ class _Ahead:
         self._queue, self._issue = queue, issue
         self._under_way: deque[tuple[_Task, Begun]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._noted = 0  # calls of `_do_one` to come
-        self._lock = threading.Lock()
+        self._to_come: deque[None] = deque()  # calls of `_do_one`: counted without a lock, as in `_Queue.put`
 
     def note(self, count: int) -> None:
         """Note that there are so many tasks more; others may do them first."""
-        with self._lock:
-            self._noted += count
+        self._to_come.extend(itertools.repeat(None, count))
         self._thread.submit(_repeat, self._do_one, count)
 
     def end_done(self) -> None:
@@ -263,8 +155,7 @@ class _Ahead:
         self._thread.shutdown(wait=True)
 
     def _do_one(self) -> None:
-        with self._lock:
-            self._noted -= 1
+        self._to_come.popleft()
         try:
             task = self._queue.take(wait=not self._under_way)
             if task is None:
@@ -273,7 +164,7 @@ class _Ahead:
             if task is not None:
                 self._under_way.append((task, task.run(partial(self._issue, task.update))))
         finally:  # nobody else would, if no call is to follow
-            self._finish(1 if self._noted and self._queue.has_ready() else 0)
+            self._finish(1 if self._to_come and self._queue.has_ready() else 0)
 
     def _finish(self, rest: int) -> None:
         """Wait for what is under way, but for the last `rest` tasks; for all of these, even if one has failed."""
@@ -304,7 +195,7 @@ class Updates:
 
         Does nothing the second time, or where that is too little to be worth it.
         """
-        if self._on_device is None and nbytes // _DEPTH >= 20 * _LEAST_COUNT:
+        if self._on_device is None and Room.is_worth(nbytes):
             room = Room(self._streams, nbytes)
             self._on_device = _Ahead(self._shared, lambda update: update.on_device(room), "tencache-update-device")
             room.between = self._on_device.end_done
@@ -316,21 +207,21 @@ class Updates:
         The threads that do them take turns with the caller's from then on, and are told once. Whoever waits for one of
         them before has those done that were submitted so far: a signal's handler, say, in the caller's thread.
         """
-        shared: deque[_Task] = deque()
-        disk: deque[_Task] = deque()
-        hand_in = partial(self._put, shared, disk)
+        batch = _Batch()
+        hand_in = partial(self._hand_in, batch)
 
         def submit(
             update: Update, urgency: int, can_begin: Callable[[], bool], *, on_disk: bool = False
         ) -> "Future[None]":
             task = _Task((urgency, next(self._count)), update, can_begin, LateWork(hand_in))
-            (disk if on_disk else shared).append(task)
+            batch.add(task, on_disk=on_disk)
             return task.future
 
         try:
             yield submit
         finally:
             hand_in()
+            batch.is_submitted = True
 
     def submit(
         self, update: Update, urgency: int, can_begin: Callable[[], bool], *, on_disk: bool = False
@@ -342,13 +233,21 @@ class Updates:
         with self.together() as submit:
             return submit(update, urgency, can_begin, on_disk=on_disk)
 
-    def _put(self, shared: deque[_Task], disk: deque[_Task]) -> None:
-        if count := self._disk.put(disk):
-            self._on_disk.note(count)
-        if count := self._shared.put(shared):
-            self._on_host.submit(_repeat, self._one_on_host, count)
+    def _hand_in(self, batch: _Batch) -> None:
+        """Put a batch's tasks into the queues, and tell the threads.
+
+        A signal's handler may do so in the midst of it: threads that are told too often find nothing to do.
+        """
+        if batch.is_submitted:
+            return
+        if batch.disk_count:
+            self._disk.put(batch.disk)
+            self._on_disk.note(batch.disk_count)
+        if batch.shared_count:
+            self._shared.put(batch.shared)
+            self._on_host.submit(_repeat, self._one_on_host, batch.shared_count)
             if self._on_device is not None:
-                self._on_device.note(count)
+                self._on_device.note(batch.shared_count)
 
     def wait(self) -> None:
         """Block until all updates submitted so far are done, and no thread holds what they are of."""

@@ -25,7 +25,7 @@ from tencache_fx.model_state.eight_bit_form import SIGNED_8BIT, UNSIGNED_8BIT, d
 from tencache_fx.model_state.kernel_source import write_function
 from tencache_fx.model_state.step_kernel import find_rule
 from tencache_fx.model_state.stored_form import BLOCK, StoredForm, parts_of, store_values
-from tencache_fx.model_state.update_queue import Room
+from tencache_fx.model_state.update_room import Room
 from tencache_fx.optim import AdamW, OffloadedOptimizer
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.engine import Engine

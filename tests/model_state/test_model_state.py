@@ -171,45 +171,6 @@ def test_inference_streams_parameters() -> None:
     assert not any(transfer.kind is TransferKind.STORE for transfer in record.plan.transfers)
 
 
-class Residual(nn.Module):
-    """A residual block, wide inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 8192, bias=False), nn.Linear(8192, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x` and what the layers make of it."""
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Embedded(nn.Module):
-    """Blocks behind an embedding of 4 MiB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.blocks = nn.Embedding(16384, 64), nn.Sequential(Residual(), Residual())
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return what the blocks make of the rows of `tokens`."""
-        return self.blocks(self.table(tokens))
-
-
-def test_an_embedding_leaves_as_soon_as_its_rows_are_read() -> None:
-    """Inductor would read them again where a residual is added, with all of the embedding there until then."""
-    model, tokens = Embedded().eval(), torch.randint(16384, (4, 16))
-    with torch.no_grad():
-        expected = model(tokens)
-        tencache_fx.offload(model)
-        model.compile(backend="tencache", options={"device_budget": "6.5MiB", "host_budget": "64MiB"})
-        torch.testing.assert_close(model(tokens), expected)
-    (region,) = regions()
-    (table,) = (s for s in region.problem.storages if s.parameter == "table.weight")
-    wide = [s.birth for s in region.problem.storages if s.nbytes == 2 << 20 and s.kind is Kind.ACTIVATION]
-    assert table.death <= min(wide)
-    assert region.code_peak_bytes <= 6.5 * 2**20
-
-
 @pytest.mark.slow
 def test_a_graph_that_serves_several_modules_fetches_each_ones_own() -> None:
     model, plain = tencache_fx.offload(network()), network()

@@ -27,7 +27,7 @@ from tencache_fx.model_state.split_master import SPLIT, decode_into, drop_change
 from tencache_fx.model_state.step_kernel import StateDtype, Step, find_rule
 from tencache_fx.model_state.stored_form import BLOCK, parts_of, store_values
 from tencache_fx.model_state.update import set_master
-from tencache_fx.model_state.update_queue import Room
+from tencache_fx.model_state.update_room import Room
 from tencache_fx.optim import AdamW, OffloadedOptimizer
 from tencache_fx.planning.problem import Kind, Tier
 from tencache_fx.runtime.engine import Engine

@@ -1,4 +1,4 @@
-"""A parameter that a graph reads at its begin and at its end: it is not on the device in between, unless it stays."""
+"""A parameter that a graph reads at its begin, and maybe at its end: it is not there in between, unless it stays."""
 
 import copy
 import functools
@@ -119,3 +119,42 @@ def test_a_short_absence_is_none() -> None:
     options = {"compiler": "eager", "calibrate": False, "device_budget": "4MB"}
     torch.compile(model, backend="tencache", options=options)(words(0)).square().mean().backward()
     assert arrivals(regions()[-1]) <= 1
+
+
+class Residual(nn.Module):
+    """A residual block, wide inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 8192, bias=False), nn.Linear(8192, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` and what the layers make of it."""
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Embedded(nn.Module):
+    """Blocks behind an embedding of 4 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(16384, 64), nn.Sequential(Residual(), Residual())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return what the blocks make of the rows of `tokens`."""
+        return self.blocks(self.table(tokens))
+
+
+def test_an_embedding_leaves_as_soon_as_its_rows_are_read() -> None:
+    """Inductor would read them again where a residual is added, with all of the embedding there until then."""
+    model, tokens = Embedded().eval(), torch.randint(16384, (4, 16))
+    with torch.no_grad():
+        expected = model(tokens)
+        tencache_fx.offload(model)
+        model.compile(backend="tencache", options={"device_budget": "6.5MiB", "host_budget": "64MiB"})
+        torch.testing.assert_close(model(tokens), expected)
+    (region,) = regions()
+    (table,) = (s for s in region.problem.storages if s.parameter == "table.weight")
+    wide = [s.birth for s in region.problem.storages if s.nbytes == 2 << 20 and s.kind is Kind.ACTIVATION]
+    assert table.death <= min(wide)
+    assert region.code_peak_bytes <= 6.5 * 2**20

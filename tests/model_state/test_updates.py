@@ -1,10 +1,13 @@
 """Pieces that pass through the device, and two threads that share the work: nothing is lost, mixed up, or left."""
 
 import gc
+import itertools
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 import torch
@@ -14,7 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.model_state.update_queue import Begun, Room, Updates
+from tencache_fx.model_state import update_queue
+from tencache_fx.model_state.update_queue import Updates
+from tencache_fx.model_state.update_room import Begun, Room
 
 
 @pytest.fixture
@@ -66,6 +71,9 @@ class Noted:
             raise RuntimeError("injected")
         time.sleep(0.001)
         return Begun(lambda: False, lambda: self.done.append(f"{self.name} on device"))
+
+    def on_disk(self) -> Begun:
+        return Begun(lambda: False, lambda: self.done.append(f"{self.name} on disk"))
 
 
 def test_the_most_urgent_that_can_begin_goes_first(streams: FaultyCpuStreams) -> None:
@@ -120,6 +128,38 @@ def test_whoever_waits_before_all_are_submitted_has_the_others_done(streams: Fau
     assert last.result(30) is first.exception(30) is None
     updates.stop()
     assert done == ["0 on host", "1 on host", "2 on host"]
+
+
+def test_a_handler_may_wait_at_each_line_of_a_submission(streams: FaultyCpuStreams) -> None:
+    """Signals are handled between any two lines: here, at one after the other."""
+    waited = lines = 0
+    for at in itertools.count(1):
+        updates, done, futures, lines = Updates(streams), [], [], 0
+
+        def wait_at_line(frame: FrameType, event: str, argument: object) -> object:
+            nonlocal lines, waited
+            if frame.f_code.co_filename != update_queue.__file__:
+                return None
+            lines += event == "line"
+            if event == "line" and lines == at and futures:  # noqa: B023 - it is called in this round only
+                waited += 1
+                assert all(future.exception(30) is None for future in futures)  # noqa: B023
+            return wait_at_line
+
+        sys.settrace(wait_at_line)
+        try:
+            with updates.together() as submit:
+                futures += [submit(Noted("0", done), 0, lambda: True)]
+                futures += [submit(Noted("1", done), 0, lambda: True, on_disk=True)]
+                futures += [submit(Noted("2", done), 0, lambda: True)]
+        finally:
+            sys.settrace(None)
+        assert all(future.exception(30) is None for future in futures)
+        updates.stop()
+        assert sorted(line.split()[0] for line in done) == ["0", "1", "2"]
+        if lines < at:
+            break
+    assert waited > 20
 
 
 def test_both_threads_take_from_one_queue_and_one_failure_stops_nothing(streams: FaultyCpuStreams) -> None:
