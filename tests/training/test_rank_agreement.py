@@ -58,11 +58,11 @@ def test_who_comes_later_runs_as_many_products_again_and_chooses_all_else(ranks:
     assert roomy["products again"] == tight["products again"] == 0
     assert roomy["runs again"] == []
     assert tight["runs again"] != []
-    assert tight["peak"] < 4.4e6 < roomy["peak"]
+    assert tight["peak"] <= 4.0e6 < roomy["peak"]
     roomy, tight = (found["tight first"] for found in ranks)
     assert roomy["products again"] == tight["products again"] > 0
     assert roomy["runs again"] == [], "of its own choice"
-    assert tight["peak"] < 4.4e6 < roomy["peak"]
+    assert tight["peak"] <= 4.0e6 < roomy["peak"]
 
 
 def test_who_has_other_nodes_keeps_to_the_order(ranks: list[Found]):
