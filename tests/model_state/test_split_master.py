@@ -498,14 +498,19 @@ def test_two_optimizers_of_one_weight_each_go_on_from_what_the_other_has_made(mo
         assert all(map(torch.equal, ours, run()))
 
 
-def test_masters_are_there_once_the_model_is_ordinary_again() -> None:
+def after_three_steps() -> tuple[nn.Module, nn.Parameter, AdamW, Tensor]:
+    """Return a model, its weight, the optimizer that has trained it, and the master that it has then."""
     torch.manual_seed(0)
-    _model, weight = pair()
+    model, weight = pair()
     optimizer = AdamW([weight], lr=1e-3)
     for step in range(3):
         give(weight, step)
         optimizer.step()
-    before = optimizer.state_dict()["state"][0]["master"].clone()
+    return model, weight, optimizer, optimizer.state_dict()["state"][0]["master"].clone()
+
+
+def test_masters_are_there_once_the_model_is_ordinary_again() -> None:
+    _model, weight, optimizer, before = after_three_steps()
     tencache_fx.close()
     with torch.no_grad():
         weight[0] = 9.0
@@ -533,12 +538,7 @@ def test_a_master_that_is_replaced_in_the_state_is_taken_over() -> None:
 
 def test_what_is_written_to_a_state_dicts_tensor_is_the_weight_to_its_last_digit() -> None:
     """Elements that were not written to keep their digits; nobody knows which of them were."""
-    model, weight = pair()
-    optimizer = AdamW([weight], lr=1e-3)
-    for step in range(3):
-        give(weight, step)
-        optimizer.step()
-    before = optimizer.state_dict()["state"][0]["master"].clone()
+    model, weight, optimizer, before = after_three_steps()
     optimizer.param_groups[0]["lr"] = 0.0
     kept = model.state_dict()["weight"]
     kept[0], kept[1] = 3.0, 0.0
