@@ -1,7 +1,7 @@
 """A parameter whose bytes are in host memory or on disk, and on the device only while somebody reads them.
 
 Such a parameter keeps its shape, dtype and device, but its storage there is empty while there is no device copy. Its
-other copy, the host copy, is what its `Backing` keeps. `CopyState` says which have its value. What keeps a device copy:
+other copy, the host copy, is what its `Backing` keeps. `CopyState` says which have its value. These keep a device copy:
 
     resident   set by pin: a plan keeps the parameter on the device. unpin evicts it
     summoned   set by summon: somebody may read it there, or change it. The end of summon evicts it
