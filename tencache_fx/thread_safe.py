@@ -40,6 +40,7 @@ def compile_for_threads(function: Callable[..., None], examples: Sequence[torch.
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         compiled: Any = compile_fx(gm, inputs, config_patches=settings)
+        assert sum(not isinstance(given, torch.Tensor) for given in inputs) <= 1
         order = [_place(examples, given) for given in inputs]
         found.append((compiled, order))
         return compiled  # type: ignore[no-any-return]
@@ -47,9 +48,9 @@ def compile_for_threads(function: Callable[..., None], examples: Sequence[torch.
     for each in examples:
         if len(each) == length:
             torch._dynamo.mark_dynamic(each, 0)
-        else:
-            torch._dynamo.mark_static(each)  # else it is dynamic where another function of the same code had another
-    with any_number_of_compilations(), torch.compiler.set_stance("default"):  # of one code, for as many functions
+    # Several functions have the same code. Where theirs differ, Dynamo would have it take other sizes and numbers, too.
+    constant = torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True)
+    with constant, any_number_of_compilations(), torch.compiler.set_stance("default"):
         torch.compile(function, backend=backend, fullgraph=True)(*examples)
     ((compiled, order),) = found  # inputs that are no tensors are the length
 

@@ -1,7 +1,7 @@
 """Models with offloaded parameters on a CUDA device: the same training as on the device, inside the budget."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -145,28 +145,35 @@ def test_inference_writes_caches_while_weights_are_away() -> None:
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, "8bit"])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, "8bit"])
 @pytest.mark.parametrize(
-    ("dtype", "split"),
-    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False), (torch.float32, False)],
+    ("dtype", "splits"),
+    [
+        (torch.bfloat16, (False, True)),
+        (torch.bfloat16, (True, False)),
+        (torch.float16, (False,)),
+        (torch.float32, (False,)),
+    ],
 )
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
 def test_an_update_has_the_same_bits_on_the_device_as_on_the_host(
     optimizer_class: type[torch.optim.Optimizer],
     dtype: torch.dtype,
-    split: bool,  # noqa: FBT001
+    splits: Sequence[bool],
     state_dtype: StateDtype,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     count = 1_000_003
-    change, weight = (torch.randn(count, generator=generator).to(dtype) for _ in range(2))
     options = {} if optimizer_class is torch.optim.AdamW else {"momentum": 0.9}
     rule, group = find_rule(optimizer_class, state_dtype, options)
-    arrays = rule.arrays(group, 1, split=split)
-    step = rule.step(group, 1, {"step": torch.tensor(3.0)}, arrays, split=split)
-    state = [torch.empty(part.count(count), dtype=part.dtype) for part in parts_of(arrays.values())]
-    store_values(arrays, state, {name: torch.rand(count, generator=generator) for name in arrays})
-    on_host = [change, weight, *state]
-    on_device = [each.cuda() for each in on_host]
-    step.kernel.compiled(dtype, torch.device("cpu"))(*on_host, step.numbers)
-    step.kernel.compiled(dtype, torch.device("cuda", 0))(*on_device, step.numbers.cuda())
-    assert all(torch.equal(one, other.cpu()) for one, other in zip(on_host, on_device, strict=True))
+    for split in splits:  # of one model, some masters are split, and those that stay on the device are not
+        change, weight = (torch.randn(count, generator=generator).to(dtype) for _ in range(2))
+        arrays = rule.arrays(group, 1, split=split)
+        step = rule.step(group, 1, {"step": torch.tensor(3.0)}, arrays, split=split)
+        state = [torch.empty(part.count(count), dtype=part.dtype) for part in parts_of(arrays.values())]
+        store_values(arrays, state, {name: torch.rand(count, generator=generator) for name in arrays})
+        on_host = [change, weight, *state]
+        on_device = [each.cuda() for each in on_host]
+        step.kernel.compiled(dtype, torch.device("cpu"))(*on_host, step.numbers)
+        step.kernel.compiled(dtype, torch.device("cuda", 0))(*on_device, step.numbers.cuda())
+        assert all(torch.equal(one, other.cpu()) for one, other in zip(on_host, on_device, strict=True))
