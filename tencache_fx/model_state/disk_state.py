@@ -23,7 +23,7 @@ from tencache_fx.errors import BudgetError, StoreError
 from tencache_fx.model_state.counted_scalars import CountedScalars
 from tencache_fx.model_state.host_state import mapped_memory, own_storage
 from tencache_fx.model_state.split_master import Remainder, decode_into, drop_changed
-from tencache_fx.model_state.stored_form import FP32, StoredForm, by_form, parts_of, state_bytes, store_values
+from tencache_fx.model_state.stored_form import FP32, Stored, StoredForm, by_form, parts_of, state_bytes, store_values
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Buffer, Use
 from tencache_fx.runtime.pool import Pool
@@ -73,7 +73,7 @@ class DiskState(Remainder):
         line: "DiskLine",
         parameter: Tensor,
         forms: Mapping[str, StoredForm],
-        values: Mapping[str, Tensor | float],
+        values: Mapping[str, Tensor | Stored | float],
         label: str,
     ) -> None:
         self.layout = parameter.size(), parameter.stride()
@@ -157,7 +157,9 @@ def flat_as(value: Tensor, parameter: Tensor) -> Tensor:
     return value.as_strided((value.numel(),), (1,), value.storage_offset())
 
 
-def _part_of(value: Tensor | float, parameter: Tensor, part: slice) -> Tensor | float:
+def _part_of(value: Tensor | Stored | float, parameter: Tensor, part: slice) -> Tensor | Stored | float:
+    if isinstance(value, Stored):
+        return value.of(part)
     return flat_as(value, parameter)[part] if isinstance(value, Tensor) else value
 
 

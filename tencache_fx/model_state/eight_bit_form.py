@@ -116,7 +116,6 @@ class _Codec:
     def store(self, value: Tensor, parts: Sequence[Tensor]) -> None:
         """Set codes [n] and scales to what is nearest."""
         codes, scales = parts
-        value = value.expand(len(codes))
         for start in range(0, len(codes), _PIECE):
             piece = value[start : start + _PIECE].to(device=codes.device, dtype=torch.float32)
             found, some = self._quantise(pad(piece, (0, -len(piece) % BLOCK)).view(-1, BLOCK))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tencache_fx.model_state.counted_scalars import CountedScalars
 from tencache_fx.model_state.split_master import Remainder, decode_into, drop_changed
-from tencache_fx.model_state.stored_form import StoredForm, by_form, named_parts, parts_of
+from tencache_fx.model_state.stored_form import Stored, StoredForm, by_form, named_parts, parts_of
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.object_buffers import ObjectBuffers
@@ -69,14 +69,20 @@ class State(Remainder):
         has room for.
         """
         size, stride = self.layout
-        all_parts = dict(zip(self.forms, by_form(tuple(self.forms.values()), self.arrays), strict=True))
-        parts = [part.cpu() for part in all_parts[name]]
-        if self.weight is None or not self.forms[name].reads_weight:
-            return self.forms[name].decode(parts).as_strided(size, stride)
-        memory = mapped_memory(torch.float32.itemsize * len(self.weight), self.directory)
+        stored = self.stored(name)
+        parts = [part.cpu() for part in stored.parts]
+        if stored.weight is None:
+            return stored.form.decode(parts).as_strided(size, stride)
+        memory = mapped_memory(torch.float32.itemsize * len(stored.weight), self.directory)
         found = own_storage(memory, torch.float32)
-        decode_into(found, [self.weight, *parts])
+        decode_into(found, [stored.weight, *parts])
         return found.as_strided(size, stride)
+
+    def stored(self, name: str) -> Stored:
+        """Return an array as it is kept."""
+        all_parts = dict(zip(self.forms, by_form(tuple(self.forms.values()), self.arrays), strict=True))
+        form = self.forms[name]
+        return Stored(self.layout[0], form, all_parts[name], self.weight if form.reads_weight else None)
 
     def _drop_changed(self, before: Tensor, now: Tensor) -> None:
         drop_changed(self.arrays[:2], before, now)

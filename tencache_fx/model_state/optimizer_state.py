@@ -210,9 +210,10 @@ class OptimizerState(torch.optim.Optimizer):
         self._leave_former(parameter, offloaded)
         place = self._places.of(parameter, offloaded, held)
         arrays = rule.arrays(split=is_split(parameter, offloaded, place))
-        right = held is not None and held.layout == (parameter.size(), parameter.stride()) and held.place == place
+        same = held is not None and held.layout == (parameter.size(), parameter.stride())
+        right = held is not None and same and held.place == place
         if held is None or not right or not is_in(held, entry) or held.forms != arrays:
-            saved, held = saved_of(held, entry, arrays), None
+            saved, held = saved_of(held, entry, arrays, stored=same and place is Tier.DEVICE), None
             if (misfit := find_misfit(parameter, saved, arrays)) is not None:
                 raise UsageError(f"{misfit}; a parameter whose size has changed needs a new optimizer.")
             held, entry = self._keep(parameter, saved, place, rule)

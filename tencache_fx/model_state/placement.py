@@ -19,7 +19,7 @@ from tencache_fx.model_state.parameter_store import find_offloaded, parameters_o
 from tencache_fx.model_state.split_master import Remainder
 from tencache_fx.model_state.staged_update import round_shape
 from tencache_fx.model_state.step_kernel import MASTER
-from tencache_fx.model_state.stored_form import StoredForm, named_parts, state_bytes, store_values
+from tencache_fx.model_state.stored_form import Stored, StoredForm, named_parts, state_bytes, store_values
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.units import PAGE_BYTES, round_up
@@ -81,7 +81,7 @@ class StatePlacement:
 
 
 def hold_state(
-    parameter: Tensor, forms: Mapping[str, StoredForm], values: Mapping[str, Tensor | float], place: Tier
+    parameter: Tensor, forms: Mapping[str, StoredForm], values: Mapping[str, Tensor | Stored | float], place: Tier
 ) -> State | DiskState:
     """Return a parameter's state with these values; on disk, too, if there is a store and host memory has no room.
 
@@ -111,8 +111,11 @@ def shown_of(held: State | DiskState) -> Mapping[str, Tensor]:
     return held.shown[1]
 
 
-def decoded_of(held: State | DiskState | None, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what there is of a parameter in an optimizer's `state` and on disk, arrays as tensors of its shape."""
+def decoded_of(held: State | DiskState | None, state: Mapping[str, Any], *, stored: bool = False) -> dict[str, Any]:
+    """Return what there is of a parameter in an optimizer's `state` and on disk, arrays as tensors of its shape.
+
+    With `stored`, those in memory whose elements are not kept one by one are what they are kept in.
+    """
     if held is None:
         return dict(state)
     if isinstance(held, DiskState):
@@ -120,7 +123,7 @@ def decoded_of(held: State | DiskState | None, state: Mapping[str, Any]) -> dict
     in_blocks = {name: form for name, form in held.forms.items() if not form.is_elementwise}
     firsts = {name: name + form.parts[0].suffix for name, form in in_blocks.items()}
     decoded = {
-        name: held.decode(name)
+        name: held.stored(name) if stored else held.decode(name)
         for name, first in firsts.items()
         if state.get(first) is held.tensors[first] and (first == name or name not in state)
     }
@@ -130,14 +133,14 @@ def decoded_of(held: State | DiskState | None, state: Mapping[str, Any]) -> dict
 
 
 def saved_of(
-    held: State | DiskState | None, state: Mapping[str, Any], forms: Mapping[str, StoredForm]
+    held: State | DiskState | None, state: Mapping[str, Any], forms: Mapping[str, StoredForm], *, stored: bool = False
 ) -> dict[str, Any]:
     """Return what `decoded_of` does, but for arrays that have not been made, or are not in `forms`."""
     if held is None:
         return dict(state)
     made = {*held.made, MASTER} if isinstance(held, DiskState) else held.forms.keys()
     gone = {name for name in held.forms if name not in forms or name not in made}
-    return {name: each for name, each in decoded_of(held, state).items() if name not in gone}
+    return {name: each for name, each in decoded_of(held, state, stored=stored).items() if name not in gone}
 
 
 def is_in(held: State | DiskState, state: Mapping[str, Any]) -> bool:

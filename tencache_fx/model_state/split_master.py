@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tencache_fx.model_state.stored_form import Part, StoredForm
+from tencache_fx.model_state.stored_form import MOVED, Part, StoredForm
 
 _PER_BYTE = 8
 _PIECE = 1 << 15  # elements at once: what is made of them stays in a core's cache, and no other core waits for it
@@ -49,10 +49,14 @@ def _encode(value: Tensor, other: Tensor, parts: Sequence[Tensor]) -> None:
 
 def _store(value: Tensor, parts: Sequence[Tensor]) -> None:
     rest, ties = parts
-    value = value.expand(rest.shape)
+    if value.device.type != "cpu":
+        for start in range(0, len(rest), MOVED):
+            some, of_ties = slice(start, start + MOVED), slice(start // _PER_BYTE, (start + MOVED) // _PER_BYTE)
+            _split(value[some].float().contiguous(), [rest[some], ties[of_ties]])
+        return
     ties.zero_()
     for start in range(0, len(rest), _PIECE):
-        piece = value[start : start + _PIECE].to(device=rest.device, dtype=torch.float32).contiguous().view(torch.int32)
+        piece = value[start : start + _PIECE].float().contiguous().view(torch.int32)
         rest[start : start + _PIECE].copy_(piece)
         above = ((piece & 0x1FFFF) == 0x8000).nonzero()[:, 0] + start
         ties.index_put_((above // _PER_BYTE,), (1 << above % _PER_BYTE).to(torch.uint8), accumulate=True)

@@ -19,6 +19,9 @@ from torch import Tensor
 BLOCK = 256
 """Elements that a native kernel works on at once; a part has an item for a divisor of this."""
 
+MOVED = 1 << 20
+"""Elements of whole blocks that are decoded or encoded at once on a device, for which its budget has no room."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -45,9 +48,9 @@ class Part:
 class StoredForm:
     """A form called `name`, in C++ too. `decode` makes fp32 elements [n] of `parts`; `encode` and `store` set these.
 
-    `encode` is given elements [n], the master's new values, and the parts; `store` elements, [n] or one for all, of any
-    dtype and device, and the parts: it takes what is nearest. `decode` and `encode` also take whole blocks in rows:
-    elements [m, BLOCK], and parts [m, BLOCK // per].
+    `encode` is given elements [n], the master's new values, and the parts; `store` elements [n], of any dtype and
+    device, and the parts: it takes what is nearest. `decode` and `encode` also take whole blocks in rows: elements
+    [m, BLOCK], and parts [m, BLOCK // per].
 
     `made_on` returns the same form with what it looks up on a device; None if it looks up nothing. One that
     `reads_weight`, the master's only, decodes the weight and the parts.
@@ -72,6 +75,36 @@ class StoredForm:
         return all(part.per == 1 for part in self.parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The values of an array as what it is kept in: the parts of a form and, if that reads it, the weight, [n]."""
+
+    shape: torch.Size
+    form: StoredForm
+    parts: Sequence[Tensor]
+    weight: Tensor | None
+
+    def of(self, elements: slice) -> "Stored":
+        """Return some of the values, in order, which begin where a block begins."""
+        parts = [part.of(array, elements) for part, array in zip(self.form.parts, self.parts, strict=True)]
+        shape = torch.Size([elements.stop - elements.start])
+        return Stored(shape, self.form, parts, None if self.weight is None else self.weight[elements])
+
+    def store(self, form: StoredForm, parts: Sequence[Tensor]) -> None:
+        """Set parts of a form, which may be on another device, to the same values: they are decoded there."""
+        if form is self.form and self.weight is None:
+            for part, mine in zip(parts, self.parts, strict=True):
+                part.copy_(mine)
+            return
+        device, count = parts[0].device, self.shape.numel()
+        for start in range(0, count, MOVED):
+            elements = slice(start, min(start + MOVED, count))
+            some = self.of(elements)
+            kept = some.parts if some.weight is None else [some.weight, *some.parts]
+            value = self.form.on(device).decode([each.to(device) for each in kept])
+            form.store(value, [part.of(array, elements) for part, array in zip(form.parts, parts, strict=True)])
+
+
 def parts_of(forms: Iterable[StoredForm]) -> list[Part]:
     """Return the parts of arrays of such forms, in order."""
     return [part for form in forms for part in form.parts]
@@ -94,11 +127,21 @@ def by_form(forms: Sequence[StoredForm], arrays: Sequence[Tensor]) -> list[Seque
 
 
 def store_values(
-    forms: Mapping[str, StoredForm], arrays: Sequence[Tensor], values: Mapping[str, Tensor | float]
+    forms: Mapping[str, StoredForm], arrays: Sequence[Tensor], values: Mapping[str, Tensor | Stored | float]
 ) -> None:
-    """Set the parts of all arrays to values by name, each [n] or one number."""
+    """Set the parts of all arrays to values by name, each [n], what these are kept in, or one number."""
     for (name, form), parts in zip(forms.items(), by_form(tuple(forms.values()), arrays), strict=True):
-        form.store(torch.as_tensor(values[name]), parts)
+        value = values[name]
+        if isinstance(value, Tensor):
+            form.store(value, parts)
+            continue
+        if isinstance(value, Stored):
+            value.store(form, parts)
+            continue
+        block = [torch.empty(part.count(BLOCK), dtype=part.dtype, device="cpu") for part in form.parts]
+        form.store(torch.full((BLOCK,), value, dtype=torch.float32, device="cpu"), block)
+        for array, items in zip(parts, block, strict=True):
+            array.fill_(items[0].item())
 
 
 def round_by_hash(value: Tensor, other: Tensor) -> Tensor:
