@@ -69,7 +69,7 @@ def _split(value: Tensor, parts: Sequence[Tensor]) -> None:
     is_above = ((bits & 0x1FFFF) == 0x8000).to(torch.int32)
     missing = ties.shape[-1] * _PER_BYTE - rest.shape[-1]
     padded = torch.nn.functional.pad(is_above, (0, missing)) if missing else is_above
-    ties.copy_((padded.unflatten(-1, (-1, _PER_BYTE)) << _shifts(ties)).sum(-1))
+    ties.copy_((padded.unflatten(-1, (-1, _PER_BYTE)) << _shifts(bits)).sum(-1))
 
 
 # Ties are one of 65536 elements, so almost no block has any.
