@@ -20,7 +20,7 @@ _EXPORTS = {
     "stats": "tencache_fx.api",
     "close": "tencache_fx.api",
     "offload": "tencache_fx.model_state.modules",
-    "summon": "tencache_fx.model_state.modules",
+    "summon": "tencache_fx.model_state.summoning",
     "fit": "tencache_fx.fitting.fitness",
 }
 _EXPORTS |= dict.fromkeys(

@@ -1,5 +1,6 @@
 """How the value of an option is read, whatever it is: each reader returns what was asked for, or says what is wrong."""
 
+import contextlib
 import difflib
 import re
 import reprlib
@@ -63,11 +64,12 @@ def read_size(name: str, value: object) -> Size | None:
 
 
 def read_bytes(name: str, value: object) -> int | None:
-    """Return the bytes that `value` asks for, None for no limit; raises `OptionError` as `read_size` does."""
-    size = read_size(name, value)
-    if size is not None and size.nbytes is None:
-        raise OptionError(f'{name}={shown(value)} is not a number of bytes; give one, such as "2TB", or None.')
-    return None if size is None else size.nbytes
+    """Return the bytes that `value` asks for, None for no limit; raises `OptionError` for shares, too."""
+    with contextlib.suppress(OptionError):  # which would name shares among what may be given
+        size = read_size(name, value)
+        if size is None or size.nbytes is not None:
+            return None if size is None else size.nbytes
+    raise OptionError(f'{name}={shown(value)} is not a number of bytes above zero; give one, such as "2TB", or None.')
 
 
 class _Shown(reprlib.Repr):

@@ -116,7 +116,7 @@ def _with_tiers(problem: Problem, arguments: argparse.Namespace) -> Problem:
         raise OptionError("only --device-budget may be none; give --host-budget and --spill-budget a size.")
     if disk_bytes and not problem.links.has_disk:
         raise OptionError("--spill-budget is for a disk, and the problem has no rates of one; run it with spill_dir.")
-    return problem.within(host_bytes=host_bytes, disk_bytes=disk_bytes)
+    return problem.within(host_bytes=host_bytes, host_lacking_bytes=0, disk_bytes=disk_bytes)
 
 
 def _compare(captured: Problem, policies: list[str], given: list[str], arguments: argparse.Namespace) -> str:

@@ -20,7 +20,7 @@ from tencache_fx.fitting.workload import Workload
 from tencache_fx.hardware.cache import digest_sources
 from tencache_fx.planning.external import external_bytes, input_bytes, least_spill_bytes
 from tencache_fx.planning.liveness import live_bytes
-from tencache_fx.planning.problem import Kind, Problem
+from tencache_fx.planning.problem import Kind, Problem, host_shares
 
 
 class SeveralGraphsError(OptionError):
@@ -73,8 +73,7 @@ def whole_problem(capture: Capture, target: Target) -> Problem:
     taken_bytes = whole.offloaded_bytes + whole.offloaded_state_bytes + stored_bytes
     return replace(problem, external_bytes=beside_bytes).within(
         device_bytes=options.device_budget,
-        host_bytes=max(0, options.host_budget - taken_bytes),
-        host_taken_bytes=taken_bytes,
+        **host_shares(options.host_budget, taken_bytes),
         disk_bytes=options.spill_budget,
     )
 

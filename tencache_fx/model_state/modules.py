@@ -11,17 +11,19 @@ module's own parameters are loaded whenever it is called; `summon` loads them fo
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import _DisableFuncTorch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from tencache_fx import compat
-from tencache_fx.errors import OptionError, UsageError
+from tencache_fx.errors import OptionError
 from tencache_fx.hardware.collective_rates import agree_on_rates
 from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.model_state.arguments import find_device, need_model
@@ -32,7 +34,7 @@ from tencache_fx.model_state.offloading import Offloading, should_offload
 from tencache_fx.model_state.parameter_readers import modules_beside, offloaded_read_by
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.shard import find_group
-from tencache_fx.model_state.sharded_modules import ShardedClasses, whole
+from tencache_fx.model_state.sharded_modules import ShardedClasses
 from tencache_fx.model_state.sharding import guard_from_sharding, refuse_shards
 from tencache_fx.model_state.step_hooks import check_updates_in_backward
 from tencache_fx.model_state.weight_files import WeightFiles, Weights
@@ -114,57 +116,12 @@ def offload(
             if classes is not None:
                 classes.change(module, departure.shards)
         guard(model)
+        parameters_of(engine_of(target)).watch(register_module_parameter_registration_hook, _take_in)
         guard_from_sharding(model, parameters_of(engine_of(target)))
     return model
 
 
-@contextlib.contextmanager
-def summon(model: nn.Module, *, write: bool = True) -> Iterator[nn.Module]:
-    """Load all parameters of `model` for the time of the context, to read and to change; all at once, so budget or not.
-
-    What is spread over ranks is whole in the context, which all ranks enter; each takes its own part of changes over.
-    With `write=False` changes are dropped. A tensor assigned to a parameter's `data` is copied, as any other change.
-    Of parameters that are summoned already, whoever did so first decides what becomes of changes. Raises
-    `UsageError` when none is offloaded.
-    """
-    found = [find_offloaded(parameter) for parameter in need_model(model).parameters()]
-    all_offloaded = [each for each in found if each is not None]
-    if not all_offloaded:
-        raise UsageError("no parameter of this model is offloaded; call tencache_fx.offload(model) first.")
-    with contextlib.ExitStack() as undo:
-        for offloaded in all_offloaded:
-            if not offloaded.summoned:
-                undo.enter_context(_summoned(offloaded, write=write))
-        yield model
-
-
-@contextlib.contextmanager
-def _summoned(offloaded: OffloadedParameter, *, write: bool) -> Iterator[None]:
-    """Load one parameter for the time of the context."""
-    offloaded.wait_update()
-    offloaded.sync_host()  # so that what is done to it here can be dropped
-    was_absent, offloaded.summoned = offloaded.load(), True
-    own = alias_of(offloaded)
-    if torch.is_grad_enabled():
-        offloaded.gradient.expect(_ALONE)
-    try:
-        with whole(offloaded, write=write):
-            yield
-    finally:
-        offloaded.summoned = False
-        given = restore(offloaded, own)
-        if not write or given is None or _take_over(offloaded, given):
-            try:
-                if write:
-                    offloaded.write_back()
-            finally:
-                if was_absent:
-                    offloaded.evict()
-                if not write and offloaded.on_device:
-                    offloaded.refresh()
-
-
-def _take_over(offloaded: OffloadedParameter, given: Tensor) -> bool:
+def take_over(offloaded: OffloadedParameter, given: Tensor) -> bool:
     """Set a parameter on the device to the tensor it was `given`; False if it is offloaded anew then, or not at all.
 
     That is where it has another size or dtype now.
@@ -231,7 +188,7 @@ class _Part:
     started = True
 
 
-_ALONE = _Part()
+ALONE = _Part()
 
 
 class _OfModule:
@@ -315,6 +272,25 @@ def watch(module: nn.Module) -> None:
         keep_loadable(module)
 
 
+def watch_readers(model: nn.Module) -> None:
+    """Watch all modules of `model` that have got offloaded parameters of others meanwhile."""
+    for module in model.modules():
+        if any(map(_may_move, offloaded_read_by(module))):
+            watch(module)
+
+
+def _take_in(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+    """Watch a module that gets an offloaded parameter of another one, such as one that parametrizes it."""
+    if torch.compiler.is_dynamo_compiling() or parameter is None or is_lazy(parameter):
+        return
+    if (offloaded := find_offloaded(parameter)) is not None and _may_move(offloaded):
+        watch(module)
+
+
+def _may_move(offloaded: OffloadedParameter) -> bool:
+    return offloaded.shard is None  # only classes that `offload` has changed gather one that is spread
+
+
 class _LoadForBackward:
     """Loads a module's parameters when its backward begins: an optimizer's step may have evicted them."""
 
@@ -340,7 +316,7 @@ class _Forward:
     def begin(self, all_offloaded: list[OffloadedParameter]) -> None:
         for offloaded in all_offloaded:
             if self._trains:
-                offloaded.gradient.expect(_ALONE)
+                offloaded.gradient.expect(ALONE)
             self._all_offloaded.append(offloaded)
             if offloaded.load_for_forward(self, inference=not self._trains):
                 engine_of(offloaded.layout.device).stats.add(h2d_bytes=offloaded.nbytes)
@@ -363,7 +339,7 @@ class _Forward:
             return
         own, written = self._came[offloaded]
         given = restore(offloaded, own)
-        if given is not None and not _take_over(offloaded, given):
+        if given is not None and not take_over(offloaded, given):
             offloaded.end_forward(self, keep=True)  # the parameter has nothing to do with this record any more
             return
         parameters.append(offloaded.parameter)

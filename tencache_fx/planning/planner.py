@@ -293,7 +293,7 @@ def check_tiers(problem: Problem, sizes: Forecast | _Sized) -> None:
     budgets = problem.budgets
     if sizes.host_bytes > budgets.host_bytes:
         taken = budgets.host_taken_bytes
-        needs, budget = _told_apart(sizes.host_bytes + taken, budgets.host_bytes + taken)
+        needs, budget = _told_apart(sizes.host_bytes + taken, budgets.whole_host_bytes)
         hint = "" if budgets.disk_bytes else "set spill_dir, "
         others = f", with {format_bytes(taken)} for what is or will be there besides" if taken else ""
         raise BudgetError(

@@ -190,13 +190,28 @@ class Budgets:
     """Most bytes of each tier; `device_bytes` None means no limit, 0 disk bytes means no disk.
 
     `host_bytes` are for transfers: `host_taken_bytes` more are held, or kept free, for parameters, gradients, optimizer
-    state and other regions.
+    state and other regions. Those may exceed the budget, by `host_lacking_bytes`, which leaves nothing for transfers.
     """
 
     device_bytes: int | None
     host_bytes: int
     disk_bytes: int = 0
     host_taken_bytes: int = 0
+    host_lacking_bytes: int = 0
+
+    @property
+    def whole_host_bytes(self) -> int:
+        """Return the host budget, for transfers and all else."""
+        return self.host_bytes + self.host_taken_bytes - self.host_lacking_bytes
+
+
+def host_shares(budget_bytes: int, taken_bytes: int) -> dict[str, int]:
+    """Return the fields of `Budgets` for a host budget of which so many bytes are taken."""
+    return {
+        "host_bytes": max(0, budget_bytes - taken_bytes),
+        "host_taken_bytes": taken_bytes,
+        "host_lacking_bytes": max(0, taken_bytes - budget_bytes),
+    }
 
 
 class CollectiveKind(StrEnum):

@@ -16,7 +16,18 @@ from itertools import pairwise
 
 from tencache_fx.errors import BudgetError, OptionError
 from tencache_fx.planning.parameter_schedule import step_ns
-from tencache_fx.planning.problem import Budgets, Collective, CollectiveKind, Kind, Links, Op, Problem, Step, Storage
+from tencache_fx.planning.problem import (
+    Budgets,
+    Collective,
+    CollectiveKind,
+    Kind,
+    Links,
+    Op,
+    Problem,
+    Step,
+    Storage,
+    host_shares,
+)
 from tencache_fx.planning.search import plan_region
 
 _LEAST_PART_BYTES = 64 << 10  # a parameter whose part would be less stays whole on every rank
@@ -204,12 +215,11 @@ def _shared_links(links: Links, before: int, here: int) -> Links:
 
 def _shared_budgets(budgets: Budgets, before: int, cluster: Cluster) -> Budgets:
     """Return a rank's part of a node's memory: that, and a part of what all ranks have to keep there."""
-    node_bytes = (budgets.host_bytes + budgets.host_taken_bytes) * before
+    node_bytes = budgets.whole_host_bytes * before
     taken_bytes = _part(budgets.host_taken_bytes * before, cluster.ranks)
     return replace(
         budgets,
-        host_bytes=max(0, node_bytes // cluster.here - taken_bytes),
-        host_taken_bytes=taken_bytes,
+        **host_shares(node_bytes // cluster.here, taken_bytes),
         disk_bytes=budgets.disk_bytes * before // cluster.here,
     )
 

@@ -25,7 +25,7 @@ from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.parameter_schedule import keep_resident, step_ns
 from tencache_fx.planning.plan import Plan
 from tencache_fx.planning.planner import floor_bytes
-from tencache_fx.planning.problem import Budgets, Kind, Problem, Step, Storage
+from tencache_fx.planning.problem import Budgets, Kind, Problem, Step, Storage, host_shares
 from tencache_fx.planning.recalibration import StoredCorrection
 from tencache_fx.planning.recompute_search import recomputed_for
 from tencache_fx.planning.step_recompute import recomputed_to_fit
@@ -339,8 +339,7 @@ class RegionPlanner:
         more_bytes += max(0, state_bytes - used.state_acquired_bytes) if sunk else 0
         return Budgets(
             device_bytes=options.device_budget,
-            host_bytes=max(0, options.host_budget - used.host_acquired_bytes - more_bytes),
-            host_taken_bytes=used.host_acquired_bytes + more_bytes,
+            **host_shares(options.host_budget, used.host_acquired_bytes + more_bytes),
             disk_bytes=max(0, options.spill_budget - used.disk_acquired_bytes),
         )
 

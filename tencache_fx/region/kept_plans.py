@@ -119,6 +119,7 @@ def _capped(budgets: Budgets, storages_bytes: int) -> Budgets:
         host_bytes=min(budgets.host_bytes, most_bytes),
         disk_bytes=min(budgets.disk_bytes, most_bytes),
         host_taken_bytes=0,
+        host_lacking_bytes=0,
     )
 
 

@@ -194,6 +194,16 @@ def test_too_little_host_memory_is_refused() -> None:
         measure(each, {**EAGER, "device_budget": max(share, floor_at(problem, share)), "host_budget": 8192})
 
 
+def test_a_host_budget_that_parameters_and_state_exceed_is_named_as_it_was_given() -> None:
+    tencache_fx.configure(host_budget=5 * MIB)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256, bias=False), nn.Tanh()) for _ in range(8)))
+    options: Options = {"compiler": "eager", "calibrate": False, "device_budget": 14 * MIB}
+    run = torch.compile(tencache_fx.offload(model), backend="tencache", options=options)
+    told = r"with 10\.5 MB for what is or will be there besides; host_budget is 5\.24 MB"
+    with pytest.raises(Exception, match=told):
+        run(torch.randn(2048, 256))
+
+
 def test_the_pool_wastes_little() -> None:
     """A fifth of a pool for a dozen transfers of a few pages each: that is rounding, next to nothing at real sizes."""
     each = case("gpt2")

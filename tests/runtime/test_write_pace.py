@@ -1,5 +1,6 @@
 """The endurance budget of disks: what is written in a day."""
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -111,8 +112,9 @@ def test_who_finds_no_buffer_is_told_of_the_budget(new_engine: Callable[..., Eng
 def test_what_is_too_little_for_a_block_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"spill_write_budget is 1 MB, .* give 201 MB or more"):
         WritePace(BLOCK_BYTES, lambda: 0).limit(1_000_000)
-    for wrong in ("auto", "10%"):
-        with pytest.raises(OptionError, match=f"spill_write_budget='{wrong}' is not a number of bytes"):
+    for wrong in ("auto", "10%", "101%", "fast", "0", "-1GB"):
+        told = f"spill_write_budget='{wrong}' is not a number of bytes above zero; give one, such as \"2TB\", or None."
+        with pytest.raises(OptionError, match=re.escape(told)):
             tencache_fx.configure(spill_write_budget=wrong)
 
 
