@@ -44,8 +44,7 @@ class State(Remainder):
         self.directory: Path | None = None  # where what `decode` returns may be
         self.place = Tier.DEVICE if on_device else Tier.HOST
         count, parts = parameter.numel(), named_parts(forms)
-        sizes = [round_up(part.nbytes(count), _ALIGN_BYTES) for part in parts.values()]
-        starts = list(itertools.accumulate(sizes, initial=0))
+        starts = _starts_of(forms, count)
         self.nbytes = starts.pop()
         if on_device or self.nbytes < _LEAST_BYTES:
             device = parameter.device if on_device else "cpu"
@@ -91,6 +90,18 @@ class State(Remainder):
         """Return the parts of some elements, which begin where a block begins."""
         parts = parts_of(self.forms.values())
         return tuple(part.of(array, elements) for part, array in zip(parts, self.arrays, strict=True))
+
+
+def buffer_bytes(forms: Mapping[str, StoredForm], count: int) -> int:
+    """Return the bytes of the buffer that a `State` in host memory acquires for arrays of so many elements."""
+    nbytes = _starts_of(forms, count)[-1]
+    return nbytes if nbytes >= _LEAST_BYTES else 0
+
+
+def _starts_of(forms: Mapping[str, StoredForm], count: int) -> list[int]:
+    """Return where each part begins in a buffer, and where the last one ends."""
+    sizes = [round_up(part.nbytes(count), _ALIGN_BYTES) for part in parts_of(forms.values())]
+    return list(itertools.accumulate(sizes, initial=0))
 
 
 def own_storage(part: Tensor, dtype: torch.dtype) -> Tensor:

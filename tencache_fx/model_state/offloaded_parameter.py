@@ -39,8 +39,7 @@ class OffloadedParameter:
     """One parameter kept by `backing`. Thread-safe but for the pins, which the thread that runs the model sets."""
 
     def __init__(self, parameter: Tensor, name: str, backing: Backing, streams: Streams) -> None:
-        self.name = name
-        self.backing, self.layout = backing, backing.layout
+        self.name, self.backing, self.layout = name, backing, backing.layout
         self.shard: Shard | None = None  # what it is a part of, if it is spread over ranks
         self.resident = self.summoned = False
         self.planned_by_step = False  # it is resident by the plans of steps
@@ -49,6 +48,7 @@ class OffloadedParameter:
         self.updated_on_device = False  # it is resident, and so are its gradient and its optimizer's state
         self.state_bytes = STATE_BYTES * parameter.numel()  # of its optimizer's state, as that has told
         self.host_state_bytes = host_state_bytes(parameter.numel(), split=parameter.dtype == torch.bfloat16)
+        self.state_buffer_bytes = 0  # of host memory, which an optimizer of ours will acquire for its state
         self.optimizer_state: weakref.ref[State | DiskState | HeldTensors] | None = None
         self.place_state: Callable[[], None] | None = None  # has its optimizer move its state where that belongs
         self.forget: Callable[[], object] = lambda: None  # called when the parameter dies, or is an ordinary one again

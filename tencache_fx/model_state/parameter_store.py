@@ -7,7 +7,7 @@ import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import find_engine, inherited_engines
 from tencache_fx.runtime.transfers import Layout
 
+_LEAST_AHEAD_BYTES = 1 << 20  # less is mapped at once
 _MOST_ROOM_BYTES = 192 << 20
 _IN_HOST_MEMORY = Place()
 
@@ -175,17 +176,24 @@ class ParameterStore:
                     f"{offloaded.name} is on the CPU now: {self._engine.device} has no room for it.", stacklevel=2
                 )
 
+    def map_state_ahead(self, on_device: Container[OffloadedParameter] = ()) -> None:
+        """Begin to map host memory for state that optimizers will make, but for that of parameters `on_device`."""
+        sizes = [each.state_buffer_bytes for each in self._without_state() if each not in on_device]
+        self._engine.map_ahead([nbytes for nbytes in sizes if nbytes >= _LEAST_AHEAD_BYTES], Use.STATE)
+
     def _state_to_come(self) -> int:
         """Return the bytes of host memory that optimizers may yet acquire for state that they have not made."""
-        nbytes = 0
+        return sum(offloaded.host_state_bytes for offloaded in self._without_state())
+
+    def _without_state(self) -> Iterator[OffloadedParameter]:
+        """Yield the parameters that are trained and have no state yet, which would be in host memory."""
         for key, offloaded in self._by_storage.copy().items():  # for each gradient: in most steps all have their state
             state = offloaded.optimizer_state
             if offloaded.updated_on_device or (state is not None and state() is not None):
                 continue
             parameter = offloaded._parameter()
             if parameter is not None and parameter.requires_grad and parameter.untyped_storage()._cdata == key:
-                nbytes += offloaded.host_state_bytes
-        return nbytes
+                yield offloaded
 
     def _forget(self, key: int, offloaded: OffloadedParameter) -> None:
         if self._by_storage.get(key) is offloaded:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.model_state.disk_state import DiskState, flat_as, line_bytes
-from tencache_fx.model_state.host_state import HeldTensors, State
+from tencache_fx.model_state.host_state import HeldTensors, State, buffer_bytes
 from tencache_fx.model_state.modules import engine_of, roomy_engine
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.offloading import LEAST_BYTES
@@ -42,6 +42,7 @@ class StatePlacement:
         self._order[parameter] = nbytes = state_bytes(forms.values(), parameter.numel())
         if (offloaded := find_offloaded(parameter)) is not None:
             offloaded.host_state_bytes = nbytes
+            offloaded.state_buffer_bytes = buffer_bytes(forms, parameter.numel())
             offloaded.state_bytes = state_bytes((on_device or forms).values(), parameter.numel())
 
     def of(self, parameter: Tensor, offloaded: OffloadedParameter | None, held: State | DiskState | None) -> Tier:

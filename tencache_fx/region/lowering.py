@@ -1,7 +1,7 @@
 """Writes a plan into a region's graphs, lowers them, and checks both: the graphs, and the code generated for them."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -12,6 +12,8 @@ from tencache_fx import compat
 from tencache_fx.errors import BudgetError, InvariantError
 from tencache_fx.hardware.device_memory import avoid_fragmentation
 from tencache_fx.kept_code import KeptCode, Phase
+from tencache_fx.model_state.modules import engine_of
+from tencache_fx.model_state.parameter_store import parameters_of
 from tencache_fx.ops import RUNTIME_OPS
 from tencache_fx.passes.barriers import PinOrder
 from tencache_fx.passes.code_interface import Interface, read_interface
@@ -111,6 +113,8 @@ class PlannedLowering:
         donated = _offloaded_inputs(problem, plan, capture)
         self._written = self._watched_plan(donated, recorder, is_timeable=self._is_timeable(plan))
         self._candidate = candidate
+        if capture.backward is not None and self._request.offloaded:
+            self._map_state_ahead(frozenset(plan.updated_here), capture.offloaded)
 
     def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
         """Lower one graph with `compile_graph`; graphs of ours are pinned in order first, and checked afterwards."""
@@ -234,6 +238,12 @@ class PlannedLowering:
         Offloaded parameters come when their optimizer is done with them: that is not the graphs' time.
         """
         return is_planned(plan) and not self._request.offloaded
+
+    def _map_state_ahead(self, updated_here: frozenset[str], names: Mapping[int, str]) -> None:
+        """Begin to map what the first step needs for the optimizer's state, while code is generated."""
+        offloaded = self._request.offloaded
+        on_device = [each for index, each in offloaded.items() if names[index] in updated_here]
+        parameters_of(engine_of(self._source.device)).map_state_ahead(on_device)
 
     def _watched_plan(
         self, donated: frozenset[int], recorder: StepRecorder | None, *, is_timeable: bool

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from tencache_fx.runtime.streams import Event, Streams
-from tencache_fx.stages import STAGES
 
 
 class Use(StrEnum):
@@ -95,13 +94,15 @@ _MAPPINGS = Mappings()
 os.register_at_fork(after_in_child=_MAPPINGS.keep_in_child)
 
 
-def map_buffer(nbytes: int, use: Use, streams: Streams, *, warn: bool) -> Buffer:
-    """Return new memory, a mapping of its own, pinned; one that the driver refuses to pin is not, which may `warn`."""
+def map_buffer(nbytes: int, use: Use, streams: Streams, *, warn: bool, threads: int | None = None) -> Buffer:
+    """Return new memory, a mapping of its own, pinned, by `threads` at most, if these are given.
+
+    One that the driver refuses to pin is not, which may `warn`.
+    """
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     _MAPPINGS.add(mapping)
     raw = np.frombuffer(mapping, dtype=np.uint8)
-    with STAGES.stage("pinning"):
-        pinned = streams.pin(raw)
+    pinned = streams.pin(raw, threads)
     if not pinned and warn:
         warnings.warn(
             f"the driver refused to pin {nbytes} bytes of host memory; copies will be about 5x slower. "

@@ -11,7 +11,7 @@ Offloaded parameters and their gradients have ops of their own, in `model_state`
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -138,6 +138,13 @@ class Engine:
         self.transfers.reserve(staging, Use.STAGING)
         if disk_bytes:
             self.transfers.need_store().reserve(disk_bytes)
+
+    def map_ahead(self, sizes: Iterable[int], use: Use) -> None:
+        """Begin to map buffers of these sizes, as far as nobody else is promised the room, for who acquires them next.
+
+        Only the last call for a `use` counts.
+        """
+        self.pool.ahead.begin(sizes, use, self.pool.room_bytes)
 
     def forget_reserved(self) -> None:
         """Hold no buffers for plans any more: of what was compiled nothing is left."""

@@ -33,9 +33,11 @@ from tencache_fx.errors import BudgetError, OptionError, TencacheError
 from tencache_fx.planning.plan import PoolClass
 from tencache_fx.runtime.buffers import Buffer, Use, map_buffer
 from tencache_fx.runtime.free_buffers import FreeBuffers
+from tencache_fx.runtime.mapped_ahead import MappedAhead
 from tencache_fx.runtime.reserved_buffers import Classes, ReservedBuffers
 from tencache_fx.runtime.streams import STUCK_S, Event, Streams
 from tencache_fx.runtime.suballocator import Suballocator
+from tencache_fx.stages import STAGES
 from tencache_fx.units import PAGE_BYTES, round_up
 
 _ROOMY = 2  # a buffer this many times too large serves only when the budget leaves no better one
@@ -57,13 +59,10 @@ class Pool:
         self._suballocator = Suballocator()
         self._to_come: Callable[[], int] = int
         self._returns = 0
-        self._warned = False
-        self._closed = False
-        self.allocated_bytes = 0
-        self.acquired_bytes = 0
-        self.requested_bytes = 0
-        self.high_water_bytes = 0
-        self.high_water_requested_bytes = 0
+        self._warned = self._closed = False
+        self.ahead = MappedAhead(streams)
+        self.allocated_bytes = self.acquired_bytes = self.requested_bytes = 0
+        self.high_water_bytes = self.high_water_requested_bytes = 0
 
     @property
     def budget_bytes(self) -> int:
@@ -116,6 +115,7 @@ class Pool:
                     "backward), or call tencache_fx.close() first."
                 )
             self._budget_bytes = budget_bytes
+            self.ahead.trim(budget_bytes - self.allocated_bytes)
             self._cond.notify_all()
 
     def make_room(self, sizes: Iterable[int], use: Use) -> None:
@@ -235,6 +235,7 @@ class Pool:
     def close(self) -> None:
         """Unmap all memory. Every copy must be over; buffers still in use become invalid."""
         self.stop()
+        self.ahead.close()
         with self._cond:
             for buffer in list(self._buffers):
                 self._unmap(buffer)
@@ -379,7 +380,10 @@ class Pool:
 
     def _map(self, size: int, use: Use) -> None:
         """Add a free buffer of `size`; the caller has made room for it."""
-        buffer = map_buffer(size, use, self._streams, warn=not self._warned)
+        with STAGES.stage("pinning"):
+            buffer = self.ahead.take(size, use)
+            self.ahead.trim(self._budget_bytes - self.allocated_bytes - size)
+            buffer = buffer or map_buffer(size, use, self._streams, warn=not self._warned)
         self._warned |= not buffer.pinned
         self._buffers[buffer] = None
         self.allocated_bytes += size

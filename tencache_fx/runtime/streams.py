@@ -107,8 +107,11 @@ class Streams(ABC):
         """Start measuring a stall of the caller's compute stream."""
 
     @abstractmethod
-    def pin(self, memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> bool:
-        """Make page-aligned host `memory` fast to copy from and to; False when the system refuses."""
+    def pin(self, memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]", threads: int | None = None) -> bool:
+        """Make page-aligned host `memory` fast to copy from and to; False when the system refuses.
+
+        It has several threads for that, `threads` at most, if these are given.
+        """
 
     @abstractmethod
     def unpin(self, memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
@@ -232,7 +235,7 @@ class CpuStreams(Streams):
         """Start a clock."""
         return CpuWatch()
 
-    def pin(self, memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> bool:
+    def pin(self, memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]", threads: int | None = None) -> bool:
         """Accept: there is no device to pin for."""
         return True
 

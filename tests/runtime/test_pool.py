@@ -55,7 +55,7 @@ class PinCounter(CpuStreams):
         self.pinned: dict[int, int] = {}
         self.refuse = refuse
 
-    def pin(self, memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> bool:
+    def pin(self, memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]", threads: int | None = None) -> bool:
         assert memory.ctypes.data % PAGE_BYTES == 0
         self.pinned[memory.ctypes.data] = memory.nbytes
         return not self.refuse

@@ -1,0 +1,146 @@
+"""Buffers that are mapped before they are wanted."""
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tencache_fx
+from tencache_fx.runtime.buffers import Use
+from tencache_fx.runtime.engine_registry import find_engine
+from tencache_fx.runtime.pool import Pool
+from tencache_fx.runtime.streams import CpuStreams
+from tencache_fx.units import PAGE_BYTES
+
+SIZE = 4 * PAGE_BYTES
+
+
+class SlowPins(CpuStreams):
+    """Pins when it may, and knows which memory is pinned and by which thread; can refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_pin = threading.Event()
+        self.begun = threading.Event()
+        self.pinned: dict[int, str] = {}
+        self.refuse = False
+        self.pins = 0
+
+    def pin(self, memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]", threads: int | None = None) -> bool:
+        self.begun.set()
+        self.pins += 1
+        if threading.current_thread() is not threading.main_thread():
+            assert self.may_pin.wait(30)
+        if not self.refuse:
+            self.pinned[memory.ctypes.data] = threading.current_thread().name
+        return not self.refuse
+
+    def unpin(self, memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
+        del self.pinned[memory.ctypes.data]
+
+
+@pytest.fixture
+def streams() -> SlowPins:
+    return SlowPins()
+
+
+@pytest.fixture
+def pool(streams: SlowPins) -> Iterator[Pool]:
+    pool = Pool(streams, 10 * SIZE)
+    yield pool
+    streams.may_pin.set()
+    pool.close()
+    assert not streams.pinned
+    streams.close()
+
+
+def begin(pool: Pool, *sizes: int) -> None:
+    pool.ahead.begin(sizes, Use.STATE, pool.room_bytes)
+
+
+def wait_idle() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("tencache-map"):
+            thread.join()
+
+
+def test_who_acquires_one_gets_what_was_mapped_meanwhile(pool: Pool, streams: SlowPins) -> None:
+    streams.may_pin.set()
+    begin(pool, SIZE, SIZE)
+    wait_idle()
+    assert len(streams.pinned) == 2
+    assert (pool.allocated_bytes, pool.ahead.nbytes) == (0, 2 * SIZE)
+    buffers = [pool.acquire(SIZE, Use.STATE) for _ in range(2)]
+    assert {each.memory.data_ptr() for each in buffers} == streams.pinned.keys()
+    assert all(name.startswith("tencache-map") for name in streams.pinned.values())
+    assert (pool.allocated_bytes, pool.ahead.nbytes) == (2 * SIZE, 0)
+
+
+def test_one_that_is_being_mapped_is_waited_for_and_one_that_is_not_is_mapped_by_who_wants_it(
+    pool: Pool, streams: SlowPins
+) -> None:
+    begin(pool, SIZE, 2 * SIZE)
+    assert streams.begun.wait(30)
+    other = pool.acquire(2 * SIZE, Use.STATE)
+    assert streams.pinned == {other.memory.data_ptr(): threading.current_thread().name}
+    threading.Timer(0.1, streams.may_pin.set).start()
+    first = pool.acquire(SIZE, Use.STATE)
+    assert streams.pinned[first.memory.data_ptr()].startswith("tencache-map")
+    assert (pool.allocated_bytes, pool.ahead.nbytes) == (3 * SIZE, 0)
+
+
+def test_others_come_first_within_the_budget(pool: Pool, streams: SlowPins) -> None:
+    streams.may_pin.set()
+    begin(pool, *[SIZE] * 12)  # of which ten fit
+    wait_idle()
+    assert pool.ahead.nbytes == 10 * SIZE
+    pool.acquire(3 * SIZE, Use.PARAMETER)
+    assert pool.ahead.nbytes == 7 * SIZE
+    assert len(streams.pinned) == 8
+    pool.resize_budget(5 * SIZE)
+    assert pool.ahead.nbytes == 2 * SIZE
+
+
+def test_only_the_last_wish_counts(pool: Pool, streams: SlowPins) -> None:
+    streams.may_pin.set()
+    begin(pool, SIZE, SIZE, 2 * SIZE)
+    wait_idle()
+    begin(pool, SIZE, 3 * SIZE)
+    wait_idle()
+    assert pool.ahead.nbytes == 4 * SIZE
+    assert len(streams.pinned) == 2
+    assert streams.pins == 4  # one of the first is kept
+
+
+def test_what_the_driver_refuses_to_pin_is_told_by_who_wants_it(pool: Pool, streams: SlowPins) -> None:
+    streams.refuse = True
+    streams.may_pin.set()
+    begin(pool, SIZE)
+    wait_idle()
+    with pytest.warns(UserWarning, match="refused to pin"):
+        assert not pool.acquire(SIZE, Use.STATE).pinned
+    assert pool.ahead.nbytes == 0
+
+
+@pytest.mark.parametrize("scope", ["region", "step"])
+def test_state_is_mapped_while_the_model_is_compiled(scope: str) -> None:
+    model = tencache_fx.offload(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), "cpu")
+    optimizer = tencache_fx.optim.AdamW(model.parameters(), lr=1e-3)
+    run = torch.compile(
+        model, backend="tencache", options={"scope": scope, "compiler": "eager", "device_budget": "9MiB"}
+    )
+    loss = run(torch.randn(64, 512)).square().mean()
+    engine = find_engine(torch.device("cpu"))
+    assert engine is not None
+    ahead_bytes = engine.pool.ahead.nbytes
+    assert ahead_bytes
+    assert ahead_bytes % (512 * 512 * 12) == 0
+    before_bytes = engine.pool.allocated_bytes
+    loss.backward()
+    optimizer.step()
+    assert engine.pool.ahead.nbytes == 0
+    assert engine.pool.acquired_for(Use.STATE) >= ahead_bytes
+    assert engine.pool.allocated_bytes >= before_bytes + ahead_bytes
