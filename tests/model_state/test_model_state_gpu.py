@@ -145,7 +145,6 @@ def test_inference_writes_caches_while_weights_are_away() -> None:
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, "8bit"])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, "8bit"])
 @pytest.mark.parametrize(
     ("dtype", "splits"),
     [
