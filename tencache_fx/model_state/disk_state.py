@@ -98,7 +98,7 @@ class DiskState(Remainder):
             self.pieces.append(_Piece(part, line.store.allocate(nbytes, f"the optimizer's state of {label}")))
 
         def fill(part: slice, arrays: Sequence[Tensor]) -> None:
-            store_values(forms, arrays, {name: _part_of(value, parameter, part) for name, value in values.items()})
+            store_values(forms, arrays, {name: _part_of(values[name], parameter, part) for name in forms})
 
         line.run(self, fill, reads=False)
 

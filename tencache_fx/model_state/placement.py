@@ -97,7 +97,8 @@ def hold_state(
                 raise
         else:
             held.directory = None if engine.store is None else engine.store.directories[0]
-            flattened = {name: flat_as(v, parameter) if isinstance(v, Tensor) else v for name, v in values.items()}
+            arrays = {name: values[name] for name in forms}
+            flattened = {name: flat_as(v, parameter) if isinstance(v, Tensor) else v for name, v in arrays.items()}
             store_values(forms, held.arrays, flattened)
             return held
     label = "a parameter" if offloaded is None else offloaded.name
