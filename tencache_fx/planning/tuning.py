@@ -31,7 +31,7 @@ class Tuning:
     # ... until so many have a plan: the largest that fit are the fastest but for what activations then lack,
     state_plans: int = 3
     # ... and then this much more than the largest, one after the other, to fill what an eighth leaves free.
-    finer_state_shares: tuple[float, ...] = (1 / 16, 1 / 32)
+    finer_state_shares: tuple[float, ...] = (1 / 16, 1 / 32, 1 / 64, 1 / 128)
     # A plan as fast as the fastest, within half a percent (forecasts err by more), may be preferred for other reasons.
     tolerance_per_mille: int = 5
 
