@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import each_in_a_quick_case
 from harness import capture_of, faulty_engine
 from meter import OPTIONS, VALUE, Meter, expected, layers, same, train
 from torch import Tensor, nn
@@ -107,8 +108,7 @@ def test_what_leaves_is_what_the_forward_has_read() -> None:
     assert all(map(torch.equal, trained("4.2MB"), trained(None)))
 
 
-@pytest.mark.parametrize("policy", ["joint", "teraio", "10cache"])
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@each_in_a_quick_case(compiler=["inductor", "eager"], policy=["joint", "teraio", "10cache"])
 def test_numbers_and_peaks(compiler: str, policy: str) -> None:
     model = Waist()
     with faulty_engine():

@@ -47,7 +47,8 @@ class Overwriting(nn.Module):
 
 
 MORE = (
-    *(case for case in CASES if case.name != "lstm-default"),  # which torch leaves to eager
+    # lstm-default is what torch leaves to eager; a graph is the same however many backwards come before an update.
+    *(case for case in CASES if case.name != "lstm-default" and case.accumulate == 1),
     Case(name="checkpointed", build=Checkpointed, batch=vectors),
     Case(name="overwriting", build=Overwriting, batch=vectors),
 )
@@ -62,12 +63,17 @@ def listing(halves: Sequence[fx.GraphModule]) -> list[tuple[str, ...]]:
     ]
 
 
-@pytest.mark.parametrize("recompute", ["auto", "none"])
 @pytest.mark.parametrize("case", MORE, ids=lambda case: case.name)
-def test_a_joint_graph_is_split_again_as_if_for_the_first_time(case: Case, recompute: str) -> None:
+def test_a_joint_graph_is_split_again_as_if_for_the_first_time(case: Case) -> None:
     found: list[bool] = []
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """Split what was traced once by each way to choose what is computed again."""
+        for_none = copy_joint(joint)
+        split_twice(for_none, inputs, "none", **kwargs)
+        return split_twice(joint, inputs, "auto", **kwargs)
+
+    def split_twice(joint: fx.GraphModule, inputs: Sequence[Any], recompute: str, **kwargs: Any) -> Any:
         def split(graph: fx.GraphModule, again: frozenset[str] = frozenset()) -> list[tuple[str, ...]]:
             return listing(split_joint(Joint.prepare(graph, inputs, recompute=recompute, **kwargs), again=again))
 

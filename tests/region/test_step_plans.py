@@ -475,6 +475,7 @@ def _noted(run: Callable[..., Tensor], deed: str, issued: list[tuple[str, str]])
     return noting
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 def test_what_the_last_op_and_the_first_one_behind_it_read_leaves_in_between(engine: Engine) -> None:
     """Other regions run in between; also where kernels are fused, and only heavy ones keep their place."""
 
