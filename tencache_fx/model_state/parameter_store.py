@@ -177,7 +177,7 @@ class ParameterStore:
                 )
 
     def map_state_ahead(self, on_device: Container[OffloadedParameter] = ()) -> None:
-        """Begin to map host memory for state that optimizers will make, but for that of parameters `on_device`."""
+        """Begin to map host memory for the state that optimizers will make of all parameters but those `on_device`."""
         sizes = [each.state_buffer_bytes for each in self._without_state() if each not in on_device]
         self._engine.map_ahead([nbytes for nbytes in sizes if nbytes >= _LEAST_AHEAD_BYTES], Use.STATE)
 

@@ -116,7 +116,7 @@ def shown_of(held: State | DiskState) -> Mapping[str, Tensor]:
 def decoded_of(held: State | DiskState | None, state: Mapping[str, Any], *, stored: bool = False) -> dict[str, Any]:
     """Return what there is of a parameter in an optimizer's `state` and on disk, arrays as tensors of its shape.
 
-    With `stored`, those in memory whose elements are not kept one by one are what they are kept in.
+    With `stored`, an array in memory stays encoded, as `Stored`, if its form does not keep elements one by one.
     """
     if held is None:
         return dict(state)

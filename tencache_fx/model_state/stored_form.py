@@ -77,7 +77,7 @@ class StoredForm:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The values of an array as what it is kept in: the parts of a form and, if that reads it, the weight, [n]."""
+    """The values of an array as they are kept: the parts of a form, and the weight, [n], if the form reads it."""
 
     shape: torch.Size
     form: StoredForm
@@ -129,7 +129,7 @@ def by_form(forms: Sequence[StoredForm], arrays: Sequence[Tensor]) -> list[Seque
 def store_values(
     forms: Mapping[str, StoredForm], arrays: Sequence[Tensor], values: Mapping[str, Tensor | Stored | float]
 ) -> None:
-    """Set the parts of all arrays to values by name, each [n], what these are kept in, or one number."""
+    """Set the parts of all arrays to values by name: elements [n], parts that keep them, or one number for all."""
     for (name, form), parts in zip(forms.items(), by_form(tuple(forms.values()), arrays), strict=True):
         value = values[name]
         if isinstance(value, Tensor):

@@ -190,7 +190,7 @@ class Budgets:
     """Most bytes of each tier; `device_bytes` None means no limit, 0 disk bytes means no disk.
 
     `host_bytes` are for transfers: `host_taken_bytes` more are held, or kept free, for parameters, gradients, optimizer
-    state and other regions. Those may exceed the budget, by `host_lacking_bytes`, which leaves nothing for transfers.
+    state and other regions. Where those exceed the budget, by `host_lacking_bytes`, nothing is left for transfers.
     """
 
     device_bytes: int | None

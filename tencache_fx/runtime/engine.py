@@ -140,11 +140,11 @@ class Engine:
             self.transfers.need_store().reserve(disk_bytes)
 
     def map_ahead(self, sizes: Iterable[int], use: Use) -> None:
-        """Begin to map buffers of these sizes, as far as nobody else is promised the room, for who acquires them next.
+        """Begin to map buffers of these sizes for later calls of `acquire`, in room that is not promised to others.
 
         Only the last call for a `use` counts.
         """
-        self.pool.ahead.begin(sizes, use, self.pool.room_bytes)
+        self.pool.ahead.begin(sizes, use)
 
     def forget_reserved(self) -> None:
         """Hold no buffers for plans any more: of what was compiled nothing is left."""
@@ -344,7 +344,7 @@ class Engine:
         return {
             "host_acquired_bytes": pool.acquired_bytes,
             "host_high_water_bytes": pool.high_water_bytes,
-            "host_pool_bytes": pool.allocated_bytes,
+            "host_pool_bytes": pool.allocated_bytes + pool.ahead.nbytes,
             "host_waste_bytes": max(0, pool.allocated_bytes - pool.high_water_requested_bytes),
             "disk_bytes": 0 if store is None else store.file_bytes,
             "disk_acquired_bytes": 0 if store is None else store.acquired_bytes,

@@ -1,9 +1,10 @@
 """Buffers that are mapped and pinned before anybody wants them, while the caller has other work, such as compiling."""
 
-import threading
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
 
 from tencache_fx.runtime.buffers import Buffer, Use, map_buffer
 from tencache_fx.runtime.streams import Streams
@@ -13,35 +14,42 @@ _THREADS = 2  # that touch pages: compilers want the others
 
 
 class MappedAhead:
-    """Such buffers of a pool, by use and size class; they count as none of its own until it takes them. Thread-safe."""
+    """Such buffers of a pool, by use and size class; they count as none of its own until it takes them. Thread-safe.
 
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-        self._lock = threading.Lock()
-        self._coming: defaultdict[tuple[Use, int], deque[Future[Buffer]]] = defaultdict(deque)
+    `lock` is the pool's, so that `room` stays as it is while buffers are begun. It is one that its thread may take
+    again: a signal's handler may use the pool while its thread waits here.
+    """
+
+    def __init__(self, streams: Streams, lock: AbstractContextManager[Any], room: Callable[[], int]) -> None:
+        self._streams, self._lock, self._room = streams, lock, room
         self._closed = False
-        self.nbytes = 0
+        self._coming: dict[tuple[Use, int], deque[Future[Buffer]]] = {}
 
-    def begin(self, sizes: Iterable[int], use: Use, most_bytes: int) -> None:
-        """Begin to map a buffer of each size that has none yet, as far as all take `most_bytes` at most.
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all that are mapped or being mapped."""
+        return sum(size * len(coming) for (_, size), coming in self._coming.copy().items())
 
-        Those that nobody wants any more are given up.
+    def begin(self, sizes: Iterable[int], use: Use) -> None:
+        """Begin to map a buffer of each size that has none yet, as far as the pool has room for all.
+
+        Those that nobody wants any more are unmapped.
         """
         wanted = Counter(round_up(max(1, size), PAGE_BYTES) for size in sizes)
         with self._lock:
-            for (each, size), coming in self._coming.items():
+            for (each, size), coming in self._coming.copy().items():
                 while each is use and len(coming) > wanted[size]:
-                    self._drop(size, coming.pop())
-            missing = wanted - Counter(
-                {size: len(coming) for (each, size), coming in self._coming.items() if each is use}
-            )
+                    self._unmap(coming)
+            mine = {size: len(coming) for (each, size), coming in self._coming.items() if each is use}
+            missing = wanted - Counter(mine)
             if not missing or self._closed:
                 return
             worker = ThreadPoolExecutor(1, thread_name_prefix="tencache-map")
+            left_bytes = self._room() - self.nbytes
             for size in missing.elements():
-                if self.nbytes + size <= most_bytes:
-                    self.nbytes += size
-                    self._coming[use, size].append(
+                if size <= left_bytes:
+                    left_bytes -= size
+                    self._coming.setdefault((use, size), deque()).append(
                         worker.submit(map_buffer, size, use, self._streams, warn=False, threads=_THREADS)
                     )
             worker.shutdown(wait=False)
@@ -49,27 +57,35 @@ class MappedAhead:
     def take(self, size: int, use: Use) -> Buffer | None:
         """Return a pinned buffer of a size class, once it is mapped; None if none of that size has been begun."""
         with self._lock:
-            if not (coming := self._coming[use, size]):
-                return None
-            failed = coming[0].cancel() or coming[0].exception() is not None  # not begun: the caller is as fast
-            self.nbytes -= size
-            future = coming.popleft()
-            return None if failed or not future.result().pinned else future.result()
+            coming = self._coming.get((use, size))
+            return _remove(coming, coming[0]) if coming else None  # one that is not begun the caller maps as fast
 
     def trim(self, most_bytes: int) -> None:
-        """Give up what exceeds `most_bytes`, those begun last first."""
+        """Unmap what exceeds `most_bytes`, those begun last first; waits for one that is being mapped."""
         with self._lock:
-            for (_, size), coming in reversed(self._coming.items()):
+            for coming in reversed(self._coming.copy().values()):
                 while coming and self.nbytes > most_bytes:
-                    self._drop(size, coming.pop())
+                    self._unmap(coming)
 
     def close(self) -> None:
-        """Give up all; waits for what is being mapped."""
+        """Unmap all; waits for what is being mapped."""
         with self._lock:
             self._closed = True
-        self.trim(0)
+            self.trim(0)
 
-    def _drop(self, size: int, future: "Future[Buffer]") -> None:
-        self.nbytes -= size
-        if not future.cancel() and future.exception() is None and (buffer := future.result()).pinned:
+    def _unmap(self, coming: "deque[Future[Buffer]]") -> None:
+        if (buffer := _remove(coming, coming[-1])) is not None:
             self._streams.unpin(buffer.raw)
+
+
+def _remove(coming: "deque[Future[Buffer]]", future: "Future[Buffer]") -> Buffer | None:
+    """Remove a buffer, once it is mapped, and return it if it is pinned; None if it has not been begun.
+
+    An interrupt of the wait leaves it there. A signal's handler may have removed it meanwhile: None then, too.
+    """
+    is_begun = not future.cancel()
+    failed = is_begun and future.exception() is not None
+    if future not in coming:
+        return None
+    coming.remove(future)
+    return future.result() if is_begun and not failed and future.result().pinned else None

@@ -48,8 +48,7 @@ class Pool:
     """Owns the buffers. Thread-safe; the lock is held while one is mapped, which a planned run does only at first."""
 
     def __init__(self, streams: Streams, budget_bytes: int, *, patience_s: float = STUCK_S) -> None:
-        self._streams = streams
-        self._patience_s = patience_s
+        self._streams, self._patience_s = streams, patience_s
         self._budget_bytes = budget_bytes
         self._cond = threading.Condition()
         self._free = FreeBuffers()
@@ -60,7 +59,7 @@ class Pool:
         self._to_come: Callable[[], int] = int
         self._returns = 0
         self._warned = self._closed = False
-        self.ahead = MappedAhead(streams)
+        self.ahead = MappedAhead(streams, self._cond, lambda: self.room_bytes)
         self.allocated_bytes = self.acquired_bytes = self.requested_bytes = 0
         self.high_water_bytes = self.high_water_requested_bytes = 0
 
@@ -148,6 +147,7 @@ class Pool:
         """Reserve nothing for these uses any more, and unmap all of their free buffers, once no copy touches them."""
         with self._cond:
             self._reserved.forget(uses)
+            self.ahead.trim(0)
             for buffer in self._free.take_all(uses):
                 self._streams.wait_host(buffer.after)
                 self._unmap(buffer)
@@ -381,9 +381,9 @@ class Pool:
     def _map(self, size: int, use: Use) -> None:
         """Add a free buffer of `size`; the caller has made room for it."""
         with STAGES.stage("pinning"):
-            buffer = self.ahead.take(size, use)
-            self.ahead.trim(self._budget_bytes - self.allocated_bytes - size)
-            buffer = buffer or map_buffer(size, use, self._streams, warn=not self._warned)
+            if (buffer := self.ahead.take(size, use)) is None:
+                self.ahead.trim(self._budget_bytes - self.allocated_bytes - size)
+                buffer = map_buffer(size, use, self._streams, warn=not self._warned)
         self._warned |= not buffer.pinned
         self._buffers[buffer] = None
         self.allocated_bytes += size

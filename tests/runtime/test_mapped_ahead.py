@@ -1,7 +1,10 @@
 """Buffers that are mapped before they are wanted."""
 
+import gc
+import signal
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -57,8 +60,22 @@ def pool(streams: SlowPins) -> Iterator[Pool]:
     streams.close()
 
 
+class Stop(BaseException):
+    """Raised by a signal's handler."""
+
+
+def when_it_waits(handle: Callable[[], object]) -> None:
+    """Call a signal's handler in the main thread, which is about to wait for what is being mapped."""
+    signal.signal(signal.SIGALRM, lambda _signal, _frame: handle())
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+
+
+def stop() -> None:
+    raise Stop
+
+
 def begin(pool: Pool, *sizes: int) -> None:
-    pool.ahead.begin(sizes, Use.STATE, pool.room_bytes)
+    pool.ahead.begin(sizes, Use.STATE)
 
 
 def wait_idle() -> None:
@@ -123,6 +140,75 @@ def test_what_the_driver_refuses_to_pin_is_told_by_who_wants_it(pool: Pool, stre
     with pytest.warns(UserWarning, match="refused to pin"):
         assert not pool.acquire(SIZE, Use.STATE).pinned
     assert pool.ahead.nbytes == 0
+
+
+@pytest.mark.parametrize("unmap", [lambda pool: pool.resize_budget(0), begin], ids=["budget", "wish"])
+def test_an_interrupt_while_one_is_unmapped_leaves_nothing_pinned(
+    pool: Pool, streams: SlowPins, unmap: Callable[[Pool], None]
+) -> None:
+    begin(pool, SIZE)
+    assert streams.begun.wait(30)
+    with pytest.raises(Stop):  # noqa: PT012
+        when_it_waits(stop)
+        unmap(pool)
+    assert pool.ahead.nbytes == SIZE
+    streams.may_pin.set()
+    unmap(pool)
+    assert not streams.pinned
+
+
+@pytest.mark.parametrize("size", [SIZE, 2 * SIZE])
+def test_a_signals_handler_may_acquire_while_its_thread_waits_for_one(pool: Pool, streams: SlowPins, size: int) -> None:
+    buffers = []
+
+    def acquire() -> None:
+        threading.Timer(0.1, streams.may_pin.set).start()
+        buffers.append(pool.acquire(size, Use.STATE))
+
+    begin(pool, SIZE)
+    assert streams.begun.wait(30)
+    when_it_waits(acquire)
+    buffers.append(pool.acquire(SIZE, Use.STATE))
+    assert {each.memory.data_ptr() for each in buffers} == streams.pinned.keys()
+    assert (pool.allocated_bytes, pool.ahead.nbytes) == (SIZE + size, 0)
+
+
+def test_a_thread_that_cannot_be_started_leaves_nothing_counted(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", lambda _: stop())
+    with pytest.raises(Stop):
+        begin(pool, SIZE)
+    assert pool.ahead.nbytes == 0
+
+
+def test_what_was_acquired_meanwhile_is_no_room(pool: Pool, streams: SlowPins) -> None:
+    """Another thread acquires while sizes are listed."""
+    streams.may_pin.set()
+
+    def sizes() -> Iterator[int]:
+        pool.acquire(9 * SIZE, Use.PARAMETER)
+        yield from [SIZE] * 3
+
+    pool.ahead.begin(sizes(), Use.STATE)
+    assert pool.ahead.nbytes == SIZE
+
+
+def test_what_is_mapped_ahead_counts_in_the_stats_and_goes_with_what_was_compiled() -> None:
+    model = tencache_fx.offload(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), "cpu")
+    optimizer = tencache_fx.optim.AdamW(model.parameters(), lr=1e-3)
+    run = torch.compile(model, backend="tencache", options={"compiler": "eager", "device_budget": "9MiB"})
+    run(torch.randn(64, 512))
+    engine = find_engine(torch.device("cpu"))
+    assert engine is not None
+    ahead_bytes = engine.pool.ahead.nbytes
+    assert ahead_bytes
+    assert tencache_fx.stats()["host_pool_bytes"] == engine.pool.allocated_bytes + ahead_bytes
+    gone = weakref.ref(model)
+    del model, optimizer, run
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
+    tencache_fx.stats()
+    assert engine.pool.ahead.nbytes == 0
 
 
 @pytest.mark.parametrize("scope", ["region", "step"])
