@@ -26,6 +26,8 @@ def threads_beside_others() -> int:
 def compile_for_threads(function: Callable[..., None], examples: Sequence[torch.Tensor]) -> Callable[..., None]:
     """Return `function` of tensors compiled by Inductor, for any length of all that have as many rows as the first.
 
+    Other examples are lists, of the length that they have.
+
     Unlike what `torch.compile` returns, it may be called in one thread while another compiles, and lets other threads
     run meanwhile: nothing of Dynamo is asked at a call, and generated code calls its kernels from C++. On the CPU some
     cores are left to these threads. Its arithmetic is IEEE's, as it is written down, so it gives the same bits on any
@@ -46,7 +48,7 @@ def compile_for_threads(function: Callable[..., None], examples: Sequence[torch.
         return compiled  # type: ignore[no-any-return]
 
     for each in examples:
-        if len(each) == length:
+        if len(each) == length and each.dim() == examples[0].dim():  # else it is a list of as many numbers
             torch._dynamo.mark_dynamic(each, 0)
     # Several functions have the same code. Where theirs differ, Dynamo would have it take other sizes and numbers, too.
     constant = torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True)

@@ -23,3 +23,15 @@ def test_only_the_length_varies_whatever_was_compiled_of_the_same_code() -> None
     longer = torch.zeros(32, 4)
     number_rows(longer)
     assert torch.equal(longer, torch.tensor([1.0, 2, 3, 4]).expand(32, 4))
+
+
+def _adding(array: Tensor, numbers: Tensor) -> None:
+    array.add_(numbers[-1])
+
+
+def test_a_list_of_as_many_numbers_as_there_are_rows_is_no_length() -> None:
+    rows, numbers = torch.zeros(16, 4), torch.arange(16.0)
+    add = compile_for_threads(_adding, [rows, numbers])
+    longer = torch.zeros(32, 4)
+    add(longer, numbers)
+    assert torch.equal(longer, torch.full((32, 4), 15.0))
