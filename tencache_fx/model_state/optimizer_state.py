@@ -290,8 +290,9 @@ def _weight_of(master: Tensor | float, parameter: Tensor, offloaded: OffloadedPa
     """Return the weight of which a split master is: the host copy, or another one until that is taken over."""
     weight = None if offloaded is None else flat(offloaded.host)
     if not isinstance(master, Tensor):  # there is none: it is the weight, or NaN until that is seen
-        number = (parameter.numel(),), master
-        return torch.full(*number, dtype=parameter.dtype, device="cpu") if weight is None else weight
+        if weight is not None:
+            return weight
+        return torch.full((parameter.numel(),), master, dtype=parameter.dtype, device="cpu")
     rounded = flat(dense_like(parameter, master.to(device="cpu", dtype=parameter.dtype, copy=True)))
     is_it = weight is not None and torch.equal(rounded.view(torch.int16), weight.view(torch.int16))
     return weight if weight is not None and is_it else rounded

@@ -242,7 +242,7 @@ class PlannedLowering:
     def _map_state_ahead(self, updated_here: frozenset[str], names: Mapping[int, str]) -> None:
         """Begin to map what the first step needs for the optimizer's state, while code is generated."""
         offloaded = self._request.offloaded
-        on_device = [each for index, each in offloaded.items() if names[index] in updated_here]
+        on_device = {each for index, each in offloaded.items() if names[index] in updated_here}
         parameters_of(engine_of(self._source.device)).map_state_ahead(on_device)
 
     def _watched_plan(
