@@ -1,10 +1,11 @@
 """One offloaded parameter's update: on the host, or streamed through the device, with the same bits either way."""
 
 import contextlib
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -86,6 +87,16 @@ Scaling = Callable[[Tensor], Tensor]
 """Scales a step's numbers; blocks until the factor is in host memory."""
 
 
+@dataclass(slots=True, eq=False)
+class _Opened:
+    """What the parts of an update share: the new weight's memory, the gradient [n], and the step's numbers."""
+
+    write: HostWrite
+    gradient: Tensor
+    numbers: Tensor
+    was_on_device: bool = False
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class ParameterUpdate:
     """A `parameter`'s gradient (`buffer`), `offloaded` weight and optimizer's `state`, and the `step` it takes.
@@ -103,6 +114,9 @@ class ParameterUpdate:
     fresh: bool
     count: Callable[[], None]
     shared: SharedByUpdates
+    _part_elements: int = field(init=False)  # the same for all parts, whenever others get room on the device
+    _opened: "_Opened | None" = field(init=False, default=None)
+    _opening: threading.Lock = field(init=False, default_factory=threading.Lock)  # of threads that do parts
 
     def can_begin(self) -> bool:
         """Return whether its gradient is there."""
@@ -114,87 +128,97 @@ class ParameterUpdate:
         if self.shared.updates.streams_through_device:
             self._kernel(self.offloaded.parameter.device)
 
-    @torch.no_grad()
-    def on_host(self) -> None:
-        """Update in host memory."""
-        with self._begin_write() as write:
-            gradient, numbers, arrays = self._begin(write)
-            write.wait_readers()
-            begin_ns = time.perf_counter_ns()
-            self._kernel(_CPU)(gradient, write.elements, *arrays, numbers)
-            self.shared.engine.stats.add(updates=1, update_ns=time.perf_counter_ns() - begin_ns)
-            self._end(write)
+    def __post_init__(self) -> None:
+        most = None if isinstance(self.state, DiskState) else self.shared.updates.part_elements
+        self._part_elements = max(1, self.parameter.numel()) if most is None else most
+
+    @property
+    def parts(self) -> int:
+        """Return how many parts it is updated in, wherever each of them is."""
+        return max(1, -(-self.parameter.numel() // self._part_elements))
 
     @torch.no_grad()
-    def on_device(self, room: Room) -> Begun:
-        """Issue the update's pieces."""
-        device = self.offloaded.parameter.device
-        with contextlib.ExitStack() as undo:
-            write = undo.enter_context(self._begin_write())
-            gradient, on_host, arrays = self._begin(write)
-            kernel, numbers, weight = self._kernel(device), room.copy_in(on_host), write.elements
+    def on_host(self, part: int) -> None:
+        """Update a part in host memory."""
+        opened, elements = self._open(), self._elements(part)
+        opened.write.wait_readers()
+        begin_ns = time.perf_counter_ns()
+        gradient, weight = opened.gradient[elements], opened.write.elements[elements]
+        self._kernel(_CPU)(gradient, weight, *self._arrays(elements), opened.numbers)
+        self.shared.engine.stats.add(update_ns=time.perf_counter_ns() - begin_ns)
 
-            def work(pieces: Sequence[Tensor]) -> None:
-                change, *some, value = pieces
-                kernel(change, value, *some, numbers)
+    @torch.no_grad()
+    def on_device(self, part: int, room: Room) -> Begun:
+        """Issue the pieces of a part."""
+        opened, elements = self._open(), self._elements(part)
+        opened.was_on_device = True
+        kernel, numbers = self._kernel(self.offloaded.parameter.device), room.copy_in(opened.numbers)
+        gradient, weight, arrays = opened.gradient[elements], opened.write.elements[elements], self._arrays(elements)
 
-            parts = dict(zip(arrays, parts_of(self.state.forms.values()), strict=True))
-            sources = [gradient, *arrays] if self.state.weight is None else [gradient, *arrays, weight]
-            last = room.stream(len(weight), sources, [*arrays, weight], work, write.after, parts)
-            undo.pop_all()
+        def work(pieces: Sequence[Tensor]) -> None:
+            change, *some, value = pieces
+            kernel(change, value, *some, numbers)
 
-        def finish() -> None:
-            with write:
-                write.after = (last,)
-                last.synchronize()
-                self.shared.engine.stats.add(updates=1, device_updates=1)
-                self._end(write)
-
-        return Begun(last.query, finish)
+        kinds = dict(zip(arrays, parts_of(self.state.forms.values()), strict=True))
+        sources = [gradient, *arrays] if self.state.weight is None else [gradient, *arrays, weight]
+        last = room.stream(len(weight), sources, [*arrays, weight], work, opened.write.after, kinds)
+        return Begun(last.query, last.synchronize)
 
     @torch.no_grad()
     def on_disk(self) -> Begun:
         """Begin with the first piece of a state that is on disk."""
         assert isinstance(self.state, DiskState)
-        with contextlib.ExitStack() as undo:
-            write = undo.enter_context(self._begin_write())
-            gradient, numbers, _ = self._begin(write)
-            kernel, weight, is_stale = self._kernel(_CPU), write.elements, self._is_stale
-            write.wait_readers()
+        opened = self._open()
+        kernel, weight, is_stale = self._kernel(_CPU), opened.write.elements, self._is_stale
+        gradient, numbers = opened.gradient, opened.numbers
+        opened.write.wait_readers()
 
-            @torch.no_grad()
-            def work(part: slice, arrays: Sequence[Tensor]) -> None:
-                if is_stale:
-                    set_master(arrays[0], weight[part])
-                kernel(gradient[part], weight[part], *arrays, numbers)
+        @torch.no_grad()
+        def work(part: slice, arrays: Sequence[Tensor]) -> None:
+            if is_stale:
+                set_master(arrays[0], weight[part])
+            kernel(gradient[part], weight[part], *arrays, numbers)
 
-            done = self.state.begin(work)
-            undo.pop_all()
+        done = self.state.begin(work)
+        return Begun(done.done, done.result)
 
-        def finish() -> None:
-            with write:
-                done.result()
-                self.shared.engine.stats.add(updates=1)
-                self._end(write)
+    def end(self, error: BaseException | None) -> None:
+        """Let the new weight be the parameter's, once all parts are done; drop it if one of them has failed."""
+        opened, self._opened = self._opened, None
+        if opened is None:  # not even the first has begun
+            return
+        with opened.write as write:
+            if error is None:
+                write.commit()
+                self.count()
+                h2d_bytes = self.offloaded.finish_update()
+                self.shared.engine.stats.add(updates=1, device_updates=opened.was_on_device, h2d_bytes=h2d_bytes)
 
-        return Begun(done.done, finish)
-
-    def _begin_write(self) -> HostWrite:
-        """Return memory for the new weight, with the old one in it if that is read."""
-        self.buffer.landed()  # nothing is to wait for a gradient while it has memory that others wait for
-        return self.offloaded.begin_write(read=self.fresh)
-
-    def _begin(self, write: HostWrite) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """Return the gradient, the numbers, once they are known, and the arrays, if these are in memory.
+    def _open(self) -> "_Opened":
+        """Return what all parts share: the first of them makes it, in its thread.
 
         A master that is out of date is set.
         """
-        gradient = flat(self.buffer.landed())
-        arrays = self.state.arrays if isinstance(self.state, State) else ()
-        if self._is_stale and arrays:
-            set_master(arrays[0], write.elements)
-        numbers = self.step.numbers
-        return gradient, numbers if self.scaling is None else self.scaling(numbers), arrays
+        with self._opening:
+            if self._opened is None:
+                with contextlib.ExitStack() as undo:
+                    self.buffer.landed()  # nothing is to wait for a gradient while it has memory that others wait for
+                    write = undo.enter_context(self.offloaded.begin_write(read=self.fresh))
+                    gradient, numbers = flat(self.buffer.landed()), self.step.numbers
+                    if self._is_stale and isinstance(self.state, State) and self.state.arrays:
+                        set_master(self.state.arrays[0], write.elements)
+                    numbers = numbers if self.scaling is None else self.scaling(numbers)
+                    self._opened = _Opened(write, gradient, numbers)
+                    undo.pop_all()
+            return self._opened
+
+    def _elements(self, part: int) -> slice:
+        start = part * self._part_elements
+        return slice(start, min(start + self._part_elements, self.parameter.numel()))
+
+    def _arrays(self, elements: slice) -> Sequence[Tensor]:
+        assert isinstance(self.state, State)
+        return self.state.piece(elements)
 
     @property
     def _is_stale(self) -> bool:
@@ -203,11 +227,6 @@ class ParameterUpdate:
 
     def _kernel(self, device: torch.device) -> Callable[..., None]:
         return self.step.kernel.compiled(self.offloaded.layout.dtype, device)
-
-    def _end(self, write: HostWrite) -> None:
-        write.commit()
-        self.count()
-        self.shared.engine.stats.add(h2d_bytes=self.offloaded.finish_update())
 
 
 def flat(dense: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ order. So the next one is chosen when a thread is free, and not when the work is
 
 One thread updates on the host. The other, where it was given device memory to work in (`open_room`), streams its
 updates through the device, piece by piece: host memory, the links and the device are then all busy. Both take their
-work from the same queue, so each does as much of it as it is fast. What has its state on disk waits for that in a queue
-of its own.
+work from the same queue, so each does as much of it as it is fast. A large update is in parts, of which each thread
+takes the next one: the next forward may begin with the parameter whose gradient came last, an embedding's, and waits
+for that. What has its state on disk waits for that in a queue of its own.
 """
 
 import contextlib
@@ -19,14 +20,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from tencache_fx.errors import TencacheError
 from tencache_fx.model_state.copy_state import LateWork
 from tencache_fx.model_state.update_room import Begun, Room
 from tencache_fx.runtime.streams import Streams
-
-_T = TypeVar("_T")
 
 _POLL_S = 0.0005  # CUDA events do not notify
 
@@ -41,35 +40,69 @@ class Submit(Protocol):
 
 
 class Update(Protocol):
-    """One parameter's update, which may run in either place, with the same result; or one with its state on disk."""
+    """One parameter's update, whose parts may each run in either place, with the same result.
 
-    def on_host(self) -> None:
-        """Carry it out."""
+    One with its state on disk has one part.
+    """
 
-    def on_device(self, room: Room) -> Begun:
-        """Issue it."""
+    @property
+    def parts(self) -> int:
+        """Return how many parts there are."""
+
+    def on_host(self, part: int) -> None:
+        """Carry a part out."""
+
+    def on_device(self, part: int, room: Room) -> Begun:
+        """Issue a part."""
 
     def on_disk(self) -> Begun:
         """Begin it with state that is on disk."""
 
+    def end(self, error: BaseException | None) -> None:
+        """End it once no part is under way: all of them are done, or one has failed, and others have not begun."""
+
 
 @dataclass(slots=True, eq=False)
 class _Task:
+    """An update: the parts that nobody has taken yet are `left`, and those that have not ended `under_way`."""
+
     urgency: tuple[int, int]
     update: Update
     can_begin: Callable[[], bool]
     future: "Future[None]"
+    left: int
+    under_way: int = 0
+    error: BaseException | None = None
 
     def __lt__(self, other: "_Task") -> bool:
         return self.urgency < other.urgency
 
-    def run(self, work: Callable[[], _T]) -> _T:
-        """Do some of the task's work; if that fails, the task has."""
+    @property
+    def has_more(self) -> bool:
+        """Whether there is a part to be taken."""
+        return self.left > 0 and self.error is None
+
+    def take(self) -> "_Part":
+        """Take the next part, the first ones first."""
+        self.left, self.under_way = self.left - 1, self.under_way + 1
+        return _Part(self, self.update.parts - self.left - 1)
+
+    def finish(self) -> None:
+        """End the update; whoever waits for it gets its error."""
         try:
-            return work()
-        except BaseException as error:  # raised here for the thread, and by whoever waits for the task
-            self.future.set_exception(error)
-            raise
+            self.update.end(self.error)
+        except BaseException as error:
+            self.error = error
+        if self.error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(self.error)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    task: _Task
+    index: int
 
 
 class _Queue:
@@ -90,25 +123,43 @@ class _Queue:
             self._sort_in()
             return bool(self._ready)
 
-    def take(self, *, wait: bool = True) -> _Task | None:
-        """Return the task to do next; None when there is none left, or without `wait` when none can begin now."""
+    def take(self, *, wait: bool = True) -> _Part | None:
+        """Return what to do next; None when there is nothing left, or without `wait` when nothing can begin now."""
         while True:
             with self._lock:
                 self._sort_in()
                 if self._ready:
-                    return heapq.heappop(self._ready)
+                    part = self._ready[0].take()
+                    self._drop_taken()  # whoever waits for it is to find that nobody holds what it is of
+                    return part
                 if not wait or not self._waiting:
                     return None
             time.sleep(_POLL_S)
+
+    def end(self, part: _Part, error: BaseException | None = None) -> None:
+        """Note that a part has ended, and how; with its last one, or once none of one that failed runs, a task ends."""
+        task = part.task
+        with self._lock:
+            task.under_way -= 1
+            task.error = task.error or error
+            is_over = not task.under_way and not task.has_more
+        if is_over:
+            task.finish()
 
     def _sort_in(self) -> None:
         """Let those that can begin now wait by urgency. Lock held."""
         while self._waiting and _can_begin(self._waiting[0]):
             heapq.heappush(self._ready, self._waiting.popleft())
+        self._drop_taken()
+
+    def _drop_taken(self) -> None:
+        """Let go of those at the top that have nothing left to be taken. Lock held."""
+        while self._ready and not self._ready[0].has_more:
+            heapq.heappop(self._ready)
 
 
 class _Batch:
-    """Tasks that are submitted together: those that are in no queue yet, and how many there were."""
+    """Tasks that are submitted together: those that are in no queue yet, and how many parts they have."""
 
     def __init__(self) -> None:
         self.shared: deque[_Task] = deque()
@@ -122,32 +173,31 @@ class _Batch:
             self.disk_count += 1
             self.disk.append(task)
         else:
-            self.shared_count += 1
+            self.shared_count += task.left
             self.shared.append(task)
 
 
 class _Ahead:
-    """A thread that issues one task while the one before is under way: between two, nothing stands still."""
+    """A thread that issues one part while the one before is under way: between two, nothing stands still."""
 
-    def __init__(self, queue: _Queue, issue: Callable[[Update], Begun], name: str) -> None:
+    def __init__(self, queue: _Queue, issue: Callable[[_Part], Begun], name: str) -> None:
         self._queue, self._issue = queue, issue
-        self._under_way: deque[tuple[_Task, Begun]] = deque()
+        self._under_way: deque[tuple[_Part, Begun]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._to_come: deque[None] = deque()  # calls of `_do_one`: counted without a lock, as in `_Queue.put`
 
     def note(self, count: int) -> None:
-        """Note that there are so many tasks more; others may do them first."""
+        """Note that there are so many parts more; others may do them first."""
         self._to_come.extend(itertools.repeat(None, count))
         self._thread.submit(_repeat, self._do_one, count)
 
     def end_done(self) -> None:
-        """End those tasks that are done; for the thread itself, while it issues another."""
+        """End those parts that are done; for the thread itself, while it issues another."""
         while self._under_way and self._under_way[0][1].is_done():
-            with contextlib.suppress(Exception):  # whoever waits for the task gets it
-                _end(*self._under_way.popleft())
+            self._end(*self._under_way.popleft())
 
     def wait(self) -> None:
-        """Block until all tasks noted so far are done, and the thread has let go of them."""
+        """Block until all parts noted so far are done, and the thread has let go of them."""
         self._thread.submit(_nothing).result()
 
     def stop(self) -> None:
@@ -157,21 +207,36 @@ class _Ahead:
     def _do_one(self) -> None:
         self._to_come.popleft()
         try:
-            task = self._queue.take(wait=not self._under_way)
-            if task is None:
+            part = self._queue.take(wait=not self._under_way)
+            if part is None:
                 self._finish(0)
-                task = self._queue.take()
-            if task is not None:
-                self._under_way.append((task, task.run(partial(self._issue, task.update))))
+                part = self._queue.take()
+            if part is not None:
+                self._begin(part)
         finally:  # nobody else would, if no call is to follow
             self._finish(1 if self._to_come and self._queue.has_ready() else 0)
 
+    def _begin(self, part: _Part) -> None:
+        try:
+            begun = self._issue(part)
+        except BaseException as error:  # raised by whoever waits for the task
+            self._queue.end(part, error)
+        else:
+            self._under_way.append((part, begun))
+
     def _finish(self, rest: int) -> None:
-        """Wait for what is under way, but for the last `rest` tasks; for all of these, even if one has failed."""
-        ending = [self._under_way.popleft() for _ in range(len(self._under_way) - rest)]
-        with contextlib.ExitStack() as steps:
-            for task, begun in reversed(ending):  # the last one first: it ends them in their order
-                steps.callback(_end, task, begun)
+        """Wait for what is under way, but for the last `rest` parts."""
+        while len(self._under_way) > rest:
+            self._end(*self._under_way.popleft())
+
+    def _end(self, part: _Part, begun: Begun) -> None:
+        """Wait for a part, and end it, even if it has failed."""
+        try:
+            begun.finish()
+        except BaseException as error:
+            self._queue.end(part, error)
+        else:
+            self._queue.end(part)
 
 
 class Updates:
@@ -183,7 +248,8 @@ class Updates:
         self._shared, self._disk = _Queue(), _Queue()
         self._on_host = ThreadPoolExecutor(1, thread_name_prefix="tencache-update")
         self._on_device: _Ahead | None = None
-        self._on_disk = _Ahead(self._disk, lambda update: update.on_disk(), "tencache-update-begin")
+        self.part_elements: int | None = None  # how long a part is; None if all updates run on the host
+        self._on_disk = _Ahead(self._disk, lambda part: part.task.update.on_disk(), "tencache-update-begin")
 
     @property
     def streams_through_device(self) -> bool:
@@ -197,8 +263,10 @@ class Updates:
         """
         if self._on_device is None and Room.is_worth(nbytes):
             room = Room(self._streams, nbytes)
-            self._on_device = _Ahead(self._shared, lambda update: update.on_device(room), "tencache-update-device")
+            issue = partial(_issue, room)
+            self._on_device = _Ahead(self._shared, issue, "tencache-update-device")
             room.between = self._on_device.end_done
+            self.part_elements = room.part_elements
 
     @contextlib.contextmanager
     def together(self) -> "Iterator[Submit]":
@@ -213,7 +281,7 @@ class Updates:
         def submit(
             update: Update, urgency: int, can_begin: Callable[[], bool], *, on_disk: bool = False
         ) -> "Future[None]":
-            task = _Task((urgency, next(self._count)), update, can_begin, LateWork(hand_in))
+            task = _Task((urgency, next(self._count)), update, can_begin, LateWork(hand_in), update.parts)
             batch.add(task, on_disk=on_disk)
             return task.future
 
@@ -265,10 +333,15 @@ class Updates:
             self._on_device = None  # and with it the device memory
 
     def _one_on_host(self) -> None:
-        """Do one task, if the other thread has left one: this is called once for each task."""
-        if (task := self._shared.take()) is not None:
-            task.run(task.update.on_host)
-            task.future.set_result(None)
+        """Do one part, if the other thread has left one: this is called once for each part."""
+        if (part := self._shared.take()) is None:
+            return
+        try:
+            part.task.update.on_host(part.index)
+        except BaseException as error:  # raised by whoever waits for the task
+            self._shared.end(part, error)
+        else:
+            self._shared.end(part)
 
 
 def _repeat(work: Callable[[], object], count: int) -> None:
@@ -282,9 +355,8 @@ def _nothing() -> None:
     """Do nothing: once this has run, its thread has done all that it was given before."""
 
 
-def _end(task: _Task, begun: Begun) -> None:
-    task.run(begun.finish)
-    task.future.set_result(None)
+def _issue(room: Room, part: _Part) -> Begun:
+    return part.task.update.on_device(part.index, room)
 
 
 def _can_begin(task: _Task) -> bool:

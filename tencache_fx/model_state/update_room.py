@@ -17,6 +17,8 @@ from tencache_fx.units import round_up
 _NO_PARTS: Mapping[Tensor, Part] = MappingProxyType({})
 
 _DEPTH = 3  # pieces under way on the device: one coming in, one worked on, one going out
+_ELEMENT_BYTES = 16  # about what an update of bf16 with fp32 moments copies in
+_PIECES_OF_A_PART = 8  # enough that between two parts little stands still
 _LEAST_COUNT = 1 << 16  # elements of a piece below which copies take longer to begin than to run
 _ALIGN = 128  # elements
 _ALIGN_BYTES = 128
@@ -73,6 +75,11 @@ class Room:
         allocated = (streams.record_compute(),)  # kernels may still run that had it before
         self._slots = deque(_Slot(each, allocated) for each in memory)
         self._last_copied: tuple[Tensor, Tensor] | None = None  # what was copied in, and its copy
+
+    @property
+    def part_elements(self) -> int:
+        """Return how much of a large update is to be given to it at once: some pieces, whole blocks of elements."""
+        return round_up(self._slots[0].memory.numel() // _ELEMENT_BYTES * _PIECES_OF_A_PART, BLOCK)
 
     def copy_in(self, small: Tensor) -> Tensor:
         """Return a copy on the device of a few numbers that nobody changes, for the `work` that is streamed next.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import collect
 from faulty_streams import FaultyCpuStreams
+from one_part_update import OnePart
 from tied_model import HIDDEN, ROOMY, TIGHT, TIGHT_BF16, batch, compiled, network, train, trained, weights
 from torch import Tensor, nn
 
@@ -235,8 +236,8 @@ def test_a_model_is_given_the_memory_of_one_that_is_gone_while_its_last_updates_
     tencache_fx.configure(host_budget=nbytes * 9 // 2)  # parameters, gradients and state of one model
     gate = threading.Event()
 
-    class Held:
-        def on_host(self) -> None:
+    class Held(OnePart):
+        def on_host(self, part: int) -> None:
             assert gate.wait(30)
 
     try:
@@ -559,7 +560,8 @@ def test_what_is_done_to_a_gradient_after_a_step_does_not_change_that_step() -> 
         blocker = torch.futures.Future() if later else None
         (engine,) = engines()
         if blocker is not None:
-            parameters_of(engine).updates.submit(SimpleNamespace(on_host=blocker.wait), -1, lambda: True)
+            held = SimpleNamespace(on_host=partial(_wait, blocker), parts=1, end=_no_end)
+            parameters_of(engine).updates.submit(held, -1, lambda: True)
         optimizer.step()
         if blocker is not None:
             model.weight.grad.mul_(0)
@@ -568,3 +570,11 @@ def test_what_is_done_to_a_gradient_after_a_step_does_not_change_that_step() -> 
         torch.compiler.reset()
         tencache_fx.close()
     assert torch.equal(*found)
+
+
+def _wait(blocker: torch.futures.Future[None], part: int) -> None:
+    blocker.wait()
+
+
+def _no_end(error: BaseException | None) -> None:
+    """Do nothing."""

@@ -42,9 +42,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have updates end long after `step`, as on a busy host."""
     on_host = ParameterUpdate.on_host
 
-    def late(update: ParameterUpdate) -> None:
+    def late(update: ParameterUpdate, part: int) -> None:
         time.sleep(0.05)
-        on_host(update)
+        on_host(update, part)
 
     monkeypatch.setattr(ParameterUpdate, "on_host", late)
 

@@ -14,6 +14,7 @@ import torch
 from faulty_streams import FaultyCpuStreams
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_part_update import OnePart
 from torch import Tensor
 
 from tencache_fx.errors import InvariantError
@@ -51,13 +52,13 @@ def test_what_streams_through_is_what_was_computed_in_one_piece(count: int, room
         streams.close()
 
 
-class Noted:
+class Noted(OnePart):
     """An update that says where it ran."""
 
     def __init__(self, name: str, done: list[str], gate: threading.Event | None = None) -> None:
         self.name, self.done, self.gate, self.begun = name, done, gate, threading.Event()
 
-    def on_host(self) -> None:
+    def on_host(self, part: int) -> None:
         self.begun.set()
         if self.gate is not None:
             assert self.gate.wait(30)
@@ -66,7 +67,7 @@ class Noted:
         time.sleep(0.001)
         self.done.append(f"{self.name} on host")
 
-    def on_device(self, room: Room) -> Begun:
+    def on_device(self, part: int, room: Room) -> Begun:
         if self.name == "broken":
             raise RuntimeError("injected")
         time.sleep(0.001)
@@ -214,13 +215,90 @@ def test_whoever_waits_finds_all_done_and_let_go(streams: FaultyCpuStreams, on_d
     updates.stop()
 
 
+class Parts:
+    """An update in parts that notes where each ran; some of them `fail`."""
+
+    def __init__(self, parts: int, failing: frozenset[int]) -> None:
+        self.parts, self.failing = parts, failing
+        self.ran: list[tuple[int, str]] = []
+        self.running, self.ended = 0, []
+
+    def run(self, part: int, where: str) -> None:
+        self.ran.append((part, where))
+        time.sleep(0.0005)
+        if part in self.failing:
+            raise RuntimeError(f"injected in {part}")
+
+    def on_host(self, part: int) -> None:
+        assert not self.ended
+        self.running += 1
+        try:
+            self.run(part, "host")
+        finally:
+            self.running -= 1
+
+    def on_device(self, part: int, room: Room) -> Begun:
+        assert not self.ended
+        self.running += 1
+
+        def finish() -> None:
+            try:
+                self.run(part, "device")
+            finally:
+                self.running -= 1
+
+        return Begun(lambda: False, finish)
+
+    def end(self, error: BaseException | None) -> None:
+        assert not self.running, "none is under way"
+        self.ended.append(error)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.frozensets(st.integers(0, 8), max_size=1)), min_size=1, max_size=6),
+    st.booleans(),
+)
+def test_each_part_runs_once_and_the_last_one_ends_the_update(
+    all_parts: list[tuple[int, frozenset[int]]],
+    on_device: bool,  # noqa: FBT001
+) -> None:
+    streams = FaultyCpuStreams()
+    updates, made = Updates(streams), [Parts(count, failing) for count, failing in all_parts]
+    if on_device:
+        updates.open_room(8 << 20)
+    begin = threading.Event()
+    futures = [updates.submit(each, 0, begin.is_set) for each in made]
+    begin.set()
+    errors = [future.exception(30) for future in futures]
+    updates.wait()
+    updates.stop()
+    streams.close()
+    for each, error in zip(made, errors, strict=True):
+        ran = [part for part, _ in each.ran]
+        assert each.ended == [error]
+        assert sorted(ran) == list(range(len(ran))), "the first ones first, each once"
+        failed = sorted(each.failing & set(ran))
+        assert (str(error) if error else None) == (f"injected in {failed[0]}" if failed else None)
+        assert failed or len(ran) == each.parts
+
+
+def test_both_threads_share_one_update(streams: FaultyCpuStreams) -> None:
+    updates, update = Updates(streams), Parts(40, frozenset())
+    updates.open_room(8 << 20)
+    updates.submit(update, 0, lambda: True).result(30)
+    updates.stop()
+    assert {where for _, where in update.ran} == {"host", "device"}
+    assert len(update.ran) == 40
+
+
 def test_room_that_is_too_small_to_be_of_use_is_not_taken(streams: FaultyCpuStreams) -> None:
     updates = Updates(streams)
     updates.open_room(1 << 20)
     assert not updates.streams_through_device
 
 
-class Streamed:
+class Streamed(OnePart):
     """An update of so many pieces that passes through the device."""
 
     def __init__(self, pieces: int, ended: list[int], before: Callable[[], object] = lambda: None) -> None:
@@ -228,7 +306,7 @@ class Streamed:
         self.change, self.total = torch.ones(pieces * PIECE), torch.zeros(pieces * PIECE)
         self.issued = 0
 
-    def on_device(self, room: Room) -> Begun:
+    def on_device(self, part: int, room: Room) -> Begun:
         def work(pieces: list[Tensor]) -> None:
             self.issued += 1
             if self.issued == self.pieces:
@@ -273,7 +351,7 @@ def test_a_failed_copy_fails_one_update_only() -> None:
     for _ in range(6):
         update = Streamed(2, [])
         try:
-            update.on_device(room).finish()
+            update.on_device(0, room).finish()
         except InvariantError:
             right.append(False)
         else:
