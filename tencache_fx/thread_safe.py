@@ -18,9 +18,9 @@ _EXACT_ARITHMETIC = {
 
 
 def threads_beside_others() -> int:
-    """Return how many threads a kernel gets that runs while the model does: its threads and the driver's take three."""
+    """Return how many threads a kernel gets that runs while the model does, whose two threads take a core each."""
     cores = torch.get_num_threads()
-    return max(1, cores - 3) if cores >= 8 else cores
+    return cores - 2 if cores >= 8 else cores
 
 
 def compile_for_threads(function: Callable[..., None], examples: Sequence[torch.Tensor]) -> Callable[..., None]:

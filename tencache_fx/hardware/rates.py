@@ -36,6 +36,7 @@ _CPU_RUNS_S = 0.2  # one kernel on a CPU is timed for so long: some have no fast
 _SMALL_BYTES = _MiB  # a copy so small shows what it costs beyond its bytes
 _ATTAINABLE = (9, 10)  # of the rate of one large kernel or copy, what a graph of many gets
 _BESIDE_KERNELS = (49, 50)  # of the rate of copies beside kernels, what copies of a plan get
+_OF_HOST_MEMORY = (5, 6)  # of its rate while links and threads are busy, what a step gets: at times they are not
 
 
 # With `calibrate=False`: what a modest machine reaches. A PCIe 3 x16 link, a SATA-class disk, an older device.
@@ -89,7 +90,7 @@ def links(device: torch.device, spill_dirs: Sequence[Path], *, calibrate: bool, 
 
 
 def _links_key(device: torch.device) -> dict[str, str]:
-    return device_key("links", device) | ({"beside": "kernels"} if device.type == "cuda" else {})
+    return device_key("links", device) | ({"beside": "kernels", "host": "peak"} if device.type == "cuda" else {})
 
 
 def _with_disks(links: Links, disks: Sequence[Disk]) -> Links:
@@ -102,6 +103,8 @@ def _derated(device: torch.device, links: Links) -> Links:
     if device.type == "cuda":
         for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "d2h_duplex_bytes_per_s", "h2d_duplex_bytes_per_s"):
             rates[name] = getattr(links, name) * _BESIDE_KERNELS[0] // _BESIDE_KERNELS[1]
+        rates["host_peak_bytes_per_s"] = links.host_peak_bytes_per_s
+        rates["host_bytes_per_s"] = links.host_peak_bytes_per_s * _OF_HOST_MEMORY[0] // _OF_HOST_MEMORY[1]
     return dataclasses.replace(links, **rates)
 
 
@@ -221,23 +224,22 @@ def _measure_links(device: torch.device) -> Links:
         d2h_duplex_bytes_per_s=min(d2h, d2h_duplex),
         h2d_duplex_bytes_per_s=min(h2d, h2d_duplex),
         copy_latency_ns=max(FIXED_LINKS.copy_latency_ns, *latencies_ns),  # the runtime's own share is not in a copy
-        host_bytes_per_s=_host_rate(device) if device.type == "cuda" else 0,  # a CPU "device" computes there, too
+        host_peak_bytes_per_s=_host_rate(device) if device.type == "cuda" else 0,  # a CPU "device" computes there, too
     )
     log.info(
         "measured links of %s: out %s (%s while both are busy), in %s (%s), latency %d ns; host memory %s",
         device,
         *map(format_rate, (d2h, found.d2h_duplex_bytes_per_s, h2d, found.h2d_duplex_bytes_per_s)),
         found.copy_latency_ns,
-        format_rate(found.host_bytes_per_s),
+        format_rate(found.host_peak_bytes_per_s),
     )
     return found
 
 
 def _host_rate(device: torch.device) -> int:
-    """Return the bytes per second that updates and copies of one step make the host's memory read and write.
+    """Return the most bytes per second that updates and copies make the host's memory read and write.
 
-    Updates in place run beside copies both ways, and the best of a few times counts. Half of what the links carry
-    counts: updates that are streamed through the device have only what other copies leave, and come in bursts.
+    Updates in place run beside copies both ways, and the best of a few times counts.
     """
     state = torch.ones(_HOST_BYTES // 4, dtype=torch.float32, device="cpu")
     pieces = state.split(len(state) // 32)  # so small that none runs on for long when the copies are done
@@ -257,7 +259,7 @@ def _host_rate(device: torch.device) -> int:
             updated_bytes_per_s = per_second(nbytes, (time.perf_counter_ns() - start_ns) / 1e9)
 
         copied_bytes_per_s = cuda_copy_rates(device, pairs, times=_BESIDE_TIMES, meanwhile=update)
-        return updated_bytes_per_s + sum(copied_bytes_per_s) // 2
+        return updated_bytes_per_s + sum(copied_bytes_per_s)
 
     return max(measure() for _ in range(_HOST_TIMES))
 

@@ -92,7 +92,8 @@ class _Task:
         try:
             self.update.end(self.error)
         except BaseException as error:
-            self.error = error
+            self.future.set_exception(error)
+            raise
         if self.error is None:
             self.future.set_result(None)
         else:
@@ -145,6 +146,16 @@ class _Queue:
             is_over = not task.under_way and not task.has_more
         if is_over:
             task.finish()
+
+    @contextlib.contextmanager
+    def ending(self, part: _Part) -> Iterator[None]:
+        """End a part behind what is done in the context, well or not."""
+        try:
+            yield
+        except BaseException as error:  # raised here for the thread, and by whoever waits for the task
+            self.end(part, error)
+            raise
+        self.end(part)
 
     def _sort_in(self) -> None:
         """Let those that can begin now wait by urgency. Lock held."""
@@ -219,10 +230,10 @@ class _Ahead:
     def _begin(self, part: _Part) -> None:
         try:
             begun = self._issue(part)
-        except BaseException as error:  # raised by whoever waits for the task
+        except BaseException as error:
             self._queue.end(part, error)
-        else:
-            self._under_way.append((part, begun))
+            raise
+        self._under_way.append((part, begun))
 
     def _finish(self, rest: int) -> None:
         """Wait for what is under way, but for the last `rest` parts."""
@@ -231,12 +242,8 @@ class _Ahead:
 
     def _end(self, part: _Part, begun: Begun) -> None:
         """Wait for a part, and end it, even if it has failed."""
-        try:
+        with contextlib.suppress(BaseException), self._queue.ending(part):
             begun.finish()
-        except BaseException as error:
-            self._queue.end(part, error)
-        else:
-            self._queue.end(part)
 
 
 class Updates:
@@ -336,12 +343,8 @@ class Updates:
         """Do one part, if the other thread has left one: this is called once for each part."""
         if (part := self._shared.take()) is None:
             return
-        try:
+        with self._shared.ending(part):
             part.task.update.on_host(part.index)
-        except BaseException as error:  # raised by whoever waits for the task
-            self._shared.end(part, error)
-        else:
-            self._shared.end(part)
 
 
 def _repeat(work: Callable[[], object], count: int) -> None:

@@ -26,6 +26,8 @@ def loads_of(problem: Problem, plan: Plan) -> tuple[Load, ...]:
     links, forecast, count = problem.links, plan.forecast, problem.accumulation
     copied_bytes = forecast.d2h_bytes + forecast.h2d_bytes
     host_ns = host_memory_ns(problem, copied_bytes)
+    if links.host_peak_bytes_per_s:  # a step reaches less, which is no bound
+        host_ns = host_ns * links.host_bytes_per_s // links.host_peak_bytes_per_s
     host_bytes = updating_bytes(problem) + count * copied_bytes + adding_bytes(problem)
     moved = {
         "link out": (forecast.d2h_bytes, links.d2h_bytes_per_s),

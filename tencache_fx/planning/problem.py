@@ -150,7 +150,8 @@ class Storage:
 class Links:
     """Measured rates in bytes per second; `duplex` ones hold while both directions are busy. 0 means no such link.
 
-    `host_bytes_per_s` is what updates and copies together make the host's memory read and write; 0 if not known.
+    `host_bytes_per_s` is what updates and copies of a step together make the host's memory read and write, and
+    `host_peak_bytes_per_s` the most that these can; 0 if not known.
     """
 
     d2h_bytes_per_s: Positive
@@ -162,6 +163,7 @@ class Links:
     copy_latency_ns: int = 10_000
     disk_latency_ns: int = 200_000
     host_bytes_per_s: int = 0
+    host_peak_bytes_per_s: int = 0
 
     @property
     def has_disk(self) -> bool:

@@ -209,7 +209,7 @@ def _part_of(storage: Storage, before: int, ranks: int) -> Storage:
 
 def _shared_links(links: Links, before: int, here: int) -> Links:
     """Return the links of one of `here` ranks on a node, of which one of `before` had these."""
-    shared = ("host_bytes_per_s", "disk_write_bytes_per_s", "disk_read_bytes_per_s")
+    shared = ("host_bytes_per_s", "host_peak_bytes_per_s", "disk_write_bytes_per_s", "disk_read_bytes_per_s")
     return replace(links, **{name: getattr(links, name) * before // here for name in shared})
 
 

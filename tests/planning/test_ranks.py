@@ -78,10 +78,12 @@ def test_what_was_recorded_on_several_ranks_is_scaled_as_it_is() -> None:
 
 def test_ranks_share_what_a_node_has() -> None:
     before = region(nbytes=8 * MIB)
+    before = replace(before, links=replace(before.links, host_peak_bytes_per_s=10**11))
     rate = before.links.host_bytes_per_s
     for ranks, here in ((1, 1), (4, 4), (8, 8), (16, 8), (64, 8)):
         problem = spread(before, cluster(ranks))
         assert problem.links.host_bytes_per_s == rate // here
+        assert problem.links.host_peak_bytes_per_s == before.links.host_peak_bytes_per_s // here
         taken_bytes = problem.budgets.host_taken_bytes
         assert taken_bytes == 384 * MIB // ranks
         assert problem.budgets.host_bytes == 484 * MIB // here - taken_bytes

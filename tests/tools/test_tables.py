@@ -207,6 +207,8 @@ def test_the_bound_is_of_all_calls_of_a_step_and_its_update():
     assert loads["host memory"].nbytes == update_bytes + copied_bytes + sum_bytes
     assert loads["host memory"].busy_ns == loads["host memory"].nbytes // 10
     assert loads["disk read"].busy_ns == 0
+    peak = dataclasses.replace(problem, links=dataclasses.replace(links, host_peak_bytes_per_s=12_500_000_000))
+    assert loads_of(peak, PLAN)[1].busy_ns == loads["host memory"].busy_ns * 4 // 5, "no step reaches the most"
     late_ns = (update_bytes + PLAN.forecast.d2h_bytes - 2_000_000) // 10
     assert late_ns > PLAN.forecast.forward_ns
     rows = dict(amount_rows(problem, PLAN))
