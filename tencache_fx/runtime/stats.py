@@ -97,8 +97,8 @@ class Stats:
         Counters: `offloads`, `prefetches`, `dropped` (released without a backward), `d2h_bytes`, `h2d_bytes`,
         `disk_write_bytes`, `disk_read_bytes`, `disk_write_failures`, `stall_out_ns` (at release, or for want of a
         staging buffer), `stall_in_ns` (at wait), `stall_ns` (both), `updates` of offloaded parameters,
-        `device_updates`, those of them that were streamed through the device, `update_ns`, the time of the others,
-        `hit_rate`. Stalls that the device has not reached yet count next time.
+        `device_updates`, those of them that were streamed through the device, as a whole or in part, `update_ns`, the
+        time of those on the host, `hit_rate`. Stalls that the device has not reached yet count next time.
         `hit_rate` is the share of the bytes waited for that were ready: their copy in was over when the host asked, or
         their reader on the device stood still for less than `READY_NS`. 1.0 when nothing was waited for.
         Gauges: the engine's, see `Engine.stats`.
