@@ -24,6 +24,7 @@ from tencache_fx.model_state.grad_accumulation import GradientAccumulator
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.passing_buffers import PassingBuffers
 from tencache_fx.model_state.pending_backwards import PendingBackwards
+from tencache_fx.model_state.step_hooks import is_updated_in_backward
 from tencache_fx.model_state.update_queue import Updates
 from tencache_fx.model_state.weight_files import WeightFile, WeightSlice
 from tencache_fx.planning.problem import Tier
@@ -31,6 +32,7 @@ from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import find_engine, inherited_engines
 from tencache_fx.runtime.transfers import Layout
+from tencache_fx.units import PAGE_BYTES, round_up
 
 _LEAST_AHEAD_BYTES = 1 << 20  # less is mapped at once
 _MOST_ROOM_BYTES = 192 << 20
@@ -93,6 +95,32 @@ class ParameterStore:
     def disk_bytes(self) -> int:
         """Return the bytes of the parameters that are on disk."""
         return sum(offloaded.nbytes for offloaded in self if offloaded.tier is Tier.NVME)
+
+    @property
+    def gradient_bytes_to_come(self) -> int:
+        """Return the host memory that gradients will acquire: all that a step has at once, but for those there already.
+
+        If there are any, others are added to them, so there is one more. Of parameters that are updated during backward
+        it is that of the largest: the others wait for its update.
+        """
+        kept_bytes = largest_bytes = largest_early_bytes = 0
+        for offloaded in self:
+            if offloaded.updated_on_device or not offloaded.parameter.requires_grad:
+                continue
+            nbytes = round_up(offloaded.nbytes, PAGE_BYTES)
+            largest_bytes = max(largest_bytes, nbytes)
+            if is_updated_in_backward(offloaded):
+                largest_early_bytes = max(largest_early_bytes, nbytes)
+            else:
+                kept_bytes += nbytes
+        there_bytes = self._engine.pool.acquired_for(Use.GRADIENT)
+        return max(0, kept_bytes - there_bytes) + (largest_bytes if there_bytes else largest_early_bytes)
+
+    @property
+    def state_bytes_to_come(self) -> int:
+        """Return the host memory that optimizers will acquire during backward, for state of what they update then."""
+        early = filter(is_updated_in_backward, self._without_state())
+        return sum(round_up(each.host_state_bytes, PAGE_BYTES) for each in early)
 
     def offload(
         self, parameter: Tensor, name: str, device: torch.device, place: Place = _IN_HOST_MEMORY

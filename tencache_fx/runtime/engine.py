@@ -23,21 +23,21 @@ from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.planning.plan import PoolClass
 from tencache_fx.planning.pool_sizing import size_classes
 from tencache_fx.planning.problem import Step, Tier
-from tencache_fx.runtime.buffers import Buffer, Use
+from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.cuda_streams import open_streams
 from tencache_fx.runtime.object_buffers import ObjectBuffers
 from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.stats import Stats
 from tencache_fx.runtime.store import Store
 from tencache_fx.runtime.streams import Streams
+from tencache_fx.runtime.swap_buffers import SwapBuffers, ToCome
 from tencache_fx.runtime.transfer_lifecycle import TransferLifecycle
 from tencache_fx.runtime.transfers import Layout, Stage, new_token
-from tencache_fx.units import PAGE_BYTES, round_up
 
 _NO_RANGE = contextlib.nullcontext()
 
 
-class Attachment(Protocol):
+class Attachment(ToCome, Protocol):
     """A part of the program that uses an engine's pool and streams, and is closed with it."""
 
     @property
@@ -87,6 +87,7 @@ class Engine:
         self.stats = Stats(self._gauges)
         self.object_buffers = ObjectBuffers(self.pool, self.streams)
         self.transfers = TransferLifecycle(self.pool, self.streams, self.stats)
+        self._swap_buffers = SwapBuffers(self.pool, self.transfers, self.streams, self.stats, lambda: self.attachment)
         self._lock = self.transfers.lock
         self._table = self.transfers.table
         self._closed = False
@@ -156,10 +157,13 @@ class Engine:
         self.enter()
         self.pool.promise(size_classes([(Step(0), Step(1), nbytes) for nbytes in sizes]), Use.GRADIENT)
 
-    def offload(self, src: Tensor, tier: Tier, label: str = "", *, or_disk: bool = False) -> Tensor:
+    def offload(
+        self, src: Tensor, tier: Tier, label: str = "", *, or_disk: bool = False, planned: bool = False
+    ) -> Tensor:
         """Issue the copy of `src` to `tier`; return the handle. `src` must not change until `release`.
 
-        It goes to disk, if it may (`or_disk`), where host memory has neither a buffer reserved for it nor room.
+        It goes to disk, if it may (`or_disk`), where host memory has neither a buffer reserved for it nor room. What is
+        not `planned` leaves room for all that the backward will acquire there, unless the disk has none.
         Blocks the host only while all staging buffers are busy. Raises `BudgetError` when no buffer can come.
         """
         self.enter()
@@ -168,16 +172,11 @@ class Engine:
             raise InvariantError(f"cannot offload {label} from {src.device} to {tier} on {self.device}.")
         layout = Layout.of(src, label)
         with named_range("offload", label), contextlib.ExitStack() as undo:
-            extent = buffer = None
-            if or_disk and tier is Tier.HOST and self.store is not None:
-                buffer = self._host_buffer(layout.nbytes)
-                tier = Tier.NVME if buffer is None else Tier.HOST
-            if tier is Tier.NVME:
-                store = self.transfers.need_store()
-                extent = store.allocate(layout.nbytes, label)
-                undo.callback(store.free, extent)
-            buffer = buffer or self._acquire(layout.nbytes, tier, label)
+            buffer, extent = self._swap_buffers.acquire(layout.nbytes, tier, label, or_disk=or_disk, planned=planned)
             undo.callback(self.pool.release, buffer)
+            if extent is not None:
+                undo.callback(self.transfers.need_store().free, extent)
+                tier = Tier.NVME
             with self._lock:
                 self.check_open()
                 transfer = self.transfers.begin(src, layout, label, tier, buffer)
@@ -307,22 +306,6 @@ class Engine:
         self.check_open()
         self.transfers.drain()
         self.object_buffers.drain()
-
-    def _host_buffer(self, nbytes: int) -> Buffer | None:
-        """Acquire a buffer for which no other has to make way, if there is one."""
-        buffer = self.pool.acquire_reserved(nbytes, Use.SWAP)
-        if buffer is None and self.pool.room_bytes >= round_up(nbytes, PAGE_BYTES):
-            return self.pool.acquire(nbytes, Use.SWAP)
-        return buffer
-
-    def _acquire(self, nbytes: int, tier: Tier, label: str) -> Buffer:
-        if tier is Tier.HOST:
-            return self.transfers.acquire(nbytes, Use.SWAP, label)
-        watch = self.streams.watch()
-        buffer = self.transfers.acquire(nbytes, Use.STAGING, label)
-        watch.stop()
-        self.stats.add_stall(watch, "stall_out_ns")
-        return buffer
 
     def check_open(self) -> None:
         """Raise `TencacheError` for a closed engine, `UsageError` for one that a forked process has inherited."""

@@ -346,10 +346,11 @@ class SwapPoints:
         """
         assert swap.src is not None
         tier = self.schedule.away.get(swap.name, Tier.HOST)
+        planned = self.in_known_order and swap.name in self.schedule.away
         try:
-            swap.handle = self.engine.offload(swap.src, tier, swap.name.label, or_disk=True)
+            swap.handle = self.engine.offload(swap.src, tier, swap.name.label, or_disk=True, planned=planned)
         except BudgetError as error:
-            if self.in_known_order and swap.name in self.schedule.away:
+            if planned:
                 raise
             if not self._was_full:
                 self._was_full = True

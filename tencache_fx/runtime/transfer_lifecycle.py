@@ -42,6 +42,8 @@ class TransferLifecycle:
         self._stats = stats
         self._pending_frees: list[tuple[Event, Tensor]] = []
         self._failures: deque[str] = deque()
+        self.least_host_bytes: Callable[[int], int] = int
+        """Returns what a backward needs of host memory, beside offloaded tensors, one of which has so many bytes."""
         self._planned_bytes = dict.fromkeys(Use, 0)  # the largest buffer that a plan asked for
         self._write_failure: str | None = None  # of the last write that ended, if it failed
         self._warned = False
@@ -101,6 +103,10 @@ class TransferLifecycle:
         self._pool.reserve(classes, use)
         self._planned_bytes[use] = max((each.nbytes for each in classes), default=0) or self._planned_bytes[use]
 
+    def planned_bytes(self, use: Use) -> int:
+        """Return the size of the largest buffer for `use` that the last plan with any asked for."""
+        return self._planned_bytes[use]
+
     def acquire(self, nbytes: int, use: Use, label: str) -> Buffer:
         """Acquire a buffer, as `Pool.acquire` does; the errors say for what, and why there is none.
 
@@ -110,6 +116,7 @@ class TransferLifecycle:
             return self._pool.acquire(nbytes, use)
         except BudgetError as error:
             failure, planned_bytes = self._write_failure, self._planned_bytes[use]
+            least_bytes = self.least_host_bytes(nbytes if use is Use.STAGING else 0)
             if use is Use.STAGING and failure is not None:
                 raise StoreError(f"{failure}\n  {label} found no free staging buffer: {error}") from error
             pace = None if self.store is None else self.store.write_pace
@@ -117,6 +124,11 @@ class TransferLifecycle:
                 cause = (
                     f"Writes wait for spill_write_budget, {format_bytes(pace.bytes_per_day)} a day; raise it, or raise "
                     "host_budget so that less is written."
+                )
+            elif least_bytes > self._pool.budget_bytes:
+                cause = (
+                    f"Parameters, gradients, optimizer state and a staging buffer take {least_bytes} bytes in host "
+                    f"memory at once; host_budget is {self._pool.budget_bytes}. Raise it to that at least."
                 )
             elif nbytes > planned_bytes:
                 cause = (
