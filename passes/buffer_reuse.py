@@ -17,7 +17,8 @@ the writing (`barriers.PinOrder`), and Inductor writes over nothing that is wait
 
 import dataclasses
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -32,6 +33,7 @@ from tencache_fx.passes.op_kinds import is_pointwise, is_view
 from tencache_fx.planning.problem import Kind, Step, Storage
 
 InPlace = Mapping[fx.Node, fx.Node]
+_Asked = Callable[[fx.Node], bool]
 
 
 def reuse_in_place(
@@ -46,6 +48,7 @@ def reuse_in_place(
     found = list(storages)
     index_of = {member: i for i, item in enumerate(found) for member in item.members}
     registers, early = model.registers, model.early
+    is_contiguous = cache(_is_contiguous)  # asked of each node for all that it is read with
     reductions = frozenset(step for step, node in enumerate(capture.nodes) if is_reduction(node))
     taken: dict[fx.Node, fx.Node] = {}
     others_between = by_step and any(_is_large_gradient(item, capture.boundary) for item in found)
@@ -60,7 +63,7 @@ def reuse_in_place(
         operand = next(
             (
                 i
-                for i in _operands(node, registers, index_of)
+                for i in _operands(node, registers, index_of, is_contiguous)
                 if _dies_here(found[i], found[index_of[node]], step, model, reductions)
                 and not (others_between and found[i].storage.birth < capture.boundary <= step)
                 and (node not in early or any(use <= early[node] for use in found[i].storage.uses[1:]))
@@ -76,7 +79,7 @@ def reuse_in_place(
         own = index_of.get(node)
         if own is None or node in taken:
             continue
-        operands = (found[i].storage for i in _operands(node, registers, index_of))
+        operands = (found[i].storage for i in _operands(node, registers, index_of, is_contiguous))
         if not any(_is_written_early(operand, found[own].storage, born, capture.boundary) for operand in operands):
             storage = dataclasses.replace(found[own].storage, birth=min(born, found[own].storage.birth))
             found[own] = dataclasses.replace(found[own], storage=storage)
@@ -100,7 +103,9 @@ def _is_written_early(operand: Storage, result: Storage, born: Step, boundary: S
     )
 
 
-def _operands(node: fx.Node, registers: Collection[fx.Node], index_of: Mapping[fx.Node, int]) -> list[int]:
+def _operands(
+    node: fx.Node, registers: Collection[fx.Node], index_of: Mapping[fx.Node, int], is_contiguous: _Asked
+) -> list[int]:
     """Return the storages that `node` reads element by element, each where it writes, and in no other way."""
     if (base := scatter_base(node)) is not None:
         return [index_of[base]] if base in index_of else []
@@ -110,7 +115,7 @@ def _operands(node: fx.Node, registers: Collection[fx.Node], index_of: Mapping[f
     pending = [(argument, is_pointwise(node)) for argument in node.all_input_nodes]
     while pending:
         source, straight = pending.pop()
-        straight = straight and _matches(source.meta.get("val"), value)
+        straight = straight and _matches(source, node, is_contiguous)
         if source in registers:
             through = straight and (is_pointwise(source) or is_view(source))
             pending += [(argument, through) for argument in source.all_input_nodes]
@@ -121,14 +126,19 @@ def _operands(node: fx.Node, registers: Collection[fx.Node], index_of: Mapping[f
     return [index_of[source] for source in aligned if index_of[source] not in astray]
 
 
-def _matches(tensor: object, value: torch.Tensor) -> bool:
+def _matches(source: fx.Node, node: fx.Node, is_contiguous: _Asked) -> bool:
     """Return whether element i of both, in memory order, is the same element."""
+    tensor, value = source.meta.get("val"), node.meta["val"]
     return (
         isinstance(tensor, torch.Tensor)
         and statically_known_true(tensor.numel() == value.numel())
-        and is_contiguous_or_false(tensor)
-        and is_contiguous_or_false(value)
+        and is_contiguous(source)
+        and is_contiguous(node)
     )
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    return is_contiguous_or_false(node.meta["val"])
 
 
 def _dies_here(

@@ -5,7 +5,7 @@ each kernel reads a value once, and views are free.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -52,12 +52,17 @@ def find_calls(capture: RegionGraphs, roofline: Roofline, model: InductorModel |
 
 
 def estimate_ops(
-    capture: RegionGraphs, roofline: Roofline, model: InductorModel | None, measured: Mapping[Call, OpCost]
+    capture: RegionGraphs,
+    roofline: Roofline,
+    model: InductorModel | None,
+    measured: Mapping[Call, OpCost],
+    scratch: Mapping[str, int],
 ) -> tuple[Op, ...]:
     """Return one `Op` per step of `capture`: as `measured` where it was, else by the roofline.
 
     A heavy op that was not timed is taken to miss the roofline by as much as the timed ones of its kind do. `model`
-    is None where no compiler fuses. O(nodes + arguments).
+    is None where no compiler fuses. `scratch` is what kernels allocate for themselves, as measured and as estimated.
+    O(nodes + arguments).
     """
     fuses = model is not None
     traffic = measure_traffic(capture, model)
@@ -66,7 +71,6 @@ def estimate_ops(
     first_ns = [_roofline_ns(node, moved, roofline) for node, moved in steps]
     times_ns = {call: cost.duration_ns for call, cost in measured.items()}
     durations_ns = _with_waits(_corrected(calls, first_ns, times_ns), traffic, roofline.issue_ns)
-    scratch = measured_scratch(capture, model, measured) | estimated_scratch(capture, roofline, model, measured)
     is_cpu = _plans_cpu(capture, roofline)
     scratch_of = partial(_scratch_bytes, is_cpu=is_cpu, fuses=fuses)
     return tuple(
@@ -85,16 +89,20 @@ def measured_scratch(
     capture: RegionGraphs, model: InductorModel | None, measured: Mapping[Call, OpCost]
 ) -> dict[str, int]:
     """Return what the kernels of `capture` allocate for themselves, in bytes, by the names of nodes it is known of."""
-    calls = [(node, _call_of(node, model)) for node in capture.nodes]
+    targets = {call.target for call in measured}  # to describe a call takes longer
+    calls = [(node, _call_of(node, model)) for node in capture.nodes if node.target in targets]
     costs = {node.name: measured[call] for node, call in calls if call is not None and call in measured}
     return {name: cost.scratch_bytes for name, cost in costs.items() if cost.scratch_bytes is not None}
 
 
 def estimated_scratch(
-    capture: RegionGraphs, roofline: Roofline, model: InductorModel | None, measured: Mapping[Call, OpCost]
+    capture: RegionGraphs, roofline: Roofline, model: InductorModel | None, known: Collection[str]
 ) -> dict[str, int]:
-    """Return about what the others allocate for themselves: no code that a compiler generates shows it."""
-    known, is_cpu = measured_scratch(capture, model, measured), _plans_cpu(capture, roofline)
+    """Return about what all but the nodes `known` allocate for themselves: no code that a compiler generates shows it.
+
+    Those are the ones of which it was measured.
+    """
+    is_cpu = _plans_cpu(capture, roofline)
     nodes = [node for node in capture.nodes if node.name not in known]
     return {node.name: _scratch_bytes(node, is_cpu=is_cpu, fuses=model is not None) for node in nodes}
 

@@ -18,9 +18,9 @@ All rules about its fusion are here, and other passes ask one `InductorModel`, b
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import fx
@@ -43,6 +43,8 @@ from tencache_fx.planning.problem import Step
 from tencache_fx.tensors import byte_hint, tensors_of
 
 REALIZE_READS = 4
+
+_Asked = Callable[[fx.Node], bool]
 
 _aten = torch.ops.aten
 _REDUCTIONS = frozenset(
@@ -86,8 +88,10 @@ class InductorModel:
 
     def __init__(self, nodes: Iterable[fx.Node], boundary: int | None = None) -> None:
         self._nodes, self._boundary = tuple(nodes), boundary
-        self.views = frozenset(filter(is_view, self._nodes))
-        self.registers: Mapping[fx.Node, frozenset[fx.Node]] = _find_registers(self._nodes, self.views)
+        self._is_view = cache(is_view)  # asked of each node by all that read it
+        self.views = frozenset(filter(self._is_view, self._nodes))
+        self.registers: Mapping[fx.Node, frozenset[fx.Node]] = _find_registers(self._nodes, self._is_view)
+        self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
 
     @staticmethod
     def of(capture: RegionGraphs) -> "InductorModel":
@@ -98,10 +102,12 @@ class InductorModel:
         """Return whether Inductor generates a kernel, or a part of one, that writes this value to memory."""
         return node not in self.views and node not in self.registers and is_fusible(node)
 
-    def sources_of(self, node: fx.Node) -> set[fx.Node]:
+    def sources_of(self, node: fx.Node) -> frozenset[fx.Node]:
         """Return the values in memory that a node reads, by the nodes that made them."""
-        given = (each for argument in node.all_input_nodes for each in self.registers.get(argument, (argument,)))
-        return {base_of(each) for each in given if tensors_of(each)}
+        if node not in self._sources:
+            given = (each for argument in node.all_input_nodes for each in self.registers.get(argument, (argument,)))
+            self._sources[node] = frozenset(base_of(each, self._is_view) for each in given if tensors_of(each))
+        return self._sources[node]
 
     @cached_property
     def heavy(self) -> Sequence[int]:
@@ -153,7 +159,7 @@ class InductorModel:
                 continue
             sources = self.sources_of(node)
             ready = max((made[source] for source in sources if source in made), default=0)
-            escapes = not all(map(is_fusible, readers_of(node)))
+            escapes = not all(map(is_fusible, readers_of(node, self._is_view)))
             for partner in sorted({earlier for source in sources for earlier in readers.get(source, ())}):
                 due = bisect_left(self.heavy, partner)
                 before_heavy = due < len(self.heavy) and ready < self.heavy[due] < step
@@ -167,7 +173,7 @@ class InductorModel:
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
         """What each step moves; a read is charged to the first op of the kernel that reads the value."""
-        reads, kernels = _Reads(self.registers), self._kernels
+        reads, kernels = _Reads(self.registers, self._is_view), self._kernels
         readers: defaultdict[fx.Node, set[_Kernel | None]] = defaultdict(set)
         for node in self._nodes:
             for base, *_ in reads.of(node) if not self._is_free(node) else ():
@@ -175,7 +181,7 @@ class InductorModel:
         for graph in dict.fromkeys(node.graph for node in self._nodes):
             for value in output_args(graph):
                 if isinstance(value, fx.Node):
-                    readers[base_of(value)].add(None)
+                    readers[base_of(value, self._is_view)].add(None)
         found, begun = [], set[_Kernel]()
         for node in self._nodes:
             kernel = kernels.get(node)
@@ -254,16 +260,16 @@ def _loop(node: fx.Node) -> tuple[int, int | None]:
     return max(operands, default=results), results
 
 
-def _find_registers(nodes: Sequence[fx.Node], views: Collection[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
+def _find_registers(nodes: Sequence[fx.Node], is_view: _Asked) -> dict[fx.Node, frozenset[fx.Node]]:
     registers: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in nodes:
         sources = frozenset().union(*(registers.get(argument, {argument}) for argument in node.all_input_nodes))
-        if is_constant(node) and _is_inlined(node, 0):
+        if is_constant(node) and _is_inlined(node, 0, is_view):
             registers[node] = frozenset()
-        elif node in views:
+        elif is_view(node):
             if node.all_input_nodes and node.all_input_nodes[0] in registers:
                 registers[node] = sources
-        elif is_loop_body(node) and packet_of(node) is not _aten.cat and _is_inlined(node, len(sources)):
+        elif is_loop_body(node) and packet_of(node) is not _aten.cat and _is_inlined(node, len(sources), is_view):
             registers[node] = sources
     return registers
 
@@ -278,8 +284,8 @@ def is_lookup(node: fx.Node) -> bool:
     return is_fetched and nbytes_of(node) < nbytes_of(table)
 
 
-def _is_inlined(node: fx.Node, reads: int) -> bool:
-    readers = readers_of(node)
+def _is_inlined(node: fx.Node, reads: int, is_view: _Asked) -> bool:
+    readers = readers_of(node, is_view)
     if not readers or not all(map(is_fusible, readers)) or is_lookup(node):
         return False
     return len(readers) == 1 or (reads <= REALIZE_READS and packet_of(node) not in _COSTLY)
@@ -335,12 +341,12 @@ def scatter_base(node: fx.Node) -> fx.Node | None:
 
 def eager_traffic(nodes: Iterable[fx.Node]) -> tuple[Traffic, ...]:
     """Return what each step moves without a compiler: each op is a kernel."""
-    reads = _Reads({})
+    reads = _Reads({}, cache(is_view))
     return tuple(_alone(node, reads) for node in nodes)
 
 
 def _alone(node: fx.Node, reads: "_Reads") -> Traffic:
-    if _moves_nothing(node, only_names=is_view(node)):
+    if _moves_nothing(node, only_names=reads.is_view(node)):
         return _NOTHING
     return Traffic(sum(reads.of(node).values()) + nbytes_of(node), launches=True)
 
@@ -353,24 +359,29 @@ def _moves_nothing(node: fx.Node, *, only_names: bool) -> bool:
 class _Reads:
     """What each node reads from memory, looked up through registers and views."""
 
-    def __init__(self, registers: Mapping[fx.Node, object]) -> None:
-        self._registers = registers
+    def __init__(self, registers: Mapping[fx.Node, object], is_view: _Asked) -> None:
+        self._registers, self.is_view = registers, is_view
         self._found: dict[fx.Node, dict[_Key, int]] = {}
+        self._pieces: dict[fx.Node, dict[_Key, int]] = {}
 
     def of(self, node: fx.Node) -> dict[_Key, int]:
         """Return the bytes that `node` reads, by the value that they belong to."""
         if node not in self._found:
             found: dict[_Key, int] = {}
             for argument in node.all_input_nodes:
-                found |= self.of(argument) if argument in self._registers else dict(_pieces(argument))
+                found |= self.of(argument) if argument in self._registers else self._pieces_of(argument)
             if packet_of(node) in _INDEXED:
                 found = {key: min(nbytes, nbytes_of(node)) for key, nbytes in found.items()}
             self._found[node] = found
         return self._found[node]
 
+    def _pieces_of(self, argument: fx.Node) -> dict[_Key, int]:
+        if argument not in self._pieces:
+            self._pieces[argument] = dict(_pieces(argument, base_of(argument, self.is_view)))
+        return self._pieces[argument]
 
-def _pieces(argument: fx.Node) -> Iterator[tuple[_Key, int]]:
-    base = base_of(argument)
+
+def _pieces(argument: fx.Node, base: fx.Node) -> Iterator[tuple[_Key, int]]:
     for tensor in tensors_of(argument):
         distinct, dense = _distinct(tensor), tensor.layout is torch.strided
         storage, offset = (tensor.untyped_storage()._cdata, byte_hint(tensor.storage_offset())) if dense else (0, 0)

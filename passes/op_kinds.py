@@ -1,7 +1,7 @@
 """What the nodes of a graph are by torch's own word: views, elementwise ops, writes, matmul-class ops, their flops."""
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -26,9 +26,11 @@ def is_view(node: fx.Node) -> bool:
     made = tensors_of(node)
     if not made or any(tensor.layout is not torch.strided for tensor in made):
         return False
-    named = storages_of(node)
+    named = {tensor.untyped_storage()._cdata for tensor in made}
     for given in node.all_input_nodes:
-        named -= storages_of(given)
+        for tensor in tensors_of(given):  # asked of most nodes, most of which name nothing
+            if (storage := storage_of(tensor)) is not None:
+                named.discard(storage._cdata)
         if not named:
             return True
     return False
@@ -81,11 +83,11 @@ def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
             yield from (item for item in values if isinstance(item, fx.Node))
 
 
-def readers_of(node: fx.Node) -> set[fx.Node]:
-    """Return the nodes that read a value's bytes, its views looked through."""
+def readers_of(node: fx.Node, is_view: Callable[[fx.Node], bool] = is_view) -> set[fx.Node]:
+    """Return the nodes that read a value's bytes, its views looked through; `is_view` may know answers already."""
     found: set[fx.Node] = set()
     for user in node.users:
-        found |= readers_of(user) if is_view(user) else {user}
+        found |= readers_of(user, is_view) if is_view(user) else {user}
     return found
 
 
@@ -102,8 +104,8 @@ def users_through(node: fx.Node, registers: Collection[fx.Node]) -> set[fx.Node]
     return found
 
 
-def base_of(node: fx.Node) -> fx.Node:
-    """Return the node that made the bytes `node` names, views looked through."""
+def base_of(node: fx.Node, is_view: Callable[[fx.Node], bool] = is_view) -> fx.Node:
+    """Return the node that made the bytes `node` names, views looked through; `is_view` may know answers already."""
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

@@ -11,11 +11,13 @@ _SELDOM = 1_000_000  # objects made and not freed: some hundreds of megabytes
 def seldom_collected() -> Iterator[None]:
     """Have garbage in cycles looked for seldom, for work that makes many objects and keeps most of them.
 
-    Importing and tracing do. Python looks through all that is there each time that a quarter has been added; that takes
-    a tenth of the time of such work.
+    Importing, tracing and compiling do. Python looks through all that is there each time that a quarter has been added;
+    that takes a tenth of the time of such work, and a fifth in a process that holds a large graph. Where it is not to
+    look by itself, or more seldom, that stays so. Not for several threads at once: one would undo the other's end.
     """
     before = gc.get_threshold()
-    gc.set_threshold(_SELDOM, *before[1:])
+    if 0 < before[0] < _SELDOM:
+        gc.set_threshold(_SELDOM, *before[1:])
     try:
         yield
     finally:

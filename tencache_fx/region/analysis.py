@@ -71,12 +71,14 @@ def analyze(
         measured = time_calls(heavy, capture.device, budget_bytes=options.device_budget)
     else:
         measured = kept_costs(heavy, capture.device)
+    scratch = measured_scratch(capture, model, measured)
+    estimated = estimated_scratch(capture, roofline, model, scratch.keys())
     return RegionAnalysis(
         capture=capture,
         storages=tuple(storages),
         registers=frozenset(() if model is None else model.registers),
         in_place=in_place,
-        ops=estimate_ops(capture, roofline, model, measured),
-        scratch=measured_scratch(capture, model, measured),
-        estimated=estimated_scratch(capture, roofline, model, measured),
+        ops=estimate_ops(capture, roofline, model, measured, scratch | estimated),
+        scratch=scratch,
+        estimated=estimated,
     )

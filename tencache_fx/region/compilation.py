@@ -55,6 +55,7 @@ from torch import fx
 
 from tencache_fx import compat
 from tencache_fx.errors import BudgetError
+from tencache_fx.garbage import seldom_collected
 from tencache_fx.kept_code import KeptCode, Phase
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import open_update_room
@@ -86,6 +87,7 @@ from tencache_fx.runtime.process_groups import may_overlap
 log = logging.getLogger("tencache_fx")
 
 
+@seldom_collected()  # torch's lock lets one thread compile at a time
 def compile_region(
     source: RegionSource, inputs: Sequence[Any], request: Request, monitors: Sequence[Monitor]
 ) -> CompiledRegion:

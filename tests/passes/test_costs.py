@@ -11,7 +11,14 @@ from torch import fx, nn
 
 from tencache_fx.hardware.op_timing import OpCost
 from tencache_fx.hardware.roofline import Roofline
-from tencache_fx.passes.costs import _with_waits, estimate_ops, find_calls, measure_traffic, measured_scratch
+from tencache_fx.passes.costs import (
+    _with_waits,
+    estimate_ops,
+    estimated_scratch,
+    find_calls,
+    measure_traffic,
+    measured_scratch,
+)
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.inductor_model import InductorModel, Traffic
 from tencache_fx.passes.op_kinds import count_flops
@@ -102,22 +109,28 @@ def linear_twice(x, small, large):
     return (x @ small).sum() + (x @ large).sum()
 
 
+def ops_of(capture, roofline, measured):
+    known = measured_scratch(capture, None, measured)
+    scratch = known | estimated_scratch(capture, roofline, None, known)
+    return estimate_ops(capture, roofline, None, measured, scratch)
+
+
 def test_a_timed_op_takes_its_time_and_others_of_its_kind_as_much_longer():
     capture = capture_of(linear_twice, *inputs((64, 64), (64, 64), (64, 128)))
-    first = {op.name: op.duration_ns for op in estimate_ops(capture, UNIT, None, {})}
+    first = {op.name: op.duration_ns for op in ops_of(capture, UNIT, {})}
     estimates = find_calls(capture, UNIT, None)
     small = next(call for call in estimates if call.args[1].shape == (64, 64))
     assert estimates[small] == first["mm"] == 2 * 64**3 + 1
     timed = {small: OpCost(3 * estimates[small], scratch_bytes=77)}
-    for op in estimate_ops(capture, UNIT, None, timed):
+    for op in ops_of(capture, UNIT, timed):
         assert op.duration_ns == (3 * first[op.name] if op.name.startswith("mm") else first[op.name]), op.name
     assert measured_scratch(capture, None, timed) == {"mm": 77}
-    assert sum(op.scratch_bytes for op in estimate_ops(capture, UNIT, None, timed)) == 77
+    assert sum(op.scratch_bytes for op in ops_of(capture, UNIT, timed)) == 77
 
 
 def test_equal_ops_are_one_call_with_the_time_of_all():
     capture = capture_of(lambda x, a, b: x @ a @ b, *inputs((64, 64), (64, 64), (64, 64)))
-    once = {op.name: op.duration_ns for op in estimate_ops(capture, UNIT, None, {})}["mm"]
+    once = {op.name: op.duration_ns for op in ops_of(capture, UNIT, {})}["mm"]
     estimates = find_calls(capture, UNIT, None)
     assert sum(estimates.values()) == 6 * once
     assert max(estimates.values()) >= 2 * once
@@ -167,9 +180,9 @@ def test_bytes_are_near_what_inductor_counts(monkeypatch):
 
     found = []
 
-    def watch(capture, roofline, registers, measured):
+    def watch(capture, roofline, registers, *known):
         found.append(sum(step.nbytes for step in measure_traffic(capture, registers)))
-        return estimate_ops(capture, roofline, registers, measured)
+        return estimate_ops(capture, roofline, registers, *known)
 
     monkeypatch.setattr(tencache_fx.region.analysis, "estimate_ops", watch)
     level = compile_fx.inductor_metrics_log.level
@@ -220,7 +233,7 @@ def test_attention_in_reduced_precision_runs_at_rates_of_its_own(causal: bool) -
     rates_by_dtype = {torch.bfloat16: (10**9, 10**8), torch.float32: (10**12, 10**12)}
     for dtype, (forward, backward) in rates_by_dtype.items():
         capture = capture_of(attend, *(torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)))
-        ops = [op for op in estimate_ops(capture, gpu, None, {}) if "attention" in op.name]
+        ops = [op for op in ops_of(capture, gpu, {}) if "attention" in op.name]
         found_ns = {"backward" in op.name: op.duration_ns for op in ops}
         expected_s = {False: 2 * product / forward, True: 5 * product / backward}
         assert found_ns == {
