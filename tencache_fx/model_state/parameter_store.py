@@ -31,6 +31,7 @@ from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import find_engine, inherited_engines
+from tencache_fx.runtime.swap_buffers import BytesToCome
 from tencache_fx.runtime.transfers import Layout
 from tencache_fx.units import PAGE_BYTES, round_up
 
@@ -96,14 +97,14 @@ class ParameterStore:
         """Return the bytes of the parameters that are on disk."""
         return sum(offloaded.nbytes for offloaded in self if offloaded.tier is Tier.NVME)
 
-    @property
-    def gradient_bytes_to_come(self) -> int:
-        """Return the host memory that gradients will acquire: all that a step has at once, but for those there already.
+    def bytes_to_come(self) -> BytesToCome:
+        """Return the host memory that a backward will acquire for gradients, and for state of what is updated then.
 
-        If there are any, others are added to them, so there is one more. Of parameters that are updated during backward
-        it is that of the largest: the others wait for its update.
+        Gradients are all that a step has at once, but for those there already. If there are any, others are added to
+        them, so there is one more. Of parameters that are updated during backward it is that of the largest: the others
+        wait for its update.
         """
-        kept_bytes = largest_bytes = largest_early_bytes = 0
+        kept_bytes = largest_bytes = largest_early_bytes = state_bytes = 0
         for offloaded in self:
             if offloaded.updated_on_device or not offloaded.parameter.requires_grad:
                 continue
@@ -111,16 +112,12 @@ class ParameterStore:
             largest_bytes = max(largest_bytes, nbytes)
             if is_updated_in_backward(offloaded):
                 largest_early_bytes = max(largest_early_bytes, nbytes)
+                state_bytes += 0 if _has_state(offloaded) else round_up(offloaded.host_state_bytes, PAGE_BYTES)
             else:
                 kept_bytes += nbytes
         there_bytes = self._engine.pool.acquired_for(Use.GRADIENT)
-        return max(0, kept_bytes - there_bytes) + (largest_bytes if there_bytes else largest_early_bytes)
-
-    @property
-    def state_bytes_to_come(self) -> int:
-        """Return the host memory that optimizers will acquire during backward, for state of what they update then."""
-        early = filter(is_updated_in_backward, self._without_state())
-        return sum(round_up(each.host_state_bytes, PAGE_BYTES) for each in early)
+        more_bytes = largest_bytes if there_bytes else largest_early_bytes
+        return BytesToCome(gradient_bytes=max(0, kept_bytes - there_bytes) + more_bytes, state_bytes=state_bytes)
 
     def offload(
         self, parameter: Tensor, name: str, device: torch.device, place: Place = _IN_HOST_MEMORY
@@ -216,8 +213,7 @@ class ParameterStore:
     def _without_state(self) -> Iterator[OffloadedParameter]:
         """Yield the parameters that are trained and have no state yet, which would be in host memory."""
         for key, offloaded in self._by_storage.copy().items():  # for each gradient: in most steps all have their state
-            state = offloaded.optimizer_state
-            if offloaded.updated_on_device or (state is not None and state() is not None):
+            if offloaded.updated_on_device or _has_state(offloaded):
                 continue
             parameter = offloaded._parameter()
             if parameter is not None and parameter.requires_grad and parameter.untyped_storage()._cdata == key:
@@ -244,6 +240,11 @@ class ParameterStore:
                     "AdamW, OffloadedOptimizer or StreamedOptimizer of tencache_fx.optim, or call step() inside "
                     "`with tencache_fx.summon(model):`."
                 )
+
+
+def _has_state(offloaded: OffloadedParameter) -> bool:
+    state = offloaded.optimizer_state
+    return state is not None and state() is not None
 
 
 def value_of(weights: WeightSlice | None, value: Tensor) -> Callable[[Tensor], object]:

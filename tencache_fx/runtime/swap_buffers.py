@@ -6,6 +6,7 @@ plan leaves room for them, and for a staging buffer: else it would have what the
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from tencache_fx.errors import BudgetError, StoreError
@@ -19,16 +20,19 @@ from tencache_fx.runtime.transfer_lifecycle import TransferLifecycle
 from tencache_fx.units import PAGE_BYTES, round_up
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BytesToCome:
+    """What a backward will acquire of host memory: for gradients, and for state that may go to disk instead."""
+
+    gradient_bytes: int = 0
+    state_bytes: int = 0
+
+
 class ToCome(Protocol):
-    """What a backward will acquire of host memory."""
+    """Knows what a backward will acquire of host memory."""
 
-    @property
-    def gradient_bytes_to_come(self) -> int:
-        """Return the bytes of gradients that are not there yet."""
-
-    @property
-    def state_bytes_to_come(self) -> int:
-        """Return the bytes of state that optimizers will make during backward; it may go to disk instead."""
+    def bytes_to_come(self) -> BytesToCome:
+        """Return that; it takes some microseconds for each parameter."""
 
 
 class SwapBuffers:
@@ -64,11 +68,17 @@ class SwapBuffers:
 
         That is what is in use for longer, the gradients to come, and a staging buffer.
         """
-        pool, to_come = self._pool, self._to_come()
+        return self._least_host_bytes(nbytes, self._bytes_to_come())
+
+    def _bytes_to_come(self) -> BytesToCome:
+        to_come = self._to_come()
+        return BytesToCome() if to_come is None else to_come.bytes_to_come()
+
+    def _least_host_bytes(self, nbytes: int, to_come: BytesToCome) -> int:
+        pool = self._pool
         staging_bytes = round_up(max(nbytes, self._transfers.planned_bytes(Use.STAGING)), PAGE_BYTES)
-        gradient_bytes = 0 if to_come is None else to_come.gradient_bytes_to_come
         passing_bytes = pool.acquired_for(Use.SWAP) + pool.acquired_for(Use.STAGING)
-        return pool.acquired_bytes - passing_bytes + gradient_bytes + staging_bytes
+        return pool.acquired_bytes - passing_bytes + to_come.gradient_bytes + staging_bytes
 
     def _acquire_either(self, nbytes: int, label: str, *, planned: bool) -> tuple[Buffer, Extent | None]:
         """Acquire host memory for which nothing has to make way, now or, for what is not `planned`, later; else disk.
@@ -108,8 +118,9 @@ class SwapBuffers:
 
         Where it has not without that either, nothing is to be left.
         """
-        least_bytes, to_come = self.least_host_bytes(nbytes), self._to_come()
-        if to_come is None or least_bytes > self._pool.budget_bytes:
+        to_come = self._bytes_to_come()
+        least_bytes = self._least_host_bytes(nbytes, to_come)
+        if to_come == BytesToCome() or least_bytes > self._pool.budget_bytes:
             return True
-        beside_bytes = self._pool.acquired_for(Use.SWAP) + round_up(nbytes, PAGE_BYTES) + to_come.state_bytes_to_come
+        beside_bytes = self._pool.acquired_for(Use.SWAP) + round_up(nbytes, PAGE_BYTES) + to_come.state_bytes
         return least_bytes + beside_bytes <= self._pool.budget_bytes
