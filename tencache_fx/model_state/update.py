@@ -24,6 +24,7 @@ from tencache_fx.model_state.step_hooks import step_hooks
 from tencache_fx.model_state.step_kernel import Step
 from tencache_fx.model_state.stored_form import parts_of
 from tencache_fx.model_state.update_room import Begun, Room
+from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.streams import Event
 
@@ -129,8 +130,12 @@ class ParameterUpdate:
             self._kernel(self.offloaded.parameter.device)
 
     def __post_init__(self) -> None:
-        most = None if isinstance(self.state, DiskState) else self.shared.updates.part_elements
-        self._part_elements = max(1, self.parameter.numel()) if most is None else most
+        most = self.shared.updates.part_elements
+        # A weight on disk has one of few buffers until all of it is updated. Parts of others may come in between, which
+        # would each wait for another of these.
+        if most is None or isinstance(self.state, DiskState) or self.offloaded.tier is Tier.NVME:
+            most = max(1, self.parameter.numel())
+        self._part_elements = most
 
     @property
     def parts(self) -> int:
@@ -140,20 +145,20 @@ class ParameterUpdate:
     @torch.no_grad()
     def on_host(self, part: int) -> None:
         """Update a part in host memory."""
-        opened, elements = self._open(), self._elements(part)
+        opened = self._open()
+        gradient, weight, arrays = self._tensors(opened, part)
         opened.write.wait_readers()
         begin_ns = time.perf_counter_ns()
-        gradient, weight = opened.gradient[elements], opened.write.elements[elements]
-        self._kernel(_CPU)(gradient, weight, *self._arrays(elements), opened.numbers)
+        self._kernel(_CPU)(gradient, weight, *arrays, opened.numbers)
         self.shared.engine.stats.add(update_ns=time.perf_counter_ns() - begin_ns)
 
     @torch.no_grad()
     def on_device(self, part: int, room: Room) -> Begun:
         """Issue the pieces of a part."""
-        opened, elements = self._open(), self._elements(part)
+        opened = self._open()
         opened.was_on_device = True
         kernel, numbers = self._kernel(self.offloaded.parameter.device), room.copy_in(opened.numbers)
-        gradient, weight, arrays = opened.gradient[elements], opened.write.elements[elements], self._arrays(elements)
+        gradient, weight, arrays = self._tensors(opened, part)
 
         def work(pieces: Sequence[Tensor]) -> None:
             change, *some, value = pieces
@@ -212,13 +217,14 @@ class ParameterUpdate:
                     undo.pop_all()
             return self._opened
 
-    def _elements(self, part: int) -> slice:
-        start = part * self._part_elements
-        return slice(start, min(start + self._part_elements, self.parameter.numel()))
-
-    def _arrays(self, elements: slice) -> Sequence[Tensor]:
+    def _tensors(self, opened: "_Opened", part: int) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """Return a part's gradient, weight and arrays."""
         assert isinstance(self.state, State)
-        return self.state.piece(elements)
+        if self.parts == 1:  # views of all of it would be the same, and take the host some time
+            return opened.gradient, opened.write.elements, self.state.arrays
+        start = part * self._part_elements
+        elements = slice(start, min(start + self._part_elements, self.parameter.numel()))
+        return opened.gradient[elements], opened.write.elements[elements], self.state.piece(elements)
 
     @property
     def _is_stale(self) -> bool:

@@ -138,7 +138,10 @@ class _Queue:
             time.sleep(_POLL_S)
 
     def end(self, part: _Part, error: BaseException | None = None) -> None:
-        """Note that a part has ended, and how; with its last one, or once none of one that failed runs, a task ends."""
+        """Note that a part has ended, and how.
+
+        A task ends with its last part, or, if one has failed, once no part is under way.
+        """
         task = part.task
         with self._lock:
             task.under_way -= 1

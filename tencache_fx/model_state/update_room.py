@@ -33,6 +33,25 @@ class Begun:
     finish: Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True)
+class _AllCopied:
+    """The event of several copies of one lane, each of which may have failed, with `last` behind the others."""
+
+    last: Event
+    others: Sequence[Event]
+    streams: Streams
+
+    def query(self) -> bool:
+        """Return whether all of them are over."""
+        return self.last.query()
+
+    def synchronize(self) -> None:
+        """Block the host until they are; raises what one of them has raised."""
+        self.last.synchronize()
+        for each in self.others:
+            self.streams.check(each)
+
+
 class _Slot:
     """Memory for one piece, and what there is to wait for before it is overwritten."""
 
@@ -107,7 +126,7 @@ class Room:
         Those that have an item for several elements are in `parts`.
 
         `targets` are the last of the sources, or the same with others before them, for which `work` gets memory. They
-        are written behind `after`. Returns the event of the last copy. The host waits until a piece can begin: a copy
+        are written behind `after`. Returns the event of all copies out. The host waits until a piece can begin: a copy
         engine goes on with the queue it is at, and would let everybody else's copies wait for a long one.
         """
         streams, arrays = self._streams, [*sources, *(t for t in targets if all(t is not s for s in sources))]
@@ -117,7 +136,7 @@ class Room:
         slot_bytes = self._slots[0].memory.numel() - gaps_bytes
         most = slot_bytes // sum(kind.nbytes(unit) for kind in kinds) * unit
         places = [next(place for place, array in enumerate(arrays) if array is target) for target in targets]
-        last: Event = streams.record_compute()
+        last, copied = streams.record_compute(), list[Event]()
         with streams.beside(), self._joined_on_failure():
             for start in range(0, count, most):
                 slot = self._slots[0]
@@ -135,13 +154,18 @@ class Room:
                 going = [(cuts[place], pieces[place]) for place in places]
                 last = streams.copy_all(Lane.UPDATE_OUT, going, done)
                 slot.after = (last,)
-        return last
+                copied.append(last)
+        return _AllCopied(last, copied, streams)
 
     @contextlib.contextmanager
     def _joined_on_failure(self) -> Iterator[None]:
-        """Wait for all copies if something fails: whoever handles that may free or write what they touch."""
+        """Wait for all copies if something fails: whoever handles that may free or write what they touch.
+
+        The last one in is behind no slot yet, and compute waits for it.
+        """
         try:
             yield
         except BaseException:
-            self._streams.wait_host([event for slot in self._slots for event in slot.after])
+            copied_out = (event for slot in self._slots for event in slot.after)
+            self._streams.wait_host([self._streams.record_compute(), *copied_out])
             raise

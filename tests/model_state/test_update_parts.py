@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import tencache_fx
 from tencache_fx.errors import InvariantError
+from tencache_fx.model_state.disk_backing import Place
+from tencache_fx.model_state.modules import watch
 from tencache_fx.model_state.parameter_store import parameters_of
 from tencache_fx.model_state.stored_form import BLOCK
 from tencache_fx.model_state.update import ParameterUpdate
@@ -166,3 +168,25 @@ def test_a_part_that_fails_is_an_error_of_the_parameter(
     model(data).float().square().mean().backward()
     optimizer.step()
     assert torch.isfinite(model(data)).all()
+
+
+def test_weights_on_disk_are_updated_whole(
+    engine_in_parts: Callable[[int, int | None], Engine], places: dict[str, set[tuple[str, int]]]
+) -> None:
+    """With parts, each of several updates could have one of the few buffers, and wait for another's."""
+    found = []
+    for part_elements in (None, 4 * BLOCK):
+        engine = engine_in_parts(IN_MEMORY, part_elements)
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))  # fewer than there are buffers
+        for name, layer in model.named_children():
+            parameters_of(engine).offload(layer.weight, name, engine.device, Place(on_disk=True))
+            watch(layer)
+        optimizer = AdamW(model.parameters(), lr=0.01, step_in_backward=True)
+        for step in range(STEPS):
+            data = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+            model(data).square().mean().backward()
+            optimizer.step()
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert all(torch.equal(value, found[0][name]) for name, value in found[1].items())
+    assert {name: {part for _, part in each} for name, each in places.items()} == {"0": {0}, "1": {0}, "2": {0}}

@@ -21,6 +21,7 @@ from tencache_fx.errors import InvariantError
 from tencache_fx.model_state import update_queue
 from tencache_fx.model_state.update_queue import Updates
 from tencache_fx.model_state.update_room import Begun, Room
+from tencache_fx.runtime.streams import Event
 
 
 @pytest.fixture
@@ -50,6 +51,49 @@ def test_what_streams_through_is_what_was_computed_in_one_piece(count: int, room
         assert torch.equal(rounded, expected.bfloat16())
     finally:
         streams.close()
+
+
+@pytest.mark.parametrize("failing", range(14))
+def test_each_copy_that_fails_is_told(failing: int) -> None:
+    """Those of seven pieces: copies in, and copies out, of which nobody waits for each."""
+    streams = FaultyCpuStreams(failing=[failing])
+    change, total = torch.ones(4000), torch.zeros(4000)
+
+    def work(pieces: list[Tensor]) -> None:
+        pieces[1].add_(pieces[0])
+
+    with pytest.raises(InvariantError, match="a copy between device and host memory failed"):
+        Room(streams, 3 * 128 * 10 * 4).stream(4000, [change, total], [total], work).synchronize()
+    assert streams.copies <= 14
+    streams.close()
+
+
+class ComputeBehind(FaultyCpuStreams):
+    """Compute waits for copies and the host does not, as on a GPU."""
+
+    last: Event | None = None
+
+    def wait_compute(self, event: Event) -> None:
+        self.last = event
+
+    def record_compute(self) -> Event:
+        return self.last or super().record_compute()
+
+
+def test_the_copy_in_of_a_piece_that_fails_is_over_when_that_is_told() -> None:
+    """Whoever is told may free the gradient."""
+    streams = ComputeBehind()
+    room, streams.gate = Room(streams, 3 * 128 * 10 * 4), threading.Event()
+    threading.Timer(0.05, streams.gate.set).start()
+
+    def work(pieces: list[Tensor]) -> None:
+        raise RuntimeError("injected")
+
+    with pytest.raises(RuntimeError, match="injected"):
+        room.stream(100, [torch.ones(100)], [torch.ones(100)], work)
+    assert streams.last is not None
+    assert streams.last.query()
+    streams.close()
 
 
 class Noted(OnePart):
