@@ -27,7 +27,7 @@ from tencache_fx.ops import (
 from tencache_fx.passes.graphs import RegionGraphs
 from tencache_fx.passes.verify_collectives import check_collectives, late_reads
 from tencache_fx.passes.verify_owners import Key, handed, is_tensor, owners_of, strided, under_new_fake
-from tencache_fx.passes.verify_parameters import away_names, check_parameters
+from tencache_fx.passes.verify_parameters import away_names, check_parameters, unread_names
 from tencache_fx.planning.plan import Plan, TransferKind
 from tencache_fx.planning.problem import Problem, Tier
 from tencache_fx.tensors import byte_hint
@@ -248,7 +248,7 @@ def _replay(
     everywhere: dict[fx.Node, dict[int, Key]] = {}
     forever: set[Key] = set()
     peak, where = 0, ""
-    away = away_names(capture.graphs)
+    away = away_names(capture.graphs) | unread_names(capture.graphs, capture.offloaded)
     for graph in capture.graphs:
         owner = owners_of(graph, carried, registers)
         everywhere |= owner

@@ -1,5 +1,7 @@
 """Independent checks of what rewritten graphs do with offloaded parameters."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import fx
 
@@ -80,3 +82,10 @@ def away_names(graphs: tuple[fx.Graph, ...]) -> frozenset[str]:
     """Return the names of the inputs that are fetched, in whichever graph."""
     fetches = [node for graph in graphs for node in graph.nodes if node.target is FETCH_PARAM]
     return frozenset(node.all_input_nodes[0].name for node in fetches)
+
+
+def unread_names(graphs: tuple[fx.Graph, ...], offloaded: Iterable[int]) -> frozenset[str]:
+    """Return the names of the offloaded parameters that no graph reads: what a layer returns may be dropped."""
+    inputs = graphs[0].find_nodes(op="placeholder")
+    read = {value.name for graph in graphs for node in graph.nodes for value in node.all_input_nodes}
+    return frozenset(inputs[index].name for index in offloaded) - read

@@ -256,8 +256,8 @@ class DiskLine:
             self._read_ahead_or_fail()
             going.work(piece.part, _arrays(buffer.memory, piece.count, tuple(going.state.forms.values())))
             if going.writes:
+                piece.writing = self._writers.submit(self._write, piece, buffer)  # refused as the process ends
                 writing = True
-                piece.writing = self._writers.submit(self._write, piece, buffer)
             going.left -= 1
             if going.left == 0:
                 going.done.set_result(None)
@@ -284,8 +284,13 @@ class DiskLine:
             going, piece = self._waiting[0]
             if (buffer := self._take(wait=not self._coming)) is None:
                 return
+            try:
+                reading = self._readers.submit(self._read, going, piece, buffer)
+            except RuntimeError:  # the process ends
+                self._release(buffer)
+                raise
             self._waiting.popleft()
-            self._coming.append((going, piece, buffer, self._readers.submit(self._read, going, piece, buffer)))
+            self._coming.append((going, piece, buffer, reading))
 
     def _read(self, going: _Pass, piece: _Piece, buffer: Buffer) -> None:
         if piece.writing is not None:

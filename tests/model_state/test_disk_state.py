@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -234,3 +236,27 @@ def test_state_is_in_host_memory_where_that_has_room_for_it(tmp_path: Path) -> N
     found = tencache_fx.stats()
     assert found["updates"] > found["device_updates"], "some state is not on the device"
     assert found["disk_write_bytes"] == found["disk_acquired_bytes"] == 0
+
+
+ENDING = """
+import time, sys, torch, tencache_fx
+from tencache_fx.model_state.disk_state import DiskLine
+write = DiskLine._write
+def slow(self, *given):
+    time.sleep(0.05)
+    write(self, *given)
+DiskLine._write = slow
+tencache_fx.configure(host_budget="1500KB", spill_dir=sys.argv[1])
+model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(16)))
+model = tencache_fx.offload(model, "cpu")
+optimizer = tencache_fx.optim.AdamW(model.parameters())
+model(torch.ones(4, 128)).sum().backward()
+optimizer.step()
+assert tencache_fx.stats()["disk_acquired_bytes"]
+"""
+
+
+def test_a_process_ends_while_state_on_disk_is_updated(tmp_path: Path) -> None:
+    """Python's executors take no more work then, so what waits for it fails."""
+    command = [sys.executable, "-c", ENDING, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)

@@ -281,6 +281,35 @@ def test_a_state_dict_taken_in_a_compiled_forward_breaks_the_graph_as_often_as_w
     torch.testing.assert_close(*outputs)
 
 
+class Dropping(nn.Module):
+    """What one of its layers returns is dropped, as models without a head drop what a pooler returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.pooler, self.last = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        self.pooler(hidden)
+        result: Tensor = self.last(hidden).tanh()
+        return result
+
+
+def test_a_layer_whose_result_is_dropped_takes_no_memory() -> None:
+    gradients = []
+    for offloaded in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = Dropping()
+        if offloaded:
+            model = tencache_fx.offload(model, "cpu")
+        options = {"compiler": "eager", "device_budget": "2MB"}
+        run = torch.compile(model, backend="tencache", options=options) if offloaded else model
+        run(torch.ones(64, HIDDEN)).square().mean().backward()
+        gradients.append([p.grad for name, p in model.named_parameters() if not name.startswith("pooler")])
+        assert all(p.grad is None for p in model.pooler.parameters())
+    torch.testing.assert_close(*gradients)
+
+
 def test_parameters_may_die_while_all_are_looked_at() -> None:
     """Python's collector may run at any allocation."""
     kept = [tencache_fx.offload(nn.Linear(HIDDEN, HIDDEN, bias=False), "cpu") for _ in range(20)]
