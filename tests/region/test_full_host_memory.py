@@ -86,7 +86,7 @@ def test_steps_run_with_any_host_memory_above_a_floor(
 ) -> None:
     gradients = MATRIX if early else WEIGHTS
     least = BACKWARD + gradients + line_bytes(2 * BACKWARD)  # state on disk passes through some memory, too
-    for host_bytes in range(least, MOST, WEIGHTS // 2):
+    for host_bytes in range(least, MOST, WEIGHTS):
         written: list[int] = []
         with spilling(spill_dir, host_bytes) as engine:
             model = offloaded(spill_dir, engine, device_budget)
