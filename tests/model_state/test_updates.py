@@ -327,8 +327,26 @@ def test_each_part_runs_once_and_the_last_one_ends_the_update(
         assert failed or len(ran) == each.parts
 
 
+class Meeting(Parts):
+    """An update of which each thread waits until the other one has begun a part."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__(parts, frozenset())
+        self.on_host_begun, self.on_device_begun = threading.Event(), threading.Event()
+
+    def on_host(self, part: int) -> None:
+        self.on_host_begun.set()
+        assert self.on_device_begun.wait(30)
+        super().on_host(part)
+
+    def on_device(self, part: int, room: Room) -> Begun:
+        self.on_device_begun.set()
+        assert self.on_host_begun.wait(30)
+        return super().on_device(part, room)
+
+
 def test_both_threads_share_one_update(streams: FaultyCpuStreams) -> None:
-    updates, update = Updates(streams), Parts(40, frozenset())
+    updates, update = Updates(streams), Meeting(40)
     updates.open_room(8 << 20)
     updates.submit(update, 0, lambda: True).result(30)
     updates.stop()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import eventually
 from harness import Block, faulty_engine
 from torch import Tensor, nn
 
@@ -111,7 +112,8 @@ def layer() -> nn.Linear:
 
 
 def is_on_disk(engine: Engine, nbytes: int, *, planned: bool = False) -> bool:
-    """Return whether a tensor goes to disk that may."""
+    """Return whether a tensor goes to disk that may, once what was there before has left."""
+    assert eventually(lambda: not engine.stats.take()["disk_acquired_bytes"])
     handle = engine.offload(torch.ones(nbytes // 4), Tier.HOST, or_disk=True, planned=planned)
     on_disk = bool(engine.stats.take()["disk_acquired_bytes"])
     assert torch.equal(engine.wait(engine.prefetch(handle)), torch.ones(nbytes // 4))
