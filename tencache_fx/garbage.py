@@ -12,8 +12,9 @@ def seldom_collected() -> Iterator[None]:
     """Have garbage in cycles looked for seldom, for work that makes many objects and keeps most of them.
 
     Importing, tracing and compiling do. Python looks through all that is there each time that a quarter has been added;
-    that takes a tenth of the time of such work, and a fifth in a process that holds a large graph. Where it is not to
-    look by itself, or more seldom, that stays so. Not for several threads at once: one would undo the other's end.
+    that takes a tenth of the time of such work, and a fifth in a process that holds a large graph. A caller who has
+    switched the collector off, or has it run more seldom, keeps that. The setting is the process's: use this in one
+    thread at a time.
     """
     before = gc.get_threshold()
     if 0 < before[0] < _SELDOM:

@@ -1,7 +1,7 @@
 """Acquires the buffers of offloaded tensors: host memory, or a staging buffer and room on disk.
 
 Gradients, and state that is made during backward, take host memory that no plan of a step reserves. A tensor without a
-plan leaves room for them, and for a staging buffer: else it would have what they lack when it is to come back.
+plan leaves room for them, and for a staging buffer, without which a tensor on disk cannot come back.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class ToCome(Protocol):
 
 
 class SwapBuffers:
-    """Acquires them for one engine; `to_come` returns who knows what a backward will acquire, if there is anyone."""
+    """Acquires buffers for one engine; `to_come` returns who knows what a backward will acquire, if there is anyone."""
 
     def __init__(
         self,
@@ -81,9 +81,9 @@ class SwapBuffers:
         return pool.acquired_bytes - passing_bytes + to_come.gradient_bytes + staging_bytes
 
     def _acquire_either(self, nbytes: int, label: str, *, planned: bool) -> tuple[Buffer, Extent | None]:
-        """Acquire host memory for which nothing has to make way, now or, for what is not `planned`, later; else disk.
+        """Acquire free host memory, for what is not `planned` only if the backward has enough without it; else disk.
 
-        What the disk has no room for may take what others will lack.
+        Where the disk has no room either, it may take host memory that the backward will need.
         """
         if (planned or self._leaves_room(nbytes)) and (buffer := self._host_buffer(nbytes)) is not None:
             return buffer, None
