@@ -115,6 +115,15 @@ def settled(engine: Engine) -> bool:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def no_compiled_code_stays(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave no region to the next file: Dynamo's reset keeps code that calls collectives among its file's globals."""
+    yield
+    for name in [name for name in vars(request.module) if name.startswith("__compiled_fn_")]:
+        delattr(request.module, name)
+    collect()
+
+
+@pytest.fixture(autouse=True, scope="module")
 def modules_are_not_garbage() -> None:
     """Look no more, when garbage is collected, at what is there before a file's first test: modules, most of it.
 
