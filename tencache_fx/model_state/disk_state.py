@@ -26,6 +26,7 @@ from tencache_fx.model_state.split_master import Remainder, decode_into, drop_ch
 from tencache_fx.model_state.stored_form import FP32, Stored, StoredForm, by_form, parts_of, state_bytes, store_values
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Buffer, Use
+from tencache_fx.runtime.object_buffers import ObjectBuffers
 from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.store import Extent, Store
 from tencache_fx.units import PAGE_BYTES, round_up
@@ -178,10 +179,10 @@ class _Pass:
 class DiskLine:
     """Reads pieces, updates them in a thread of its own, and writes them; passes may overlap."""
 
-    def __init__(self, pool: Pool, store: Store, count: Callable[..., None]) -> None:
+    def __init__(self, buffers: ObjectBuffers, pool: Pool, store: Store, count: Callable[..., None]) -> None:
         self.store = store
         self.buffer_bytes = _buffer_bytes(pool.budget_bytes)
-        self._pool = pool
+        self._acquire, self._pool = buffers.acquire_or_wait, pool
         self._count = count  # adds to counters
         self._buffers: deque[Buffer] = deque()
         self._acquired = 0
@@ -244,7 +245,7 @@ class DiskLine:
 
     def _do_one(self) -> None:
         """Work on the next piece, while those behind it are read: called once for each piece."""
-        self._read_ahead_or_fail()
+        self._read_ahead_or_fail(wait=True)
         if not self._coming:
             return
         going, piece, buffer, read = self._coming.popleft()
@@ -253,7 +254,7 @@ class DiskLine:
             read.result()
             if going.done.done():
                 return  # an earlier piece failed
-            self._read_ahead_or_fail()
+            self._read_ahead_or_fail(wait=False)  # this piece may have the only buffer
             going.work(piece.part, _arrays(buffer.memory, piece.count, tuple(going.state.forms.values())))
             if going.writes:
                 piece.writing = self._writers.submit(self._write, piece, buffer)  # refused as the process ends
@@ -269,20 +270,20 @@ class DiskLine:
             if not writing:
                 self._release(buffer)
 
-    def _read_ahead_or_fail(self) -> None:
+    def _read_ahead_or_fail(self, *, wait: bool) -> None:
         try:
-            self._read_ahead()
+            self._read_ahead(wait=wait)
         except BaseException as error:
             going, _ = self._waiting.popleft()
             if not going.done.done():
                 going.done.set_exception(error)
             raise
 
-    def _read_ahead(self) -> None:
-        """Begin to read pieces as far as there are buffers; at least one. Only the worker calls it."""
+    def _read_ahead(self, *, wait: bool) -> None:
+        """Begin to read pieces as far as there are buffers; with `wait`, at least one. Only the worker calls it."""
         while self._waiting and len(self._coming) < _AHEAD:
             going, piece = self._waiting[0]
-            if (buffer := self._take(wait=not self._coming)) is None:
+            if (buffer := self._take(wait=wait and not self._coming)) is None:
                 return
             try:
                 reading = self._readers.submit(self._read, going, piece, buffer)
@@ -351,7 +352,7 @@ class DiskLine:
                     self._free.wait()
                     continue
             try:
-                buffer = self._pool.acquire(self.buffer_bytes, Use.STATE)
+                buffer = self._acquire(self.buffer_bytes, Use.STATE)
             except BudgetError:
                 if none:
                     raise

@@ -75,7 +75,8 @@ class ParameterStore:
     def disk_line(self) -> DiskLine:
         """Return what keeps optimizers' state in the store; raises `OptionError` when there is no store."""
         if self._disk_line is None:
-            self._disk_line = DiskLine(self._engine.pool, self._engine.transfers.need_store(), self._engine.stats.add)
+            engine = self._engine
+            self._disk_line = DiskLine(self._buffers, engine.pool, engine.transfers.need_store(), engine.stats.add)
         return self._disk_line
 
     def find(self, tensor: Tensor) -> OffloadedParameter | None:

@@ -57,17 +57,22 @@ class StatePlacement:
         if engine_of(parameter.device).store is None:
             return Tier.HOST
         if parameter not in self._on_disk:
-            self._choose(parameter.device)
+            self._choose(parameter)
         return Tier.NVME if self._on_disk.get(parameter) else Tier.HOST
 
-    def _choose(self, device: torch.device) -> None:
-        """Give host memory to those that the next forward reads first: they are wanted soonest after their gradients.
+    def _choose(self, wanted: Tensor) -> None:
+        """Choose for `wanted`, and for all others that are trained.
 
-        All states are read and written once a step, so which of them are on disk changes nothing else.
+        Give host memory to those that the next forward reads first: they are wanted soonest after their gradients.
+        All states are read and written once a step, so which of them are on disk changes nothing else. State of frozen
+        parameters, which may be loaded, comes last. They may be trained again, so their gradients have room, too.
         """
+        device = wanted.device
         pool = engine_of(device).pool
-        found = {p: find_offloaded(p) for p in self._order if p.device == device and p.requires_grad}
+        all_of = [p for p in self._order if p.device == device]
+        found = {p: find_offloaded(p) for p in all_of if p.requires_grad or p in self._on_disk or p is wanted}
         updated = [p for p, each in found.items() if each is not None and not each.updated_on_device]
+        updated.sort(key=lambda p: not p.requires_grad)
         gradient_bytes = sum(round_up(p.nbytes, PAGE_BYTES) for p in updated)  # some may be there already
         gradient_bytes = max(0, gradient_bytes - pool.held_for(Use.GRADIENT))
         others = [p for p, each in found.items() if each is None and self.of(p, None, None) is Tier.HOST]

@@ -129,8 +129,12 @@ def adding_bytes(problem: Problem) -> int:
 
     To add one to the sum is to read both and to write one.
     """
-    stored_bytes = sum(storage.nbytes for storage in problem.storages if storage.kind is Kind.STORED)
-    return 3 * (problem.accumulation - 1) * stored_bytes
+    return 3 * (problem.accumulation - 1) * stored_bytes(problem)
+
+
+def stored_bytes(problem: Problem) -> int:
+    """Return the bytes of all gradients that one backward copies to host memory."""
+    return sum(storage.nbytes for storage in problem.storages if storage.kind is Kind.STORED)
 
 
 def updating_bytes(problem: Problem) -> int:

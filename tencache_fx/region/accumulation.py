@@ -2,12 +2,17 @@
 
 An update in host memory takes long, and of one backward it may be most of the step: such a plan had rather keep
 optimizer state on the device than parameters. Of many backwards that are added up the copies count most.
+
+A backward that adds to earlier ones has its gradients in host memory beside the sums, up to its end. A plan for one
+backward may have no room for that. Then the region is planned again before the second one.
 """
 
 from typing import Any
 
 from tencache_fx.kept_code import Phase
+from tencache_fx.planning.parameter_schedule import stored_bytes
 from tencache_fx.planning.recalibration import pays_accumulated
+from tencache_fx.records import RegionRecord
 from tencache_fx.region.backward_counter import BackwardCounter
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Request, WrittenPlan, keep_boxed
 from tencache_fx.region.dynamic_shapes import Sizes
@@ -22,6 +27,8 @@ class AccumulationMonitor:
         self.expected: int | None = None  # what the region is to be planned for; None before anything was seen
         self._counter = BackwardCounter()
         self._considered: set[int] = set()
+        self.adds = False  # the region is to be planned with room for gradients beside those that they are added to
+        self._sought_room = False  # since the region was compiled
 
     def instrument(self, phase: Phase, run: Compiled, written: WrittenPlan) -> Compiled:
         """Return `run`, counted if it is the backward; boxed if `run` is."""
@@ -35,9 +42,15 @@ class AccumulationMonitor:
         return keep_boxed(run, counted_run)
 
     def review(self, current: CompiledRegion, sizes: Sizes) -> CompiledRegion | str:
-        """Return how many backwards come before an update, if the plan is for another number and another one pays."""
+        """Return the reason to plan for another number of backwards before an update.
+
+        That is want of host memory for gradients that are added up, or that another plan pays.
+        """
         self._counter.look()
         seen, record = self._counter.per_update, current.record
+        if record is not None and self._counter.adds and self._lacks_room(record):
+            self._sought_room = self.adds = True
+            return "host memory has no room for its gradients beside the sums that they are added to"
         if seen is None or record is None or record.problem.accumulation == seen or seen in self._considered:
             return current
         self._considered.add(seen)
@@ -48,6 +61,7 @@ class AccumulationMonitor:
 
     def on_compiled(self, request: Request, compiled: CompiledRegion) -> None:
         """Watch the first parameter that is trained."""
+        self._sought_room = False
         trained = (each for each in request.offloaded.values() if not each.is_dead and each.parameter.requires_grad)
         self._counter.watch(next(trained, None))
 
@@ -55,4 +69,11 @@ class AccumulationMonitor:
         """Go on with the plan that there is."""
         assert current.record is not None
         self.expected = current.record.problem.accumulation
+        self.adds &= not self._sought_room
         return current
+
+    def _lacks_room(self, record: RegionRecord) -> bool:
+        """Return whether the plan takes host memory that is needed beside sums, and that was not sought yet."""
+        problem, host_bytes = record.problem, record.plan.forecast.host_bytes
+        lacks = host_bytes > 0 and host_bytes + stored_bytes(problem) > problem.budgets.host_bytes
+        return lacks and not (self.adds or self._sought_room)

@@ -11,13 +11,13 @@ class BackwardCounter:
     """Counts what is noted between two updates of one parameter.
 
     `per_update` is the last such count; None before there were two updates. If it changes again and again, it stays as
-    it was after the second change.
+    it was after the second change. `count` is how many came since the last update that was seen.
     """
 
     def __init__(self) -> None:
         self.per_update: int | None = None
         self._parameter: weakref.ref[OffloadedParameter] | None = None
-        self._updates = self._count = 0
+        self._updates = self.count = 0
         self._begun = False  # the count began with an update
         self._changes = -1
 
@@ -27,16 +27,22 @@ class BackwardCounter:
             return
         self._parameter, self._updates, self._begun = weakref.ref(parameter), parameter.updates, False
 
+    @property
+    def adds(self) -> bool:
+        """Return whether the next backward adds to a gradient of one before: there was no update in between."""
+        parameter = None if self._parameter is None else self._parameter()
+        return bool(self.count) and parameter is not None and parameter.parameter.grad is not None
+
     def note(self) -> None:
         """Count one more backward, or one more round of several."""
-        self._count += 1
+        self.count += 1
 
     def look(self) -> None:
         """See whether there was an update since the last look."""
         parameter = None if self._parameter is None else self._parameter()
         if parameter is None or parameter.updates == self._updates:
             return
-        if self._begun and self._count not in (0, self.per_update) and self._changes < _CHANGES:
-            self.per_update = self._count
+        if self._begun and self.count not in (0, self.per_update) and self._changes < _CHANGES:
+            self.per_update = self.count
             self._changes += 1
-        self._updates, self._count, self._begun = parameter.updates, 0, True
+        self._updates, self.count, self._begun = parameter.updates, 0, True

@@ -156,8 +156,8 @@ class RegionPlanner:
     earlier held so much more than the graphs show. The bytes that an earlier compilation of the same region had to keep
     free in the end are kept free from the start. `offloaded` are the offloaded parameters, by their names in the plan.
     An update follows `accumulation` backwards (None: as many as in earlier runs), or, with `updates_in_backward`, each
-    parameter is updated as soon as its gradient is there.
-    What is to be `recomputed` is given where regions are planned together.
+    parameter is updated as soon as its gradient is there. With `adds`, host memory has gradients beside those that they
+    are added to. What is to be `recomputed` is given where regions are planned together.
     """
 
     def __init__(
@@ -170,6 +170,7 @@ class RegionPlanner:
         *,
         accumulation: int | None = None,
         updates_in_backward: bool = False,
+        adds: bool = False,
         by_step: bool = False,
         recomputed: frozenset[str] | None = None,
     ) -> None:
@@ -179,7 +180,8 @@ class RegionPlanner:
         self.unforeseen_bytes = unforeseen_bytes + self.earlier.margin_bytes
         self._offloaded, self._environment = offloaded, environment
         self.accumulation = self.earlier.accumulation if accumulation is None else accumulation
-        self.updates_in_backward, self.by_step, self._recomputed = updates_in_backward, by_step, recomputed
+        self.updates_in_backward, self._adds, self.by_step = updates_in_backward, adds, by_step
+        self._recomputed = recomputed
 
     def plan(
         self, capture: RegionGraphs, first: Candidate | None = None, recomputed: Names = (), earlier: Names = ()
@@ -321,18 +323,17 @@ class RegionPlanner:
             ],
             self.unforeseen_bytes,
             self.earlier.correction.planning,
-            self.accumulation,
+            (self.accumulation, self._adds),
             self.updates_in_backward,
             group_facts(),
         )
 
     def budgets(self, storages: Iterable[Storage]) -> Budgets:
         """Return the memory that there is for a region with these storages, beside what is used already."""
-        options = self._options
-        used = self._environment.usage  # other regions keep it while this one runs
+        options, used = self._options, self._environment.usage  # other regions keep it while this one runs
         sunk = [storage for storage in storages if storage.kind is Kind.STORED]
         # Gradients and state that its first step will make: that host memory is not free for transfers.
-        more_bytes = max(0, sum(each.nbytes for each in sunk) - used.gradient_acquired_bytes)
+        more_bytes = max(0, (1 + self._adds) * sum(each.nbytes for each in sunk) - used.gradient_acquired_bytes)
         state_bytes = sum(each.host_state_bytes for each in sunk)
         if options.spill_budget:
             state_bytes = min(state_bytes, line_bytes(options.host_budget))

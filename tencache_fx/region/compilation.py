@@ -112,6 +112,7 @@ def compile_region(
                 {names[index]: each for index, each in request.offloaded.items()},
                 Environment.find(source.device, source.options, request.boundary_bytes, request.external_bytes),
                 accumulation=request.accumulation,
+                adds=request.adds,
                 updates_in_backward=any(map(is_updated_in_backward, request.offloaded.values())),
                 by_step=request.by_step,
                 recomputed=request.recomputed,

@@ -26,7 +26,8 @@ class Request:
     `boundary_bytes` what is to be free between the graphs. `external_bytes` others hold beside a region that is planned
     by itself among them, where no allocator counts that. The plan is timed if another plan is to be compared with it
     (`compares`), or if its forecast was never corrected and may be (`may_learn`). `accumulation` is how many backwards
-    come before an update, once that was seen. A region planned `by_step`, together
+    come before an update, once that was seen; gradients that are added to earlier ones (`adds`) have room beside them
+    in host memory. A region planned `by_step`, together
     with the others of its step, is given what is to be `recomputed`, once that is decided.
     """
 
@@ -38,6 +39,7 @@ class Request:
     compares: bool = False
     may_learn: bool = False
     accumulation: int | None = None
+    adds: bool = False
     by_step: bool = False
     recomputed: frozenset[str] | None = None
 

@@ -226,7 +226,8 @@ class PlannedLowering:
     def _open_server(self, plan: Plan, *, by_step: bool) -> tuple[int, StepRecorder | None]:
         """Reserve what `plan` needs; return the index that graphs call, and who records steps, if any are."""
         engine = reserve(self._source, plan)
-        engine.reserve_gradients([s.nbytes for s in plan.transfers if s.kind is TransferKind.STORE])
+        stored = [each.nbytes for each in plan.transfers if each.kind is TransferKind.STORE]
+        engine.reserve_gradients(stored * (1 + self._request.adds))
         if not by_step:
             return engine.id, None
         points = swap_points(engine)

@@ -301,6 +301,7 @@ class Region:
             compares=self.recalibrator.compares and not by_step,
             may_learn=self.recalibrator.may_learn and not by_step,
             accumulation=self.accumulation.expected,
+            adds=self.accumulation.adds and not by_step,
             by_step=by_step,
             recomputed=self.step.recomputed if by_step else None,
         )

@@ -86,7 +86,7 @@ class Engine:
         self.pool = Pool(self.streams, host_budget_bytes)
         self.stats = Stats(self._gauges)
         self.object_buffers = ObjectBuffers(self.pool, self.streams)
-        self.transfers = TransferLifecycle(self.pool, self.streams, self.stats)
+        self.transfers = TransferLifecycle(self.pool, self.object_buffers, self.streams, self.stats)
         self._swap_buffers = SwapBuffers(self.pool, self.transfers, self.streams, self.stats, lambda: self.attachment)
         self._lock = self.transfers.lock
         self._table = self.transfers.table

@@ -55,6 +55,16 @@ class ObjectBuffers:
                 raise
         return self._pool.acquire(nbytes, use)
 
+    def acquire_or_wait(self, nbytes: int, use: Use) -> Buffer:
+        """Acquire a buffer as `Pool.acquire` does; where there is none, wait for expected work that releases some."""
+        while True:
+            try:
+                return self._pool.acquire(nbytes, use)
+            except BudgetError:
+                if not self._wait_for_one():
+                    raise
+                self.drain()
+
     def acquire_settled(self, nbytes: int, use: Use) -> Buffer:
         """Acquire a buffer, as `acquire`, that no copy touches any more. Blocks the host; raises `BudgetError`."""
         buffer = self.acquire(nbytes, use)

@@ -22,6 +22,7 @@ from tencache_fx.errors import BudgetError, InvariantError, OptionError, StoreEr
 from tencache_fx.planning.plan import PoolClass
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Buffer, Use
+from tencache_fx.runtime.object_buffers import ObjectBuffers
 from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.stats import Stats
 from tencache_fx.runtime.store import WORKERS, Extent, Store
@@ -33,11 +34,11 @@ from tencache_fx.units import format_bytes
 class TransferLifecycle:
     """The transfers of one engine. `lock` guards each of them; methods that need it held say so."""
 
-    def __init__(self, pool: Pool, streams: Streams, stats: Stats) -> None:
+    def __init__(self, pool: Pool, buffers: ObjectBuffers, streams: Streams, stats: Stats) -> None:
         self.lock = threading.RLock()
         self.table = TransferTable()
         self.store: Store | None = None
-        self._pool = pool
+        self._pool, self._buffers = pool, buffers
         self._streams = streams
         self._stats = stats
         self._pending_frees: list[tuple[Event, Tensor]] = []
@@ -108,12 +109,12 @@ class TransferLifecycle:
         return self._planned_bytes[use]
 
     def acquire(self, nbytes: int, use: Use, label: str) -> Buffer:
-        """Acquire a buffer, as `Pool.acquire` does; the errors say for what, and why there is none.
+        """Acquire a buffer, as `ObjectBuffers.acquire_or_wait` does; the errors say for what, and why there is none.
 
         Raises `BudgetError`, or `StoreError` where failed writes keep the staging buffers.
         """
         try:
-            return self._pool.acquire(nbytes, use)
+            return self._buffers.acquire_or_wait(nbytes, use)
         except BudgetError as error:
             failure, planned_bytes = self._write_failure, self._planned_bytes[use]
             least_bytes = self.least_host_bytes(nbytes if use is Use.STAGING else 0)

@@ -26,6 +26,7 @@ from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import engines, install_engine
 from tencache_fx.runtime.store import Store
+from tencache_fx.units import PAGE_BYTES
 
 HOST_BYTES = 3_700_000
 BUFFER_BYTES = line_bytes(HOST_BYTES) // 5
@@ -228,6 +229,24 @@ def test_the_line_goes_on_when_no_buffer_can_be_written(tmp_path: Path) -> None:
     assert torch.equal(found, torch.full((7 * PIECE,), 3.0))
 
 
+def test_one_buffer_is_enough_for_the_line(tmp_path: Path) -> None:
+    """The thread that works on a piece in it waits for no other."""
+    engine = engine_with(tmp_path)
+    taken = engine.pool.acquire(HOST_BYTES - 2 * BUFFER_BYTES + PAGE_BYTES, Use.GRADIENT)
+    found: list[Tensor] = []
+
+    def work() -> None:
+        line = parameters_of(engine).disk_line
+        found.append(DiskState(line, torch.zeros(7 * PIECE), {"a": FP32}, {"a": 2.0}, "it").read()["a"])
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert torch.equal(found[0], torch.full((7 * PIECE,), 2.0))
+    engine.pool.release(taken)
+
+
 def test_state_is_in_host_memory_where_that_has_room_for_it(tmp_path: Path) -> None:
     """A step over offloaded parameters alone needs no buffers for others, however small the host budget is."""
     tencache_fx.configure(host_budget="32MiB", spill_dir=str(tmp_path), spill_budget="64MiB")
@@ -236,6 +255,29 @@ def test_state_is_in_host_memory_where_that_has_room_for_it(tmp_path: Path) -> N
     found = tencache_fx.stats()
     assert found["updates"] > found["device_updates"], "some state is not on the device"
     assert found["disk_write_bytes"] == found["disk_acquired_bytes"] == 0
+
+
+def test_loaded_state_of_frozen_parameters_leaves_room_for_gradients(tmp_path: Path) -> None:
+    nbytes, count = 128 * 128 * 4, 16
+    host_bytes = (count + 4) * nbytes + line_bytes(1_500_000)  # all gradients, and what passes through to disk
+    tencache_fx.configure(host_budget=host_bytes, spill_dir=str(tmp_path), spill_budget="64MiB")
+    torch.manual_seed(0)
+    model = tencache_fx.offload(torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(count))), "cpu")
+    optimizer = AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(4, 128)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    saved = optimizer.state_dict()
+    model[1:5].requires_grad_(False)
+    optimizer.load_state_dict(saved)
+    step()
+    model.requires_grad_(True)
+    step()
+    assert all(held.place is Tier.NVME for held in optimizer._states.values() if held.nbytes > nbytes)
 
 
 ENDING = """

@@ -17,13 +17,16 @@ import tencache_fx
 from tencache_fx import native_code
 from tencache_fx.errors import InvariantError
 from tencache_fx.model_state import host_gradient, sum_kernel
+from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.host_gradient import HostGradient
 from tencache_fx.model_state.parameter_store import parameters_of
+from tencache_fx.model_state.stored_form import FP32
 from tencache_fx.model_state.sum_kernel import kernel_of
 from tencache_fx.model_state.update import send_to_host
 from tencache_fx.native_code import Library
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.plan import PoolClass
+from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import engines
@@ -378,3 +381,22 @@ def test_a_step_with_an_addition_that_failed_leaves_the_weights(monkeypatch: pyt
     assert [home.name for home in parameters_of(engine) if not torch.equal(home.host, before[home.name])] == []
     with pytest.warns(UserWarning, match="could not be updated"):
         tencache_fx.close()
+
+
+@pytest.mark.parametrize("what", ["an activation", "state on disk"])
+def test_others_wait_for_the_memory_of_what_is_added(new_engine: Callable[..., Engine], gate: Gate, what: str) -> None:
+    nbytes = round_up(4 * COUNT, PAGE_BYTES)
+    engine = new_engine(host_budget_bytes=2 * nbytes)
+    gradient = send_to_host(engine, numbers(0))
+    gradient.add_(send_to_host(engine, numbers(1)))  # its memory is free once it is added
+    timer = threading.Timer(0.2, gate.opened.set)
+    timer.start()
+    if what == "an activation":
+        handle = engine.offload(numbers(2), Tier.HOST)
+        assert torch.equal(engine.wait(engine.prefetch(handle)), numbers(2))
+    else:
+        state = DiskState(parameters_of(engine).disk_line, numbers(2), {"a": FP32}, {"a": numbers(2)}, "it")
+        assert torch.equal(state.read()["a"], numbers(2))
+    timer.join()
+    assert torch.equal(gradient.clone(), numbers(0) + numbers(1))
+    engine.close()  # the line keeps its buffers up to then

@@ -99,6 +99,27 @@ def test_steps_run_with_any_host_memory_above_a_floor(
         assert written[0] > ACTIVATION, host_bytes
 
 
+def test_a_region_has_room_for_gradients_beside_those_they_are_added_to(spill_dir: Path) -> None:
+    model, losses, host_bytes = blocks()[:4], list[float](), 44 * MATRIX
+    for offloads in (False, True):
+        with spilling(spill_dir, host_bytes) if offloads else contextlib.nullcontext():
+            run: Callable[[Tensor], Tensor] = model
+            if offloads:
+                tencache_fx.offload(model, "cpu")
+                options = {"compiler": "eager", "calibrate": False, "scope": "region", "device_budget": 64 * MATRIX}
+                spills = {"spill_dir": spill_dir, "spill_budget": DISK, "host_budget": host_bytes}
+                run = torch.compile(model, backend="tencache", options={**options, **spills})
+            for part in range(3):
+                loss = run(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(part))).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            losses.append(norm.item())
+            model.zero_grad()
+            assert not offloads or tencache_fx.regions()[-1].plan.forecast.host_bytes
+    assert losses[:4] == pytest.approx(losses[4:], rel=1e-5)
+
+
 def note_written(engine: Engine, written: list[int]) -> None:
     written.append(engine.stats.take()["disk_write_bytes"])
 
