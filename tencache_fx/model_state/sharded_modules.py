@@ -18,6 +18,7 @@ from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_ops import send_to_host
 from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.model_state.shard import Averaged, Gathered, RankGroup, Shard, scatter_mean
+from tencache_fx.model_state.sharding import FOR_CHECKPOINTS
 from tencache_fx.runtime.engine_registry import find_engine
 
 _Read = tuple[str, RankGroup, torch.Size | None]
@@ -120,7 +121,7 @@ def _read_alone(parameter: nn.Parameter, shard: Shard) -> Tensor:
         raise UsageError(
             f"{offloaded.name} is spread over {shard.group.size} ranks, and nothing has loaded this rank's part: read "
             "it inside `with tencache_fx.summon(model):`, which all ranks enter, in a function compiled with "
-            "backend='tencache', or in the forward of the module that has it."
+            f"backend='tencache', or in the forward of the module that has it.{FOR_CHECKPOINTS}"
         )
     whole: Tensor = _GatheredAlone.apply(parameter, shard.group.size, shard.group.name)
     return whole[: shard.size[0]]

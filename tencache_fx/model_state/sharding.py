@@ -65,7 +65,7 @@ class ComposableGuard(OrderedDict[str, object]):
     def __contains__(self, name: object) -> bool:
         """Return whether a wrapper was applied; raises `UsageError` for one that shards offloaded parameters."""
         if name in ("fully_shard", "replicate"):
-            _refuse(self._module, "fully_shard, FullyShardedDataParallel and replicate do")
+            _refuse(self._module, "fully_shard, FullyShardedDataParallel and replicate do", FOR_CHECKPOINTS)
         return super().__contains__(name)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -92,6 +92,11 @@ class TensorParallelGuard:
         return TensorParallelGuard, (None if self._module is None else self._module(),)
 
 
+# `torch.distributed.checkpoint.state_dict` looks at a module as FullyShardedDataParallel does, and reads parameters.
+FOR_CHECKPOINTS = (
+    " For a checkpoint take model.state_dict() and optimizer.state_dict(); get_model_state_dict and the like do not "
+    "know offloaded parameters."
+)
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 
 
@@ -157,14 +162,14 @@ def _is_traced_list(module: nn.Module) -> bool:
     return torch.compiler.is_dynamo_compiling() and isinstance(module, _LISTS)
 
 
-def _refuse(module: "weakref.ref[nn.Module] | None", who: str) -> None:
-    """Raise `UsageError`, which says `who` asks, if the module contains an offloaded parameter."""
+def _refuse(module: "weakref.ref[nn.Module] | None", who: str, hint: str = "") -> None:
+    """Raise `UsageError`, which says `who` asks and ends with `hint`, if the module contains an offloaded parameter."""
     found = None if module is None else module()
     offloaded = None if found is None else next(_offloaded_in(found), None)
     if offloaded is not None:
         raise UsageError(
             f"{offloaded.name} is offloaded to host memory, where {who} not find it; use one of these or "
-            "tencache_fx.offload, not both."
+            f"tencache_fx.offload, not both.{hint}"
         )
 
 

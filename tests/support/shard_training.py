@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from ranks import WORLD, refused
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -370,6 +371,7 @@ def refusals() -> Found:
         "LSTM": refused(lambda: spread(nn.Sequential(nn.LSTM(256, 256)))),
         "max_norm": refused(lambda: spread(nn.Sequential(nn.Embedding(1024, 256, max_norm=1.0)))),
         "read": refused(lambda: model[0].wide.weight),
+        "read for a checkpoint": refused(lambda: get_model_state_dict(model))[-136:],
         "pickle": refused(lambda: pickle.dumps(model[0].wide)),
     }
 

@@ -15,6 +15,7 @@ from started_ranks import LIMIT_S, ROOT, SUPPORT, Found, run_ranks
 from torch import Tensor, nn
 from torch._functorch import partitioners
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import tencache_fx
 from tencache_fx.errors import OptionError, UsageError
@@ -183,6 +184,13 @@ def test_such_a_hook_is_refused_in_the_backward_too(early, way, place):
     run(torch.ones(2, 160)).square().mean().backward()
     with tencache_fx.summon(model, write=False):
         assert not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("act", [get_model_state_dict, lambda model: set_model_state_dict(model, model.state_dict())])
+def test_who_reads_a_model_as_sharding_does_is_told_what_to_save(early, act):
+    model, _ = early
+    with pytest.raises(UsageError, match=r"0.weight is offloaded .* take model.state_dict\(\) and optimizer"):
+        act(model)
 
 
 def test_ranks_of_a_host_share_what_auto_gives(monkeypatch, tmp_path):

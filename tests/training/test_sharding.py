@@ -128,6 +128,7 @@ def test_split_masters_go_on_to_the_last_bit(others):
         ("LSTM", "OptionError: module 0 (LSTM) passes its parameters"),
         ("max_norm", "OptionError: module 0 (Embedding) writes to its parameter"),
         ("read", "UsageError: 0.wide.weight is spread over 2 ranks, and nothing has loaded this rank's part"),
+        ("read for a checkpoint", "For a checkpoint take model.state_dict() and optimizer.state_dict(); get"),
         ("pickle", "UsageError: a Linear whose parameters are spread over ranks cannot be copied or pickled"),
         ("backward inside summon", "UsageError: 2.narrow.weight got a gradient inside summon"),
         ("other norm, compiled", "UsageError: a gradient of size (321, 161) is this rank's part of one"),
