@@ -116,10 +116,14 @@ class ObjectBuffers:
     def _wait_for_one(self) -> bool:
         """Block until the oldest expected work is done; return False if none was expected."""
         with self._expecting:
-            first = self._expected.popleft() if self._expected else None
-        if first is not None:
-            first.exception()
-        return first is not None
+            first = self._expected[0] if self._expected else None
+        if first is None:
+            return False
+        first.exception()
+        with self._expecting:  # not before: other threads wait for it, too
+            if self._expected and self._expected[0] is first:
+                self._expected.popleft()
+        return True
 
     def _wait_for_copies(self) -> bool:
         """Block until copies no longer touch the buffers to be unmapped, and do so; return False if there were none."""
