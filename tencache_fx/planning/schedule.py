@@ -75,10 +75,6 @@ class Barriers:
         """Return the last step at or before `step` from which bytes may count as freed, the first if there is none."""
         return self._freed_by[step]
 
-    def may_be_freed(self, step: int) -> bool:
-        """Whether bytes may count as freed from `step` on."""
-        return self._freed_from[step] == step
-
     def fetch_by(self, step: int) -> Step:
         """Return the last step at or before `step` from which bytes may be fetched."""
         return self._fetch_by[step]

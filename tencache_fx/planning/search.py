@@ -149,19 +149,6 @@ def _choose_recomputed(evaluator: Evaluator) -> Names:
     return min(tried, key=lambda names: tried[names])
 
 
-def choose_recomputed(problem: Problem, tuning: Tuning = TUNING) -> Names:
-    """Return what to recompute while every offloaded parameter is copied; none if the region fits, or it saves no time.
-
-    It plans 100 000 steps in all, but at least 12 plans and at most 36.
-    """
-    return RecomputeSearch(Evaluator(problem, tuning), _compared(tuning)).run()
-
-
-def _compared(tuning: Tuning) -> Candidate:
-    """Return the candidate that plans are compared by: parameters are copied, and the quickest good policy plans."""
-    return Candidate(policy="teraio", lead=tuning.compared_lead)
-
-
 class Trial(NamedTuple):
     """How long a step takes with something recomputed, and the parameters that are best pinned then."""
 
@@ -173,7 +160,9 @@ class Trial(NamedTuple):
 def _search_turns(evaluator: Evaluator) -> Names:
     """Return what to recompute beside the parameters that are best pinned then."""
     captured, tuning = evaluator.captured, evaluator.tuning
-    limit, base = captured.budgets.device_bytes, _compared(tuning)
+    limit = captured.budgets.device_bytes
+    # Plans are compared with parameters copied, by the quickest good policy.
+    base = Candidate(policy="teraio", lead=tuning.compared_lead)
 
     def search(start: Candidate) -> Names:
         return RecomputeSearch(evaluator, start).run()

@@ -9,7 +9,7 @@ from drawn import drawn_cases
 from harness import EAGER, compiled, entering_bytes, faulty_engine, planned_floor, problems_of, train
 from hypothesis import HealthCheck, given
 from outcomes import Outcomes
-from problems import PLENTY, links, offloaded_weights, transformer
+from problems import PLENTY, choose_recomputed, links, offloaded_weights, transformer
 from programs import tight_problems, transformer_recipes
 from rates import pretend_slow_links
 from work import counted_calls
@@ -24,7 +24,7 @@ from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.recompute import recompute
 from tencache_fx.planning.recompute_search import recomputed_for
-from tencache_fx.planning.search import choose_recomputed, make_plan, plan_region
+from tencache_fx.planning.search import make_plan, plan_region
 from tencache_fx.planning.tuning import TUNING
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.records import RegionRecord

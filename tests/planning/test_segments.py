@@ -7,7 +7,7 @@ import pytest
 from drawn import drawn_cases
 from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
-from problems import PLENTY, links
+from problems import PLENTY, choose_recomputed, links
 from programs import tight_problems
 
 from tencache_fx.errors import BudgetError
@@ -16,7 +16,7 @@ from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.problem import Budgets, Kind, Op, Problem, Recipe, Step, Storage
 from tencache_fx.planning.recompute import recompute
 from tencache_fx.planning.recompute_search import RecomputeSearch, Score
-from tencache_fx.planning.search import choose_recomputed, make_plan
+from tencache_fx.planning.search import make_plan
 from tencache_fx.planning.segments import kept_between_segments
 from tencache_fx.planning.tuning import TUNING
 from tencache_fx.planning.verify import verify_plan

@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from tencache_fx.planning.evaluation import Candidate, Evaluator, Names
 from tencache_fx.planning.liveness import earliest_offload, inactive_intervals, is_candidate, live_bytes, minimal_swaps
 from tencache_fx.planning.plan import CopyIn, CopyOut, Transfer
 from tencache_fx.planning.planner import floor_bytes
@@ -23,6 +24,8 @@ from tencache_fx.planning.problem import (
     Storage,
     Tier,
 )
+from tencache_fx.planning.recompute_search import RecomputeSearch
+from tencache_fx.planning.tuning import TUNING
 
 GIB = 1 << 30
 PLENTY = 1 << 52
@@ -513,3 +516,8 @@ def legal_swap(
         prefetch_at=Step(fetch),
         needed_at=v,
     )
+
+
+def choose_recomputed(problem: Problem) -> Names:
+    """Return what the search recomputes beside parameters that are all copied: one of its levels, and that alone."""
+    return RecomputeSearch(Evaluator(problem), Candidate(policy="teraio", lead=TUNING.compared_lead)).run()
