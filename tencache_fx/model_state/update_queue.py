@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -26,6 +26,7 @@ from tencache_fx.errors import TencacheError
 from tencache_fx.model_state.copy_state import LateWork
 from tencache_fx.model_state.update_room import Begun, Room
 from tencache_fx.runtime.streams import Streams
+from tencache_fx.runtime.worker import Worker
 
 _POLL_S = 0.0005  # CUDA events do not notify
 
@@ -197,13 +198,14 @@ class _Ahead:
     def __init__(self, queue: _Queue, issue: Callable[[_Part], Begun], name: str) -> None:
         self._queue, self._issue = queue, issue
         self._under_way: deque[tuple[_Part, Begun]] = deque()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._thread = Worker(name)
+        self.start = self._thread.start
         self._to_come: deque[None] = deque()  # calls of `_do_one`: counted without a lock, as in `_Queue.put`
 
     def note(self, count: int) -> None:
         """Note that there are so many parts more; others may do them first."""
         self._to_come.extend(itertools.repeat(None, count))
-        self._thread.submit(_repeat, self._do_one, count)
+        self._thread.submit(partial(_repeat, self._do_one, count))
 
     def end_done(self) -> None:
         """End those parts that are done; for the thread itself, while it issues another."""
@@ -212,11 +214,11 @@ class _Ahead:
 
     def wait(self) -> None:
         """Block until all parts noted so far are done, and the thread has let go of them."""
-        self._thread.submit(_nothing).result()
+        self._thread.wait()
 
     def stop(self) -> None:
         """Finish, and join the thread."""
-        self._thread.shutdown(wait=True)
+        self._thread.stop()
 
     def _do_one(self) -> None:
         self._to_come.popleft()
@@ -256,7 +258,7 @@ class Updates:
         self._streams = streams
         self._count = itertools.count()
         self._shared, self._disk = _Queue(), _Queue()
-        self._on_host = ThreadPoolExecutor(1, thread_name_prefix="tencache-update")
+        self._on_host = Worker("tencache-update")
         self._on_device: _Ahead | None = None
         self.part_elements: int | None = None  # how long a part is; None if all updates run on the host
         self._on_disk = _Ahead(self._disk, lambda part: part.task.update.on_disk(), "tencache-update-begin")
@@ -287,10 +289,15 @@ class Updates:
         """
         batch = _Batch()
         hand_in = partial(self._hand_in, batch)
+        self._on_host.start()
+        if self._on_device is not None:
+            self._on_device.start()
 
         def submit(
             update: Update, urgency: int, can_begin: Callable[[], bool], *, on_disk: bool = False
         ) -> "Future[None]":
+            if on_disk:
+                self._on_disk.start()
             task = _Task((urgency, next(self._count)), update, can_begin, LateWork(hand_in), update.parts)
             batch.add(task, on_disk=on_disk)
             return task.future
@@ -323,7 +330,7 @@ class Updates:
             self._on_disk.note(batch.disk_count)
         if batch.shared_count:
             self._shared.put(batch.shared)
-            self._on_host.submit(_repeat, self._one_on_host, batch.shared_count)
+            self._on_host.submit(partial(_repeat, self._one_on_host, batch.shared_count))
             if self._on_device is not None:
                 self._on_device.note(batch.shared_count)
 
@@ -332,11 +339,11 @@ class Updates:
         threads = [self._on_disk] if self._on_device is None else [self._on_disk, self._on_device]
         for each in threads:
             each.wait()
-        self._on_host.submit(_nothing).result()
+        self._on_host.wait()
 
     def stop(self) -> None:
         """Finish all work, and join the threads."""
-        self._on_host.shutdown(wait=True)
+        self._on_host.stop()
         self._on_disk.stop()
         if self._on_device is not None:
             self._on_device.stop()
@@ -355,10 +362,6 @@ def _repeat(work: Callable[[], object], count: int) -> None:
     for _ in range(count):
         with contextlib.suppress(BaseException):
             work()
-
-
-def _nothing() -> None:
-    """Do nothing: once this has run, its thread has done all that it was given before."""
 
 
 def _issue(room: Room, part: _Part) -> Begun:
