@@ -45,9 +45,9 @@ if WORKERS > 1:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // WORKERS))
     inductor_config.compile_threads = torch.get_num_threads()
 
-# The same examples in each run; `--hypothesis-profile explore` looks for new ones.
-settings.register_profile("repeatable", derandomize=True)
-settings.register_profile("explore", derandomize=False)
+# The same examples in each run, however long each takes; `--hypothesis-profile explore` looks for new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("explore", derandomize=False, deadline=None)
 settings.load_profile("repeatable")
 
 

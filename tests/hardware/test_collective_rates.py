@@ -35,7 +35,7 @@ def seconds_over(latency_ns: int, bytes_per_s: int):
     return seconds
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(latency_ns=st.integers(0, 10**6), bytes_per_s=st.integers(10**8, 10**11))
 def test_what_is_measured_is_what_the_link_does(latency_ns: int, bytes_per_s: int):
     with pytest.MonkeyPatch.context() as patch:

@@ -68,7 +68,7 @@ def one_by_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(device_updates, "_MOST_ELEMENTS", {"cpu": -1})
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(DTYPES)), min_size=1, max_size=12),
     st.sampled_from((torch.float32, torch.bfloat16, "8bit")),

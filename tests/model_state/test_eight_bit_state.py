@@ -69,7 +69,7 @@ def odd_values(seed: int, count: int, decades: float) -> Tensor:
     return values.where(torch.rand(count, generator=generator) > 0.1, 0.0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 1 << 20),
     count=st.integers(1, 1500),

@@ -308,7 +308,7 @@ ACTIONS = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(actions=st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=12), delay_ms=st.sampled_from([0, 2]))
 def test_any_use_of_gradients_is_that_of_ordinary_ones(actions: list[str], delay_ms: int) -> None:
     engine = Engine(torch.device("cpu"), host_budget_bytes=1 << 24, streams=FaultyCpuStreams(delay_s=delay_ms / 1000))

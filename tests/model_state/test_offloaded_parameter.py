@@ -202,7 +202,7 @@ class CopyMachine(RuleBasedStateMachine):
 
 def test_readers_see_the_last_value_whatever_comes_in_which_order() -> None:
     checks = [HealthCheck.too_slow]
-    run_machine(CopyMachine, settings=settings(max_examples=60, deadline=None, suppress_health_check=checks))
+    run_machine(CopyMachine, settings=settings(max_examples=60, suppress_health_check=checks))
 
 
 def test_a_change_of_state_that_is_not_in_the_table_is_refused() -> None:

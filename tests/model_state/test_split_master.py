@@ -70,7 +70,7 @@ def assert_same_bits(found: Tensor, expected: Tensor) -> None:
     assert torch.equal(found.view(torch.int32)[left], expected.view(torch.int32)[left])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, (1 << 32) - 1), min_size=1, max_size=40))
 @example([0, 1 << 31, 0x00008000, 0x80008000, 0x00018000, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7F800001])
 def test_every_master_comes_back(numbers: list[int]) -> None:
@@ -136,7 +136,7 @@ def test_a_zero_that_was_set_behind_everybodys_back_is_zero() -> None:
         assert found.abs().max() < 1e-40
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 1 << 20), st.integers(1, 700))
 def test_elements_that_change_lose_their_remainder_and_others_keep_it(seed: int, count: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -34,7 +34,7 @@ def streams() -> Iterator[FaultyCpuStreams]:
     made.close()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(count=st.integers(1, 4000), room_bytes=st.integers(3 * 128 * 10, 30_000), seed=st.integers(0, 100))
 def test_what_streams_through_is_what_was_computed_in_one_piece(count: int, room_bytes: int, seed: int) -> None:
     streams = FaultyCpuStreams(delay_s=0.0005, seed=seed)
@@ -302,7 +302,7 @@ class Parts:
         self.ended.append(error)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.frozensets(st.integers(0, 8), max_size=1)), min_size=1, max_size=6),
     st.booleans(),

@@ -83,7 +83,6 @@ def random_spills(data: st.DataObject, problem: Problem) -> tuple[Transfer, ...]
 @pytest.mark.parametrize("name", PROGRAMS)
 @settings(
     max_examples=6,
-    deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

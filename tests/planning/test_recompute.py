@@ -31,7 +31,7 @@ def held_at_each_step(storages: list[Storage], problem: Problem) -> list[int]:
 
 
 @SEEN.reaching(0.3, "run again")
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(drawn=programs_and_choices())
 def test_recomputing_is_what_the_written_out_list_says(drawn: tuple[Program, tuple[str, ...]]) -> None:
     program, chosen = drawn
@@ -55,7 +55,7 @@ def test_recomputing_is_what_the_written_out_list_says(drawn: tuple[Program, tup
     assert not (after.recipes and chosen)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(drawn=programs_and_choices())
 def test_every_life_is_one(drawn: tuple[Program, tuple[str, ...]]) -> None:
     """What a policy relies on, whatever was recomputed."""
@@ -76,7 +76,7 @@ def test_every_life_is_one(drawn: tuple[Program, tuple[str, ...]]) -> None:
     assert min(live_bytes(after)) >= 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(drawn=programs_and_choices())
 def test_nothing_recomputed_is_the_problem_itself(drawn: tuple[Program, tuple[str, ...]]) -> None:
     problem = drawn[0].problem()

@@ -133,7 +133,7 @@ def test_no_choice_needs_less_than_the_least_floor(problem: Problem, data: st.Da
 @pytest.mark.parametrize("kind", ["recipes", "moving"])
 def test_what_is_pinned_adds_to_what_is_there_at_least(kind: str) -> None:
     @SEEN.reaching(0.2, "pinned")
-    @settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+    @settings(max_examples=100, suppress_health_check=SLOW)
     @given(problem=trainings() if kind == "recipes" else moving_problems(), data=st.data())
     def adds(problem: Problem, data: st.DataObject) -> None:
         resident, here = pinning(data.draw, problem)

@@ -96,7 +96,7 @@ def test_a_region_that_is_planned_with_its_step_leaves_room_for_others(limit: in
     assert may_gain_in_turn(Planner(limit, by_step=True), one) == again
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problem=problems(), data=st.data())
 def test_no_gain_is_missed(problem: Problem, data: st.DataObject):
     """Where nothing is planned again, collectives one by one would have gained less than a thirtieth."""

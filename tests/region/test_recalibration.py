@@ -29,7 +29,7 @@ from tencache_fx.region.timers import PhaseClock
 from tencache_fx.units import format_ns
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(forward=st.floats(0.5, 2.0), backward=st.floats(0.5, 2.0), device_gib=st.sampled_from([6, 9, 40]))
 def test_scales_are_found_again(forward: float, backward: float, device_gib: int) -> None:
     problem = transformer(layers=3, device_bytes=device_gib * GIB)

@@ -125,7 +125,7 @@ class Owner:
     """Has a plan."""
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.one_of(

@@ -252,9 +252,7 @@ class PoolMachine(RuleBasedStateMachine):
 def test_pool_is_a_dict_of_buffers(no_leaks: None) -> None:
     run_machine(
         PoolMachine,
-        settings=settings(
-            max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-        ),
+        settings=settings(max_examples=60, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow]),
     )
 
 

@@ -165,9 +165,7 @@ class StoreMachine(RuleBasedStateMachine):
 def test_store_is_a_dict_of_values(no_leaks: None) -> None:
     run_machine(
         StoreMachine,
-        settings=settings(
-            max_examples=30, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-        ),
+        settings=settings(max_examples=30, stateful_step_count=20, suppress_health_check=[HealthCheck.too_slow]),
     )
 
 

@@ -47,7 +47,7 @@ def test_lanes_run_side_by_side_and_do_not_block_the_caller() -> None:
     streams.close()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(chain=st.lists(st.sampled_from(list(Lane)), min_size=2, max_size=12), seed=st.integers(0, 1000))
 def test_a_chain_of_events_carries_a_value(chain: list[Lane], seed: int) -> None:
     streams = FaultyCpuStreams(delay_s=0.002, seed=seed)

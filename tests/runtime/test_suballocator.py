@@ -136,9 +136,7 @@ class SharingMachine(RuleBasedStateMachine):
 def test_what_was_reserved_comes_whoever_holds_what(no_leaks: None) -> None:
     run_machine(
         SharingMachine,
-        settings=settings(
-            max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-        ),
+        settings=settings(max_examples=150, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow]),
     )
 
 

@@ -8,10 +8,10 @@ _FEW = 30
 
 
 def drawn_cases(count: int, **how: Any) -> settings:
-    """Return settings for `count` drawn cases, with no deadline; a third of them, where each run draws the same.
+    """Return settings for `count` drawn cases; a third of them, where each run draws the same.
 
     `--hypothesis-profile explore`, which draws others each time, draws all of them.
     """
     if settings.default.derandomize:
         count = min(count, max(_FEW, count // 3))
-    return settings(max_examples=count, **{"deadline": None, **how})
+    return settings(max_examples=count, **how)

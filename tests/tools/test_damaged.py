@@ -136,7 +136,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 1 << 32), command=st.sampled_from(COMMANDS))
 def test_a_damaged_record_ends_a_command_with_a_sentence_or_not_at_all(
     run: Run, tmp_path: Path, seed: int, command: str
@@ -265,7 +265,7 @@ KEPT: list[tuple[Any, Any]] = [
 ]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 1 << 32), pair=st.sampled_from(KEPT))
 def test_a_damaged_value_is_measured_anew(cache_folder: Path, seed: int, pair: tuple[Any, Any]) -> None:
     value, other = pair

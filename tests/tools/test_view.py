@@ -94,7 +94,7 @@ OUTCOMES = Outcomes()
 
 
 @OUTCOMES.reaching(0.3, "moved")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problem=problems() | moving_problems())
 def test_numbers_of_any_region_are_the_forecast(problem: Problem) -> None:
     try:

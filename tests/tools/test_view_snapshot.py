@@ -23,7 +23,7 @@ OUTCOMES = Outcomes()
 
 
 @OUTCOMES.reaching(0.3, "transfers")
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problem=problems() | moving_problems())
 def test_the_device_holds_what_the_plan_says(problem: Problem) -> None:
     try:

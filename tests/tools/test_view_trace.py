@@ -90,7 +90,7 @@ OUTCOMES = Outcomes()
 
 
 @OUTCOMES.reaching(0.3, "to host", "to disk")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problem=problems() | moving_problems())
 def test_slices_and_arrows_count_as_transfers_do(problem: Problem) -> None:
     try:

@@ -24,7 +24,6 @@ from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.runtime.engine import Engine
 
 AS_DRAWN = {
-    "deadline": None,
     "phases": [Phase.explicit, Phase.reuse, Phase.generate],  # an example takes a second: shrink by hand
     "suppress_health_check": list(HealthCheck),
 }
