@@ -143,6 +143,12 @@ class Scope:
         return False
 
     @property
+    def is_excused(self) -> bool:
+        """Whether the region may do so in this turn, already: what it saw beside it in a turn only grows."""
+        external = self._external
+        return external is not None and self._excused_turn == external.turn(self._source.index)
+
+    @property
     def _external(self) -> ExternalMemory | None:
         return None if self._left_bytes is None else self._step.external
 

@@ -278,11 +278,13 @@ def test_outputs_that_are_kept_once_end_no_training(caplog: pytest.LogCaptureFix
     x = torch.randn(ROWS, WIDTH)
     for step in range(9):
         if step == 5:
+            caplog.clear()
             kept.extend(model(x) for _ in range(8))
         model.zero_grad(set_to_none=True)
         model(x).square().mean().backward()
         kept.clear()
     assert "It runs this time" in caplog.text
+    assert caplog.text.count("planning again") <= 4 * DEPTH, "once refused, a region is not planned anew in that turn"
 
 
 def test_regions_that_host_memory_keeps_out_of_their_step_say_so(caplog: pytest.LogCaptureFixture) -> None:
