@@ -40,7 +40,8 @@ def configure(*, reset: bool = False, **options: object) -> Mapping[str, object]
     """Set process-wide defaults for later compilations and return all that are set; `reset` forgets earlier ones.
 
     `host_budget`, `spill_dir`, `spill_budget` and `spill_write_budget` count at once for what is open already, up or
-    down: after a `BudgetError`, raise the budget and try again. Values in other directories are read there.
+    down: after a `BudgetError`, raise the budget and try again. Values in other directories are read there. The next
+    step is planned for them; a budget that was given to `torch.compile` is the most that its region takes.
 
     `device_budget` counts from the next step on for regions that are planned together (`scope="step"`), unless it was
     given to `torch.compile`; nothing is compiled again for it.

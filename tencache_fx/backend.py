@@ -49,7 +49,7 @@ def tencache(
         options=resolved,
         device=device,
         settings=settings,
-        own_budget="device_budget" in (options or {}),
+        own=frozenset(options or ()),
     )
     return compile_region_or_pieces(source, example_inputs)
 

@@ -32,16 +32,17 @@ environment (`TENCACHE_DEVICE_BUDGET=12GiB`; several directories as in PATH; `in
 
 A host_budget or spill_budget given to torch.compile limits that region's plan only: a device's memory pool may take the
 largest that any region asks for. Offloaded parameters and optimizers may take what is set for the process. `configure`
-changes both, and spill_dir, at once; it refuses a budget below what is acquired now. New values go to the directories
-that were named last. A spill_write_budget counts for all that this process writes from then on, whichever region gave
-it; plans take it for the rate of the disks.
+changes both, and spill_dir, at once; it refuses a budget below what is acquired now, or below the size of the files.
+The next step is planned for it: a budget that was given to torch.compile is the most that its region may take of it.
+New values go to the directories that were named last. A spill_write_budget counts for all that this process writes from
+then on, whichever region gave it; plans take it for the rate of the disks.
 """
 
 import dataclasses
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -131,12 +132,24 @@ class Options:
             }
         )
 
-    def with_budget_of_process(self, device: "torch.device") -> "Options":
-        """Return the same options with the device budget that is set for the process now.
+    def as_configured(
+        self, names: Collection[str], *, device: "torch.device", own_host_bytes: int = 0, own_disk_bytes: int = 0
+    ) -> "Options":
+        """Return the same options, with the budgets and directories among `names` that are set for the process now.
 
-        Raises `OptionError` if it is more than the device has.
+        What this process holds already counts as for `resolve`. Raises `OptionError` if a budget is more than there is.
         """
-        return dataclasses.replace(self, device_budget=_device_budget(_read_layers(None)["device_budget"], device))
+        value = _read_layers(None)
+        found: dict[str, Any] = {"spill_dir": value["spill_dir"]} if "spill_dir" in names else {}
+        if "device_budget" in names:
+            found["device_budget"] = _device_budget(value["device_budget"], device)
+        if "host_budget" in names:
+            found["host_budget"] = _host_budget(value["host_budget"], own_host_bytes)
+        directories = found.get("spill_dir", self.spill_dir)
+        if "spill_budget" in names:
+            size = value["spill_budget"]
+            found["spill_budget"] = _spill_budget(size, directories, own_disk_bytes) if directories else 0
+        return dataclasses.replace(self, **found)
 
     @staticmethod
     def suppose(given: Mapping[str, object] | None, *, device_bytes: int | None) -> "Options":

@@ -59,7 +59,7 @@ class ParameterStore:
         self._files: weakref.WeakSet[WeightFile] = weakref.WeakSet()  # that parameters are read from
         self._by_storage: dict[int, OffloadedParameter] = {}
         self._hooks: dict[Any, Any] = {}  # of torch's, by how and what was registered
-        engine.pool.keep_free(self._state_to_come)
+        engine.pool.keep_free(self.state_to_come)
 
     def __iter__(self) -> Iterator[OffloadedParameter]:
         # A copy: the collector may run as the pairs of `items` are allocated, and remove parameters.
@@ -101,11 +101,11 @@ class ParameterStore:
     def bytes_to_come(self) -> BytesToCome:
         """Return the host memory that a backward will acquire for gradients, and for state of what is updated then.
 
-        Gradients are all that a step has at once, but for those there already. If there are any, others are added to
-        them, so there is one more. Of parameters that are updated during backward it is that of the largest: the others
-        wait for its update.
+        Gradients are all that a step has at once, but for those there already. What is added to gradients is beside
+        them, as many as one backward makes. Of parameters that are updated during backward it is the largest gradient:
+        the others wait for its update.
         """
-        kept_bytes = largest_bytes = largest_early_bytes = state_bytes = 0
+        kept_bytes = added_bytes = largest_bytes = largest_early_bytes = state_bytes = 0
         for offloaded in self:
             if offloaded.updated_on_device or not offloaded.parameter.requires_grad:
                 continue
@@ -116,9 +116,11 @@ class ParameterStore:
                 state_bytes += 0 if _has_state(offloaded) else round_up(offloaded.host_state_bytes, PAGE_BYTES)
             else:
                 kept_bytes += nbytes
+                added_bytes += 0 if offloaded.parameter.grad is None else nbytes
         there_bytes = self._engine.pool.acquired_for(Use.GRADIENT)
-        more_bytes = largest_bytes if there_bytes else largest_early_bytes
-        return BytesToCome(gradient_bytes=max(0, kept_bytes - there_bytes) + more_bytes, state_bytes=state_bytes)
+        set_bytes = max(largest_bytes, self._engine.gradient_set_bytes)
+        gradient_bytes = max(0, kept_bytes + min(added_bytes, set_bytes) - there_bytes) + largest_early_bytes
+        return BytesToCome(gradient_bytes=gradient_bytes, state_bytes=state_bytes)
 
     def offload(
         self, parameter: Tensor, name: str, device: torch.device, place: Place = _IN_HOST_MEMORY
@@ -207,7 +209,7 @@ class ParameterStore:
         sizes = [each.state_buffer_bytes for each in self._without_state() if each not in on_device]
         self._engine.map_ahead([nbytes for nbytes in sizes if nbytes >= _LEAST_AHEAD_BYTES], Use.STATE)
 
-    def _state_to_come(self) -> int:
+    def state_to_come(self) -> int:
         """Return the bytes of host memory that optimizers may yet acquire for state that they have not made."""
         return sum(offloaded.host_state_bytes for offloaded in self._without_state())
 

@@ -15,7 +15,7 @@ from tencache_fx.errors import BudgetError
 from tencache_fx.planning.parameter_schedule import host_memory_ns, step_ns
 from tencache_fx.planning.plan import Plan, PoolClass, Transfer
 from tencache_fx.planning.planner import build_plan
-from tencache_fx.planning.problem import Op, Problem, Step
+from tencache_fx.planning.problem import Budgets, Op, Problem, Step
 from tencache_fx.planning.search import plan_region
 from tencache_fx.planning.simulator import simulate
 
@@ -130,6 +130,18 @@ def pays_accumulated(captured: Problem, problem: Problem, plan: Plan, accumulati
     except BudgetError:
         return False
     return step_ns(better[0], better[1].forecast) * 30 < staying_ns * 29
+
+
+def pays_within(budgets: Budgets, captured: Problem, problem: Problem, plan: Plan) -> bool:
+    """Return whether a plan made for other `budgets` is faster by more than a thirtieth.
+
+    `captured` and `problem` are as for `reconsider`.
+    """
+    try:
+        better = plan_region(dataclasses.replace(captured, budgets=budgets), plan.policy)
+    except BudgetError:
+        return False
+    return step_ns(better[0], better[1].forecast) * 30 < step_ns(problem, plan.forecast) * 29
 
 
 def correct(captured: Problem, problem: Problem, plan: Plan, scales: Scales) -> dict[str, Any]:

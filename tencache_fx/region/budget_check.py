@@ -8,6 +8,7 @@ import torch
 from tencache_fx.errors import BudgetError, StoreError
 from tencache_fx.hardware.device_memory import held_bytes, most_bytes
 from tencache_fx.model_state.parameter_store import evict_residents
+from tencache_fx.region.current_options import CurrentOptions
 from tencache_fx.region.dynamic_shapes import Footprint, Sizes
 from tencache_fx.region.lowering import reserve
 from tencache_fx.region.registry import REGIONS, compilations
@@ -19,8 +20,8 @@ log = logging.getLogger("tencache_fx")
 class BudgetCheck:
     """Compares what one region's plan needs with its device budget."""
 
-    def __init__(self, source: RegionSource) -> None:
-        self._source = source
+    def __init__(self, source: RegionSource, current_options: CurrentOptions) -> None:
+        self._source, self._current_options = source, current_options
         self._collected_at = -1  # so many compilations ago was garbage collected, for the region to fit
 
     def passes(self, footprint: Footprint, sizes: Sizes, external_bytes: int | None) -> bool:
@@ -55,7 +56,7 @@ class BudgetCheck:
             )
         if not footprint.is_reserved(sizes):
             try:
-                reserve(source, footprint.plan_for(sizes))
+                reserve(self._current_options.source, footprint.plan_for(sizes))
             except (BudgetError, StoreError):
                 return False
             footprint.note_reserved(sizes)

@@ -227,7 +227,7 @@ class PlannedLowering:
         """Reserve what `plan` needs; return the index that graphs call, and who records steps, if any are."""
         engine = reserve(self._source, plan)
         stored = [each.nbytes for each in plan.transfers if each.kind is TransferKind.STORE]
-        engine.reserve_gradients(stored * (1 + self._request.adds))
+        engine.reserve_gradients(stored, adds=self._request.adds)
         if not by_step:
             return engine.id, None
         points = swap_points(engine)

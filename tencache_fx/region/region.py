@@ -20,9 +20,11 @@ from tencache_fx.region.accumulation import AccumulationMonitor
 from tencache_fx.region.ambient_state import unchanged
 from tencache_fx.region.boundary_memory import BoundaryMemory
 from tencache_fx.region.budget_check import BudgetCheck
+from tencache_fx.region.changed_budgets import ChangedBudgets
 from tencache_fx.region.checkpointed_calls import CheckpointedCalls
 from tencache_fx.region.compilation import compile_region
 from tencache_fx.region.compiled_region import CompiledRegion, Monitor, Request
+from tencache_fx.region.current_options import CurrentOptions
 from tencache_fx.region.donated_inputs import DonatedInputs
 from tencache_fx.region.dynamic_shapes import Footprint, NamedSizes, SizeFormulas
 from tencache_fx.region.host_clock import HostClock
@@ -54,13 +56,15 @@ class Region:
         self.index, self.device = source.index, source.device
         self.boundary_memory = BoundaryMemory(source.index, source.device, source.options.device_budget)
         self.donated_inputs = DonatedInputs(inputs)
-        self.step = StepMonitor(source)
+        self._options = CurrentOptions(source)
+        self.step = StepMonitor(source, self._options)
         self.scope = Scope(source, inputs, self.step)
         self.accumulation = AccumulationMonitor()
         self.recalibrator = Recalibrator(source.index, enabled=source.options.calibrate)
         self.host_clock = HostClock(source.device)
+        self.budgets = ChangedBudgets(self._options)
         self._source, self._offloaded = source, offloaded
-        self._check = BudgetCheck(source)
+        self._check = BudgetCheck(source, self._options)
         self._calls, self._checkpointed = CallTimes(), CheckpointedCalls()
         self._planned_budget: int | None = None
         if runs is None:
@@ -87,7 +91,7 @@ class Region:
         """
         if self.scope.by_step:
             return self.scope, self.step
-        beside = self.boundary_memory, self.accumulation, self.recalibrator, self.host_clock
+        beside = self.boundary_memory, self.accumulation, self.budgets, self.recalibrator, self.host_clock
         return self.scope, self.donated_inputs, *beside
 
     def run(self, args: Sequence[Any], offloaded: Mapping[int, OffloadedParameter]) -> Any:
@@ -188,6 +192,8 @@ class Region:
 
         Where its plan is `fixed`, by what ran before, only sizes are a reason.
         """
+        if not fixed and not self.budgets.fits(self.current):
+            self._plan_again(args, "its plan is over the budget of host memory or disk that was configured")
         sizes, external_bytes = self._formulas.read(args), None if fixed else self.scope.last_external_bytes
         if self._check.passes(self._footprint, sizes, external_bytes):
             return
@@ -293,7 +299,7 @@ class Region:
         offloaded: Mapping[int, OffloadedParameter],
         sizes: tuple[NamedSizes, NamedSizes] | None,
     ) -> CompiledRegion:
-        by_step = self.scope.by_step
+        by_step, source = self.scope.by_step, self._options.source
         request = Request(
             offloaded=offloaded,
             sizes=sizes,
@@ -308,11 +314,11 @@ class Region:
             recomputed=self.step.recomputed if by_step else None,
         )
         try:
-            compiled = compile_region(self._source, inputs, request, self.monitors)
+            compiled = compile_region(source, inputs, request, self.monitors)
         except BudgetError:  # beside parameters that stay by the plans of steps
             if not evict_residents(self.device):
                 raise
-            compiled = compile_region(self._source, inputs, request, self.monitors)
+            compiled = compile_region(source, inputs, request, self.monitors)
         for monitor in self.monitors:
             monitor.on_compiled(request, compiled)
         if by_step:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from tencache_fx import compat
-from tencache_fx.options import Options
+from tencache_fx.options import SETTINGS, Options
 from tencache_fx.region.dynamic_shapes import parts_of
 from tencache_fx.region.graph_copy import keep_numbers
 from tencache_fx.tensors import byte_hint
@@ -22,8 +22,8 @@ from tencache_fx.tensors import byte_hint
 class RegionSource:
     """One captured region: its Dynamo graph, options and device. `settings` are Inductor's.
 
-    `own_budget` says that the device budget was given with the compilation, and not for the process. A piece of a
-    captured graph has so many `calls` in each run of that.
+    `own` are the names of options that were given with the compilation, `configured` is what the process was told by
+    then. A piece of a captured graph has so many `calls` in each run of that.
     """
 
     index: int
@@ -31,8 +31,9 @@ class RegionSource:
     options: Options
     device: torch.device
     settings: Mapping[str, Any]
-    own_budget: bool = True
+    own: frozenset[str] = frozenset({"device_budget", "host_budget", "spill_budget", "spill_dir"})
     calls: int | None = None
+    configured: Mapping[str, object] = field(default_factory=lambda: SETTINGS.given)
     compile_id: str = field(default_factory=lambda: str(torch._guards.CompileContext.current_compile_id() or ""))
     context: torch._guards.TracingContext | None = field(default_factory=torch._guards.TracingContext.try_get)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from tencache_fx import compat
 from tencache_fx.kept_code import Phase
-from tencache_fx.options import SETTINGS, Options
 from tencache_fx.planning.swap_region import SwapRegion
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Request, WrittenPlan, keep_boxed
+from tencache_fx.region.current_options import CurrentOptions
 from tencache_fx.region.dynamic_shapes import Sizes
 from tencache_fx.region.external_memory import ExternalMemory
 from tencache_fx.region.source import RegionSource
@@ -26,15 +26,14 @@ class StepMonitor:
 
     optional = True
 
-    def __init__(self, source: RegionSource) -> None:
-        self._source = source
+    def __init__(self, source: RegionSource, current_options: CurrentOptions) -> None:
+        self._source, self._current_options = source, current_options
         self._current: CompiledRegion | None = None
         self._kept: dict[frozenset[str], CompiledRegion] = {}
         self._sizes: Sizes | None = None
         self._resized: dict[tuple[frozenset[str], Sizes], SwapRegion] = {}
         self._recorder: StepRecorder | None = None
         self._refused = False
-        self._options, self._given = source.options, SETTINGS.given
 
     @property
     def recomputed(self) -> frozenset[str] | None:
@@ -53,12 +52,12 @@ class StepMonitor:
         """Whether a call that has no plan yet would be over the budget, as far as is known before it runs."""
         if self._recorder is None:
             return False
-        return self._recorder.is_over(self._source.index, self._region(), self._current_options())
+        return self._recorder.is_over(self._source.index, self._region(), self._current_options.of_step)
 
     @property
     def device_budget(self) -> int | None:
         """The device budget in bytes that counts now."""
-        return self._current_options().device_budget
+        return self._current_options.of_step.device_budget
 
     @property
     def external(self) -> ExternalMemory | None:
@@ -88,7 +87,8 @@ class StepMonitor:
                 if phase == "backward":
                     recorder.begin_backward(self._source.index, args)
                 else:
-                    call = recorder.begin_forward(self._source.index, self._region(), self._current_options(), args)
+                    options = self._current_options.of_step
+                    call = recorder.begin_forward(self._source.index, self._region(), options, args)
                 results = run(*args)
             except BaseException:
                 recorder.fail()
@@ -133,13 +133,6 @@ class StepMonitor:
         if recorder is not self._recorder:
             self._recorder = recorder
             recorder.watch(self, self._source.index)
-
-    def _current_options(self) -> Options:
-        """Return the options, with the device budget as `configure` was told last, if it was not given by itself."""
-        if not self._source.own_budget and SETTINGS.given is not self._given:
-            self._given = SETTINGS.given
-            self._options = self._source.options.with_budget_of_process(self._source.device)
-        return self._options
 
     def _region(self) -> SwapRegion:
         """Return the region at the sizes of the call that begins."""

@@ -29,6 +29,7 @@ from tencache_fx.region.step_records import record_step
 from tencache_fx.region.step_residency import Order, Place, ReadParameters, Run, StepResidency
 from tencache_fx.reporting.dump import write_step
 from tencache_fx.reporting.step_tables import show_figures
+from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine_registry import usage
 from tencache_fx.runtime.swap_points import SwapPoints
 from tencache_fx.units import PAGE_BYTES, round_up
@@ -44,22 +45,28 @@ _PLANS = 4  # times that a program is planned at most
 class StepPlan:
     """The plan of a program, `None` where none fits, with what it was made for and the schedule that carries it out.
 
-    `limit` is the device budget it was made for, `beside_bytes` are those of parameters that stay, and that the program
-    does not read.
+    `options` have the budgets it was made for, `beside_bytes` are those of parameters that stay, and that the program
+    does not read. A `refusal` says why the program may not run at all.
     """
 
-    limit: int | None
+    options: Options
     beside_bytes: int
     read: ReadParameters
     visits: tuple[Visit, ...]
     joined: StepProblem
     plan: Plan | None
     schedule: StepSchedule
+    refusal: str | None = None
 
     @property
-    def made_for(self) -> tuple[int | None, int]:
-        """The device budget, and how many rounds come before an update."""
-        return self.limit, self.joined.problem.accumulation
+    def limit(self) -> int | None:
+        """The device budget."""
+        return self.options.device_budget
+
+    @property
+    def made_for(self) -> tuple[int | None, ...]:
+        """The budgets, and how many rounds come before an update."""
+        return (*_budgets_in(self.options), self.joined.problem.accumulation)
 
 
 @dataclass(eq=False)
@@ -138,13 +145,18 @@ class StepPlanner:
         """Plan a program that has been measured, if it is new, or if that was for other memory than is there now."""
         device, limit = self._points.engine.device, options.device_budget
         program.rounds.look()
-        other = program.planned is not None and program.planned.made_for != (limit, program.accumulation)
+        other = program.planned is not None and program.planned.made_for != (
+            *_budgets_in(options),
+            program.accumulation,
+        )
         if not other and (program.plans >= _PLANS or not self._is_outdated(program, limit)):
             return
+        self._warned &= program.planned is None or _budgets_in(program.planned.options) == _budgets_in(options)
         links = links_of(device, options)
         read = self._residency.read_by(program.visits)
         beside_bytes = self._residency.bytes_beside(read)
-        budgets = self._budgets(program, options, beside_bytes)
+        to_come_bytes = self._host_bytes_to_come(program)
+        budgets = self._budgets(program, options, beside_bytes, to_come_bytes)
         if options.may_recompute:
             self.choices.choose(program.visits, links, budgets, frozenset(self._points.shared))
         program.rounds.watch(read.first_trained)
@@ -152,28 +164,45 @@ class StepPlanner:
         early = read.first_trained is not None and is_updated_in_backward(read.first_trained)
         often = replace(joined.problem, accumulation=program.accumulation, updates_in_backward=early)
         joined = replace(joined, problem=often)
-        plan, schedule = None, FRUGAL
+        plan, schedule, refusal, transfers = None, FRUGAL, None, self._points.engine.transfers
         try:
-            joined, plan = self._plan(program, joined, read, options)
+            try:
+                joined, plan = self._plan(program, joined, read, options)
+            except BudgetError:
+                if not to_come_bytes or self._points.engine.store is None:
+                    raise
+                budgets = self._budgets(program, options, beside_bytes, 0)  # what finds no room goes to disk
+                joined = replace(joined, problem=replace(joined.problem, budgets=budgets))
+                joined, plan = self._plan(program, joined, read, options)
             self._reserve(program, plan)
         except (BudgetError, StoreError) as error:
-            plan = None
+            plan, transfers.unplanned = None, str(error)
+            if _has_lost_room(program, joined, options):
+                refusal = f"{_name(program)} has no plan within the budgets that were configured: {error}"
             self._tell(program, error)
         else:
+            transfers.unplanned = None
             if not self._residency.agrees(read, plan):
                 self._residency.decide(program.order, limit, read, plan)
             schedule = to_schedule(joined, plan)
         program.planned = StepPlan(
-            limit=limit,
+            options=options,
             beside_bytes=beside_bytes,
             read=read,
             visits=program.visits,
             joined=joined,
             plan=plan,
             schedule=schedule,
+            refusal=refusal,
         )
         program.plans = 1 if other else program.plans + 1
         self._report(program, options)
+
+    def renew(self, program: Program, options: Options) -> None:
+        """Plan a program that is to run again, if that is for other budgets; raises `BudgetError` if it may not run."""
+        self.consider(program, options)
+        if program.planned is not None and program.planned.refusal is not None:
+            raise BudgetError(program.planned.refusal)
 
     def forget(self, regions: Collection[int]) -> None:
         """Forget these regions, and have the parameters leave that stay by the plans of their steps."""
@@ -252,7 +281,7 @@ class StepPlanner:
             staging = (*staging, PoolClass(nbytes=round_up(_largest(program), PAGE_BYTES), count=1))
         self._points.engine.reserve(pool=plan.pool, staging=staging, disk_bytes=plan.forecast.disk_bytes)
 
-    def _budgets(self, program: Program, options: Options, beside_bytes: int) -> Budgets:
+    def _budgets(self, program: Program, options: Options, beside_bytes: int, to_come_bytes: int) -> Budgets:
         device, limit = self._points.engine.device, options.device_budget
         used, reserved_bytes = usage(device), beside_bytes
         staging_bytes = round_up(_largest(program), PAGE_BYTES) if self._points.engine.store is not None else 0
@@ -260,12 +289,30 @@ class StepPlanner:
             reserved_bytes += drift_bytes(limit)
             if held_bytes(device):  # a CPU's allocator does not count
                 reserved_bytes += expected_state_bytes(device)
+        taken_bytes = used.host_acquired_bytes + to_come_bytes
         return Budgets(
             device_bytes=None if limit is None else limit - reserved_bytes,
-            host_bytes=max(0, options.host_budget - used.host_acquired_bytes - staging_bytes),
-            host_taken_bytes=used.host_acquired_bytes,
+            host_bytes=max(0, options.host_budget - taken_bytes - staging_bytes),
+            host_taken_bytes=taken_bytes,
             disk_bytes=max(0, options.spill_budget - used.disk_acquired_bytes),
         )
+
+    def _host_bytes_to_come(self, program: Program) -> int:
+        """Return the host memory that offloaded parameters will take for their gradients and their optimizer's state.
+
+        State goes to disk where there is one; in less host memory than gradients need beside a staging buffer, none is
+        kept for them.
+        """
+        engine = self._points.engine
+        if (attachment := engine.attachment) is None:
+            return 0
+        nbytes = attachment.bytes_to_come().gradient_bytes
+        if program.accumulation > 1 and not engine.pool.acquired_for(Use.GRADIENT):
+            nbytes += engine.gradient_set_bytes  # beside the sums of later backwards
+        if engine.store is None:
+            return nbytes + attachment.state_to_come()
+        taken_bytes = engine.pool.acquired_bytes + round_up(_largest(program), PAGE_BYTES)
+        return nbytes if taken_bytes + nbytes <= engine.pool.budget_bytes else 0
 
     def _tell(self, program: Program, error: Exception) -> None:
         """Say that there is no plan: loudly, once, if regions will not recompute more either."""
@@ -300,6 +347,26 @@ def record_of(program: Program, device: str) -> StepRecord | None:
 def place_of(visit: Visit) -> Place:
     """Return what tells a run from another in its place."""
     return Place(visit.index, visit.call, visit.backward, visit.region.swapped_bytes, visit.region.nbytes)
+
+
+def _has_lost_room(program: Program, joined: StepProblem, options: Options) -> bool:
+    """Return whether a program had a plan, or was refused, before budgets were lowered, and finds no room without one.
+
+    A new program runs anyhow: what it measures may lead to a plan.
+    """
+    if (before := program.planned) is None:
+        return False
+    known = before.options
+    lower = options.host_budget < known.host_budget or options.spill_budget < known.spill_budget
+    if before.refusal is None and (before.plan is None or not lower):
+        return False
+    budgets = joined.problem.budgets
+    away_bytes = sum(visit.region.swapped_bytes for visit in program.visits if not visit.backward)
+    return away_bytes > budgets.host_bytes + budgets.disk_bytes
+
+
+def _budgets_in(options: Options) -> tuple[int | None, ...]:
+    return options.device_budget, options.host_budget, options.spill_budget
 
 
 def _largest(program: Program) -> int:

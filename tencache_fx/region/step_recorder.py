@@ -230,7 +230,7 @@ class StepRecorder:
         assert self._options is not None
         if not self._visits and self._last is not None:
             expected = self._last.successor or self._last
-            self.planner.consider(expected, self._options)  # the budget may be another one
+            self.planner.renew(expected, self._options)
             self._expect(expected)
         self._visits.append(visit)
         limit = self._options.device_budget

@@ -33,6 +33,7 @@ from tencache_fx.runtime.streams import Streams
 from tencache_fx.runtime.swap_buffers import SwapBuffers, ToCome
 from tencache_fx.runtime.transfer_lifecycle import TransferLifecycle
 from tencache_fx.runtime.transfers import Layout, Stage, new_token
+from tencache_fx.units import PAGE_BYTES, round_up
 
 _NO_RANGE = contextlib.nullcontext()
 
@@ -43,6 +44,9 @@ class Attachment(ToCome, Protocol):
     @property
     def disk_bytes(self) -> int:
         """Return the bytes of the parameters that are on disk."""
+
+    def state_to_come(self) -> int:
+        """Return the bytes of host memory that optimizers may yet acquire for state that they have not made."""
 
     def stop(self, *, at_exit: bool) -> None:
         """Finish all work and join the threads, while pool, lanes and store still run.
@@ -68,6 +72,8 @@ class Engine:
     """Index in the registry, a literal in graphs; -1 outside it."""
     serves_all = True
     """Whether its budgets are meant for the whole process; else they are those that regions have asked for so far."""
+    gradient_set_bytes = 0
+    """The bytes of the largest set of gradients in host memory that one backward makes."""
     attachment: Attachment | None = None
     """The offloaded parameters of this device, if there are any."""
 
@@ -150,12 +156,18 @@ class Engine:
     def forget_reserved(self) -> None:
         """Hold no buffers for plans any more: of what was compiled nothing is left."""
         self.enter()
+        self.gradient_set_bytes = 0
         self.pool.forget_reserved((Use.SWAP, Use.STAGING, Use.GRADIENT))
 
-    def reserve_gradients(self, sizes: Sequence[int]) -> None:
-        """Set room aside for each gradient of these sizes in bytes; raises `BudgetError` when that cannot be."""
+    def reserve_gradients(self, sizes: Sequence[int], *, adds: bool = False) -> None:
+        """Set room aside for the gradients of a backward, of these sizes in bytes; raises `BudgetError` without room.
+
+        With `adds` there is room for as many that they are added to.
+        """
         self.enter()
-        self.pool.promise(size_classes([(Step(0), Step(1), nbytes) for nbytes in sizes]), Use.GRADIENT)
+        self.gradient_set_bytes = max(self.gradient_set_bytes, sum(round_up(nbytes, PAGE_BYTES) for nbytes in sizes))
+        all_sizes = [*sizes, *sizes] if adds else sizes
+        self.pool.promise(size_classes([(Step(0), Step(1), nbytes) for nbytes in all_sizes]), Use.GRADIENT)
 
     def offload(
         self, src: Tensor, tier: Tier, label: str = "", *, or_disk: bool = False, planned: bool = False

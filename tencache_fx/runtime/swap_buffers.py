@@ -61,6 +61,12 @@ class SwapBuffers:
             return self._acquire_on_disk(nbytes, label)
         if or_disk and self._transfers.store is not None:
             return self._acquire_either(nbytes, label, planned=planned)
+        if or_disk and not planned and not self._leaves_room(nbytes):
+            raise BudgetError(
+                f"{label} ({nbytes} bytes) cannot be offloaded: the host budget of {self._pool.budget_bytes} bytes has "
+                f"no room for it beside the {self.least_host_bytes(0)} bytes that parameters, gradients and state "
+                "take; raise host_budget, or set spill_dir."
+            )
         return self._transfers.acquire(nbytes, Use.SWAP, label), None
 
     def least_host_bytes(self, nbytes: int) -> int:

@@ -45,6 +45,7 @@ class TransferLifecycle:
         self._failures: deque[str] = deque()
         self.least_host_bytes: Callable[[int], int] = int
         """Returns what a backward needs of host memory, beside offloaded tensors, one of which has so many bytes."""
+        self.unplanned: str | None = None  # why the last step to be planned has no plan, if it has none
         self._planned_bytes = dict.fromkeys(Use, 0)  # the largest buffer that a plan asked for
         self._write_failure: str | None = None  # of the last write that ended, if it failed
         self._warned = False
@@ -131,6 +132,8 @@ class TransferLifecycle:
                     f"Parameters, gradients, optimizer state and a staging buffer take {least_bytes} bytes in host "
                     f"memory at once; host_budget is {self._pool.budget_bytes}. Raise it to that at least."
                 )
+            elif self.unplanned is not None:
+                cause = f"The step has no plan: {self.unplanned}"
             elif nbytes > planned_bytes:
                 cause = (
                     f"The largest that plans hold is {planned_bytes} bytes: a shape has grown, or what runs has no "

@@ -165,3 +165,38 @@ def test_where_a_backward_cannot_run_nothing_is_left_for_it(spill_dir: Path, lay
         with pytest.raises(BudgetError, match=f"take {3 * MATRIX} bytes .* host_budget is {3 * MATRIX - PAGE_BYTES}"):
             engine.offload(torch.ones(MATRIX // 4), Tier.NVME)
         del kept
+
+
+@pytest.mark.parametrize(
+    ("host_matrices", "way"),
+    [(38, "whole, disk"), (42, "whole, disk"), (28, "blocks, disk"), (56, "blocks"), (72, "blocks")],
+)
+def test_sums_of_gradients_leave_room_for_all_that_a_backward_adds(
+    host_matrices: int, way: str, spill_dir: Path
+) -> None:
+    """In a step that is planned as a whole, with a disk and without."""
+    losses: list[list[float]] = []
+    for offloads in (False, True):
+        model, host_bytes = blocks()[:4], host_matrices * MATRIX
+        with contextlib.ExitStack() as stack:
+            if offloads:
+                engine = stack.enter_context(faulty_engine(host_budget_bytes=host_bytes))
+                stack.callback(engine.close)
+                tencache_fx.offload(model, "cpu")
+                options = {"compiler": "eager", "calibrate": False, "scope": "step", "device_budget": 64 * MATRIX}
+                options |= {"host_budget": host_bytes}
+                options |= {"spill_dir": spill_dir, "spill_budget": DISK} if "disk" in way else {}
+                for each in (model,) if "whole" in way else model:
+                    each.compile(backend="tencache", options=options)
+            optimizer = AdamW(model.parameters(), lr=0.01)
+            losses.append([])
+            for step in range(9):
+                loss = model(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))).square().mean()
+                loss.backward()
+                losses[-1].append(loss.item())
+                if step % 3 == 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            del model, optimizer, loss
+        tencache_fx.close()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
