@@ -1,0 +1,92 @@
+"""A worker serves whoever comes, at any time: signals are handled between any two lines."""
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+from conftest import eventually
+
+from tencache_fx.runtime import worker
+from tencache_fx.runtime.worker import Worker
+
+OURS = {worker.__file__}
+ALL = OURS | {threading.__file__}
+
+
+def wait(worker: Worker, done: list[str]) -> None:
+    worker.wait()
+
+
+def submit(worker: Worker, done: list[str]) -> None:
+    worker.start()
+    worker.submit(lambda: done.append("handler"))
+    worker.wait()
+    assert done == ["handler"]
+
+
+def interrupt(worker: Worker, done: list[str]) -> None:
+    raise KeyboardInterrupt
+
+
+def started(worker: Worker, at: int, files: set[str], handler: Callable[[], object]) -> bool:
+    """Start the worker, and handle a signal at a line of that, in these files; return whether there is such a line."""
+    lines = 0
+
+    def handle_at_line(frame: FrameType, event: str, argument: object) -> object:
+        nonlocal lines
+        if frame.f_code.co_filename not in files:
+            return None
+        lines += event == "line"
+        if event == "line" and lines == at:
+            handler()
+        return handle_at_line
+
+    sys.settrace(handle_at_line)
+    try:
+        worker.start()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return lines >= at
+
+
+@pytest.mark.parametrize(
+    ("how", "files", "least"),
+    [(wait, ALL, 20), (submit, OURS, 7), (interrupt, OURS, 7)],
+    ids=["wait", "submit", "interrupt"],
+)
+def test_a_signal_may_come_at_each_line_of_a_start(
+    how: Callable[[Worker, list[str]], None], files: set[str], least: int
+) -> None:
+    """Within `threading` itself it can only wait: Python starts no thread while it starts one."""
+    for at in itertools.count(1):
+        worker, done = Worker("tencache-test"), []
+        found: list[bool] = []
+
+        def body() -> None:
+            found.append(started(worker, at, files, lambda: how(worker, done)))  # noqa: B023 - it is called in this round only
+            worker.start()  # noqa: B023
+            worker.submit(lambda: done.append("after"))  # noqa: B023
+            worker.stop()  # noqa: B023
+
+        thread = threading.Thread(target=body, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive(), at
+        assert done[-1] == "after"
+        if not found[0]:
+            break
+    assert at > least
+
+
+def test_the_thread_ends_with_the_last_that_could_give_it_work() -> None:
+    worker, done = Worker("tencache-dropped"), threading.Event()
+    worker.start()
+    worker.submit(done.set)
+    del worker
+    assert done.wait(20)
+    assert eventually(lambda: not any(thread.name == "tencache-dropped" for thread in threading.enumerate()))
