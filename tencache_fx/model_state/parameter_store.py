@@ -113,7 +113,7 @@ class ParameterStore:
             largest_bytes = max(largest_bytes, nbytes)
             if is_updated_in_backward(offloaded):
                 largest_early_bytes = max(largest_early_bytes, nbytes)
-                state_bytes += 0 if _has_state(offloaded) else round_up(offloaded.host_state_bytes, PAGE_BYTES)
+                state_bytes += 0 if has_state(offloaded) else round_up(offloaded.host_state_bytes, PAGE_BYTES)
             else:
                 kept_bytes += nbytes
                 added_bytes += 0 if offloaded.parameter.grad is None else nbytes
@@ -216,7 +216,7 @@ class ParameterStore:
     def _without_state(self) -> Iterator[OffloadedParameter]:
         """Yield the parameters that are trained and have no state yet, which would be in host memory."""
         for key, offloaded in self._by_storage.copy().items():  # for each gradient: in most steps all have their state
-            if offloaded.updated_on_device or _has_state(offloaded):
+            if offloaded.updated_on_device or has_state(offloaded):
                 continue
             parameter = offloaded._parameter()
             if parameter is not None and parameter.requires_grad and parameter.untyped_storage()._cdata == key:
@@ -245,7 +245,8 @@ class ParameterStore:
                 )
 
 
-def _has_state(offloaded: OffloadedParameter) -> bool:
+def has_state(offloaded: OffloadedParameter) -> bool:
+    """Return whether an optimizer has state of a parameter."""
     state = offloaded.optimizer_state
     return state is not None and state() is not None
 

@@ -15,7 +15,7 @@ from tencache_fx.model_state.host_state import HeldTensors, State, buffer_bytes
 from tencache_fx.model_state.modules import engine_of, roomy_engine
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.offloading import LEAST_BYTES
-from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
+from tencache_fx.model_state.parameter_store import find_offloaded, has_state, parameters_of
 from tencache_fx.model_state.split_master import Remainder
 from tencache_fx.model_state.staged_update import round_shape
 from tencache_fx.model_state.step_kernel import MASTER
@@ -71,17 +71,19 @@ class StatePlacement:
         pool = engine_of(device).pool
         all_of = [p for p in self._order if p.device == device]
         found = {p: find_offloaded(p) for p in all_of if p.requires_grad or p in self._on_disk or p is wanted}
-        updated = [p for p, each in found.items() if each is not None and not each.updated_on_device]
-        updated.sort(key=lambda p: not p.requires_grad)
-        gradient_bytes = sum(round_up(p.nbytes, PAGE_BYTES) for p in updated)  # some may be there already
+        updated = [(p, each) for p, each in found.items() if each is not None and not each.updated_on_device]
+        updated.sort(key=lambda item: not item[0].requires_grad)
+        gradient_bytes = sum(round_up(p.nbytes, PAGE_BYTES) for p, _ in updated)  # some may be there already
         gradient_bytes = max(0, gradient_bytes - pool.held_for(Use.GRADIENT))
         others = [p for p, each in found.items() if each is None and self.of(p, None, None) is Tier.HOST]
         round_bytes = math.prod(round_shape([p.nbytes for p in others]))
         room_bytes = pool.room_bytes - gradient_bytes - line_bytes(pool.budget_bytes) - round_bytes
-        for parameter in updated:
-            if parameter in self._on_disk:
-                continue
+        for parameter, offloaded in updated:
             nbytes = round_up(self._order[parameter], PAGE_BYTES) + PAGE_BYTES  # its arrays are aligned, one by one
+            if parameter in self._on_disk:
+                comes = not self._on_disk[parameter] and not has_state(offloaded)
+                room_bytes -= nbytes if comes else 0
+                continue
             self._on_disk[parameter] = nbytes > room_bytes
             room_bytes -= 0 if self._on_disk[parameter] else nbytes
 

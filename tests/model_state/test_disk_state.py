@@ -257,9 +257,12 @@ def test_state_is_in_host_memory_where_that_has_room_for_it(tmp_path: Path) -> N
     assert found["disk_write_bytes"] == found["disk_acquired_bytes"] == 0
 
 
-def test_loaded_state_of_frozen_parameters_leaves_room_for_gradients(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("matrices", "in_host"), [(4, 0), (92, 5)])
+def test_loaded_state_of_frozen_parameters_leaves_room_for_gradients_and_others(
+    tmp_path: Path, matrices: int, in_host: int
+) -> None:
     nbytes, count = 128 * 128 * 4, 16
-    host_bytes = (count + 4) * nbytes + line_bytes(1_500_000)  # all gradients, and what passes through to disk
+    host_bytes = (count + matrices) * nbytes + line_bytes(1_500_000)  # all gradients, and what passes through to disk
     tencache_fx.configure(host_budget=host_bytes, spill_dir=str(tmp_path), spill_budget="64MiB")
     torch.manual_seed(0)
     model = tencache_fx.offload(torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(count))), "cpu")
@@ -272,12 +275,13 @@ def test_loaded_state_of_frozen_parameters_leaves_room_for_gradients(tmp_path: P
 
     step()
     saved = optimizer.state_dict()
-    model[1:5].requires_grad_(False)
+    model[:8].requires_grad_(False)
     optimizer.load_state_dict(saved)
+    places = [held.place for held in optimizer._states.values() if held.nbytes > nbytes]
+    assert places == [*[Tier.NVME] * 8, *[Tier.HOST] * in_host, *[Tier.NVME] * (8 - in_host)]
     step()
     model.requires_grad_(True)
     step()
-    assert all(held.place is Tier.NVME for held in optimizer._states.values() if held.nbytes > nbytes)
 
 
 ENDING = """
