@@ -32,7 +32,7 @@ environment (`TENCACHE_DEVICE_BUDGET=12GiB`; several directories as in PATH; `in
 
 A host_budget or spill_budget given to torch.compile limits that region's plan only: a device's memory pool may take the
 largest that any region asks for. Offloaded parameters and optimizers may take what is set for the process. `configure`
-changes both, and spill_dir, at once; it refuses a budget below what is acquired now, or below the size of the files.
+changes both, and spill_dir, at once; it refuses one below what is acquired now, or below the size of the spill files.
 The next step is planned for it: a budget that was given to torch.compile is the most that its region may take of it.
 New values go to the directories that were named last. A spill_write_budget counts for all that this process writes from
 then on, whichever region gave it; plans take it for the rate of the disks.

@@ -42,9 +42,10 @@ class AccumulationMonitor:
         return keep_boxed(run, counted_run)
 
     def review(self, current: CompiledRegion, sizes: Sizes) -> CompiledRegion | str:
-        """Return the reason to plan for another number of backwards before an update.
+        """Return the reason to plan again, if there is one.
 
-        That is want of host memory for gradients that are added up, or that another plan pays.
+        Host memory may have no room for gradients beside their sums. A plan for another number of backwards before an
+        update may be faster.
         """
         self._counter.look()
         seen, record = self._counter.per_update, current.record

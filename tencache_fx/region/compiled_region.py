@@ -27,8 +27,8 @@ class Request:
     by itself among them, where no allocator counts that. The plan is timed if another plan is to be compared with it
     (`compares`), or if its forecast was never corrected and may be (`may_learn`). `accumulation` is how many backwards
     come before an update, once that was seen; gradients that are added to earlier ones (`adds`) have room beside them
-    in host memory. A region planned `by_step`, together
-    with the others of its step, is given what is to be `recomputed`, once that is decided.
+    in host memory. A region planned `by_step`, together with the others of its step, is given what is to be
+    `recomputed`, once that is decided.
     """
 
     offloaded: Mapping[int, OffloadedParameter]

@@ -144,7 +144,7 @@ class Scope:
 
     @property
     def is_excused(self) -> bool:
-        """Whether the region may do so in this turn, already: what it saw beside it in a turn only grows."""
+        """Whether it was allowed to run over its budget in this turn: what it sees beside it in a turn only grows."""
         external = self._external
         return external is not None and self._excused_turn == external.turn(self._source.index)
 

@@ -40,7 +40,8 @@ class Worker:
             thread = threading.Thread(target=_run, args=(work,), name=self._name, daemon=True)
             try:
                 thread.start()
-                # Noted last: a handler that waits meanwhile, or an interrupt, is not to find one that never starts.
+                # Noted last: a handler that waits meanwhile, or an interrupt, is not to find one that never starts. And
+                # by one call that no handler comes between: one of them may have started another thread.
                 self._running.setdefault("it", (thread, work))
             finally:
                 if thread not in self._running.get("it", ()):

@@ -36,10 +36,14 @@ def engine() -> Iterator[Engine]:
         yield found
 
 
+def plain_blocks() -> Whole:
+    torch.manual_seed(0)
+    return Whole(*(Block(WIDTH, 4) for _ in range(DEPTH)))
+
+
 def compiled(scope: str, **more: object) -> nn.Sequential:
     """Return blocks that are compiled as one, or one by one and planned as a step."""
-    torch.manual_seed(0)
-    model = Whole(*(Block(WIDTH, 4) for _ in range(DEPTH)))
+    model = plain_blocks()
     given: Given = {"compiler": "eager", "calibrate": False, "scope": scope, "device_budget": DEVICE[scope]}
     given |= {"recompute": "none", **more}
     for each in (model,) if scope == "region" else model:
@@ -50,8 +54,7 @@ def compiled(scope: str, **more: object) -> nn.Sequential:
 def check(model: nn.Module) -> None:
     """Run a step, and see that its gradients are those of the model that is not compiled."""
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(Block(WIDTH, 4) for _ in range(DEPTH)))
+    plain = plain_blocks()
     plain(x).square().mean().backward()
     model.zero_grad()
     model(x).square().mean().backward()
@@ -182,9 +185,20 @@ def test_a_backward_under_way_goes_on_before_the_next_step_is_planned(engine: En
     tencache_fx.configure(host_budget=LARGE, spill_dir=str(tmp_path), spill_budget="64MiB")
     model = compiled("region")
     steps(model)
+    whole_bytes, _ = swaps("region")
     model.zero_grad()
-    loss = losses(model, torch.randn(ROWS, WIDTH))
+    x = torch.randn(ROWS, WIDTH)
+    loss = losses(model, x)
+    assert engine.pool.acquired_bytes > SMALL, "what the backward reads is in host memory"
     tencache_fx.configure(host_budget=engine.pool.acquired_bytes)
     loss.backward()
+    assert swaps("region")[0] == whole_bytes, "the former plan has gone on"
+    assert not engine.pool.acquired_bytes
+    plain = plain_blocks()
+    losses(plain, x).backward()
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
     tencache_fx.configure(host_budget=SMALL)
     steps(model)
+    assert swaps("region")[0] <= SMALL
+    assert swaps("region")[1][Tier.NVME]
