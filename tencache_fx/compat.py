@@ -1,7 +1,6 @@
 """Everything that touches torch's own compiler entry points, and all that differs between torch 2.11 and 2.15."""
 
 import contextlib
-import copy
 import functools
 import logging
 import operator
@@ -15,7 +14,6 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._dynamo import convert_frame
 from torch._dynamo.utils import calculate_time_spent, counters, get_metrics_context
 from torch._functorch import config as functorch_config
-from torch._guards import TracingContext
 from torch._inductor import config, list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
@@ -190,20 +188,6 @@ def _is_laid_out(graph: fx.Graph) -> bool:
         "model.to(memory_format=torch.channels_last), and the same for its input, may be faster."
     )
     return False
-
-
-def recompile_context(context: TracingContext | None) -> TracingContext | None:
-    """Return the context to compile a region in again, that of its first compilation.
-
-    Regions that torch's DDPOptimizer cut out of one graph share a context, which counts their backwards as they are
-    compiled, each once. What is compiled again is in a copy that does not count.
-    Source: `_dynamo/backends/distributed.py: DDPOptimizerContext`.
-    """
-    if context is None or context.ddp_optimizer_ctx is None:
-        return context
-    alone = copy.copy(context)
-    alone.ddp_optimizer_ctx = None
-    return alone
 
 
 def may_unfuse(addend: fx.Node, total: fx.Node) -> bool:

@@ -17,7 +17,6 @@ from tencache_fx.options import Options
 from tencache_fx.passes.graphs import output_args
 from tencache_fx.planning.problem import Problem, Tier
 from tencache_fx.records import RegionRecord
-from tencache_fx.region.ambient_state import unchanged
 from tencache_fx.region.candidate import Candidate, RegionPlanner
 from tencache_fx.region.compilation import Compilation
 from tencache_fx.region.compiled_region import Compiled
@@ -70,7 +69,7 @@ class DryRegion:
     def plan_for(self, options: Options) -> DryRun:
         """Return the region as planned for other options, any time later."""
         source = replace(self._source, options=options)
-        with torch._guards.tracing(source.context), unchanged(source.device):
+        with source.as_captured():
             return self._run(source, source.fakes())
 
     def _run(self, source: RegionSource, inputs: Sequence[Any]) -> DryRun:

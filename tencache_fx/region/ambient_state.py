@@ -1,15 +1,23 @@
-"""Settings of a thread and its process that tracing may leave changed: torch runs the code that it traces.
+"""Settings of a thread and its process: those that tracing may leave changed, and those of torch's compilers.
 
-A region may end with `torch.set_grad_enabled(False)`, or draw random numbers; traced once more from there it would
-become another graph. Dynamo takes most of that back behind a compilation of its own (torch: `_dynamo/convert_frame.py:
-preserve_global_state`), not between two traces of ours, nor where a region is compiled again as it runs.
+Torch runs the code that it traces. A region may end with `torch.set_grad_enabled(False)`, or draw random numbers;
+traced once more from there it would become another graph. Dynamo takes most of that back behind a compilation of its
+own (torch: `_dynamo/convert_frame.py: preserve_global_state`), not between two traces of ours, nor where a region is
+compiled again as it runs.
+
+AOTAutograd and Inductor may have other settings around the first call than later. torchtitan's SimpleFSDP sets a pass
+over the joint graph so, which has weights gathered again in the backward; compiled without it, they would be kept.
 """
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -60,3 +68,34 @@ def unchanged(device: torch.device) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+@dataclass(frozen=True, slots=True)
+class CompilerSettings:
+    """What AOTAutograd (torch: `_functorch/config.py`) and Inductor are set to, by name. The values are no copies."""
+
+    functorch: Mapping[str, Any]
+    inductor: Mapping[str, Any]
+
+    @classmethod
+    def now(cls) -> "CompilerSettings":
+        """Return what is in force in this thread."""
+        return cls(functorch=_values_of(functorch_config), inductor=_values_of(inductor_config))
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Have these in force; all is set back at the end."""
+        with (
+            functorch_config.patch(_differing(functorch_config, self.functorch)),
+            inductor_config.patch(_differing(inductor_config, self.inductor)),
+        ):
+            yield
+
+
+def _values_of(config: Any) -> dict[str, Any]:
+    # torch's own copies are deep: passes that hold a model would be copied with it
+    return {name: getattr(config, name) for name, entry in config._config.items() if entry.alias is None}
+
+
+def _differing(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if getattr(config, name) is not value}

@@ -52,9 +52,12 @@ def cache_key(source: RegionSource, request: Request, names: Mapping[int, str], 
     Torch's own key has the Dynamo graph, the inputs and Inductor's settings. A region without a device budget is not
     kept, for its backward is compiled when it first runs, when torch does not ask for this key any more; one without
     Inductor has no code; and ranks agree in each run anew on the order of collectives for parameters that are spread.
+    Nor does torch's key name somebody's own pass over the joint graph.
     """
     options = source.options
     if options.device_budget is None or options.compiler != "inductor" or planner.models:
+        return None
+    if source.compilers.functorch["joint_custom_pass"] is not None:
         return None
     (folder,) = map(Path, tencache_fx.__path__)
     try:

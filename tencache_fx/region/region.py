@@ -17,7 +17,6 @@ from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.tuning import SPLITS
 from tencache_fx.records import RegionRecord
 from tencache_fx.region.accumulation import AccumulationMonitor
-from tencache_fx.region.ambient_state import unchanged
 from tencache_fx.region.boundary_memory import BoundaryMemory
 from tencache_fx.region.budget_check import BudgetCheck
 from tencache_fx.region.changed_budgets import ChangedBudgets
@@ -280,8 +279,7 @@ class Region:
         self, offloaded: Mapping[int, OffloadedParameter], sizes: tuple[NamedSizes, NamedSizes] | None
     ) -> CompiledRegion:
         """Compile again as the region runs; whoever calls it sees nothing of that."""
-        context = compat.recompile_context(self._source.context)
-        with compat.compile_lock(), torch._guards.tracing(context), unchanged(self.device):
+        with compat.compile_lock(), self._source.as_captured():
             return self._compile(self._source.fakes(), offloaded, sizes)  # the first batch is not kept alive for this
 
     def _or_alone(self, compile_it: Callable[[], CompiledRegion]) -> CompiledRegion:

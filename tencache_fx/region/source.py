@@ -1,8 +1,10 @@
 """A region as torch hands it over, with the options that the user asks for: the same in each of its compilations."""
 
+import contextlib
+import copy
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +15,7 @@ from torch import fx
 
 from tencache_fx import compat
 from tencache_fx.options import SETTINGS, Options
+from tencache_fx.region.ambient_state import CompilerSettings, unchanged
 from tencache_fx.region.dynamic_shapes import parts_of
 from tencache_fx.region.graph_copy import keep_numbers
 from tencache_fx.tensors import byte_hint
@@ -22,8 +25,9 @@ from tencache_fx.tensors import byte_hint
 class RegionSource:
     """One captured region: its Dynamo graph, options and device. `settings` are Inductor's.
 
-    `own` are the names of options that were given with the compilation, `configured` is what the process was told by
-    then. A piece of a captured graph has so many `calls` in each run of that.
+    These were given with the compilation; `compilers` has all that torch's compilers were set to then. `own` are the
+    names of options that were given with the compilation, `configured` is what the process was told by then. A piece of
+    a captured graph has so many `calls` in each run of that.
     """
 
     index: int
@@ -36,6 +40,7 @@ class RegionSource:
     configured: Mapping[str, object] = field(default_factory=lambda: SETTINGS.given)
     compile_id: str = field(default_factory=lambda: str(torch._guards.CompileContext.current_compile_id() or ""))
     context: torch._guards.TracingContext | None = field(default_factory=torch._guards.TracingContext.try_get)
+    compilers: CompilerSettings = field(default_factory=CompilerSettings.now, repr=False)
 
     @cached_property
     def name(self) -> str:
@@ -67,6 +72,13 @@ class RegionSource:
         """Whether the compiled code may be called with fake tensors: Inductor's usually reads their memory."""
         return self.options.compiler == "eager" or compat.runs_on_fakes(self.settings)
 
+    @contextlib.contextmanager
+    def as_captured(self) -> Iterator[None]:
+        """Have torch set as it was when it handed the region over, to compile it again; all is set back at the end."""
+        context = _once_more(self.context)
+        with torch._guards.tracing(context), self.compilers.in_force(), unchanged(self.device):
+            yield
+
     def fakes(self) -> list[Any]:
         """Return the inputs' fakes, with the sizes torch traced the region with."""
         fakes = [node.meta["example_value"] for node in self.graph.graph.find_nodes(op="placeholder")]
@@ -80,6 +92,20 @@ def _sizes(value: object) -> object:
     if isinstance(value, torch.SymInt):
         return str(value.node.hint)
     return tuple(map(_sizes, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _once_more(context: torch._guards.TracingContext | None) -> torch._guards.TracingContext | None:
+    """Return the context to compile a region in again, that of its first compilation.
+
+    Regions that torch's DDPOptimizer cut out of one graph share a context, which counts their backwards as they are
+    compiled, each once. What is compiled again is in a copy that does not count.
+    Source: `_dynamo/backends/distributed.py: DDPOptimizerContext`.
+    """
+    if context is None or context.ddp_optimizer_ctx is None:
+        return context
+    alone = copy.copy(context)
+    alone.ddp_optimizer_ctx = None
+    return alone
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from harness import EAGER
-from torch import Tensor
+from torch import Tensor, fx
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 
 import tencache_fx
 from tencache_fx.region import ambient_state, compilation
@@ -171,3 +173,25 @@ def test_what_fails_is_set_back_too() -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert torch.is_grad_enabled()
+
+
+def test_a_region_is_compiled_again_with_the_compilers_settings_of_its_first_time() -> None:
+    """A pass over the joint graph that is set around the first call only, and a setting of Inductor beside it."""
+    seen: list[int] = []
+    default = inductor_config.max_fusion_size
+
+    def note(gm: fx.GraphModule, inputs: object) -> fx.GraphModule:
+        seen.append(inductor_config.max_fusion_size)
+        return gm
+
+    run = torch.compile(layers, backend="tencache", dynamic=True, options={**EAGER, "device_budget": 400_000})
+    with functorch_config.patch(joint_custom_pass=note), inductor_config.patch(max_fusion_size=default + 7):
+        run(torch.randn(96, 64, requires_grad=True)).sum().backward()
+    compiled, traced = REGIONS.compilations, len(seen)
+    assert traced
+    run(torch.randn(128, 64, requires_grad=True)).sum().backward()
+    assert REGIONS.compilations > compiled, "it was not planned anew"
+    assert len(seen) > traced
+    assert set(seen) == {default + 7}
+    assert functorch_config.joint_custom_pass is None
+    assert inductor_config.max_fusion_size == default

@@ -102,6 +102,20 @@ def entry(cached: Path) -> Path:
     return path
 
 
+def test_a_pass_over_the_joint_graph_is_run_in_each_start(hollow_kernels: None, start: Any) -> None:
+    passed: list[str] = []
+
+    def by(name: str) -> Callable[[Any, object], Any]:
+        return lambda gm, inputs: passed.append(name) or gm
+
+    for name in ("first", "second"):
+        with functorch_config.patch(joint_custom_pass=by(name)):
+            start()
+    without = start()
+    assert passed == ["first", "second"]
+    assert (without.split, without.found) == (1, 0)
+
+
 def test_a_second_start_compiles_nothing_and_has_the_same_region(hollow_kernels: None, start: Any) -> None:
     first, second = start(), start()
     assert (first.split, first.found) == (1, 0)
