@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from torch import Tensor
 
@@ -55,9 +55,6 @@ class Work(Protocol):
 
     def exception(self) -> BaseException | None:
         """Block until it has ended; return how it failed."""
-
-
-WorkT = TypeVar("WorkT", bound=Work)
 
 
 class LateWork(Future[None]):

@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass
 
@@ -29,6 +29,7 @@ from tencache_fx.runtime.buffers import Buffer, Use
 from tencache_fx.runtime.object_buffers import ObjectBuffers
 from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.store import Extent, Store
+from tencache_fx.runtime.worker import Worker
 from tencache_fx.units import PAGE_BYTES, round_up
 
 _MOST_BYTES = 24 << 20  # of a buffer
@@ -187,9 +188,9 @@ class DiskLine:
         self._buffers: deque[Buffer] = deque()
         self._acquired = 0
         self._free = threading.Condition()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tencache-update-disk")
-        self._readers = ThreadPoolExecutor(2, thread_name_prefix="tencache-state-read")
-        self._writers = ThreadPoolExecutor(2, thread_name_prefix="tencache-state-write")
+        self._worker = Worker("tencache-update-disk")
+        self._readers = Worker("tencache-state-read", 2)
+        self._writers = Worker("tencache-state-write", 2)
         self._coming: deque[tuple[_Pass, _Piece, Buffer, Future[None]]] = deque()
         self._waiting: deque[tuple[_Pass, _Piece]] = deque()
         self._states: weakref.WeakSet[DiskState] = weakref.WeakSet()
@@ -208,8 +209,7 @@ class DiskLine:
         self.drain()
         self._states.add(state)
         self._waiting.extend([(begun, piece) for piece in state.pieces])
-        for _ in state.pieces:
-            self._worker.submit(self._do_one)
+        self._worker.begin(self._do_all)
         return begun.done
 
     def free_later(self, pieces: list[_Piece]) -> None:
@@ -241,13 +241,17 @@ class DiskLine:
     def stop(self) -> None:
         """Finish all work, write everything, and join the threads."""
         for threads in (self._worker, self._readers, self._writers):
-            threads.shutdown(wait=True)
+            threads.stop()
+
+    def _do_all(self) -> None:
+        """Work on all pieces there are, those of others too: who gave them may have been interrupted behind that."""
+        while self._waiting or self._coming:
+            with contextlib.suppress(BaseException):  # the pass has it
+                self._do_one()
 
     def _do_one(self) -> None:
-        """Work on the next piece, while those behind it are read: called once for each piece."""
+        """Work on the next piece, while those behind it are read."""
         self._read_ahead_or_fail(wait=True)
-        if not self._coming:
-            return
         going, piece, buffer, read = self._coming.popleft()
         writing = False
         try:
@@ -257,7 +261,7 @@ class DiskLine:
             self._read_ahead_or_fail(wait=False)  # this piece may have the only buffer
             going.work(piece.part, _arrays(buffer.memory, piece.count, tuple(going.state.forms.values())))
             if going.writes:
-                piece.writing = self._writers.submit(self._write, piece, buffer)  # refused as the process ends
+                piece.writing = self._writers.begin(self._write, piece, buffer)
                 writing = True
             going.left -= 1
             if going.left == 0:
@@ -286,8 +290,8 @@ class DiskLine:
             if (buffer := self._take(wait=wait and not self._coming)) is None:
                 return
             try:
-                reading = self._readers.submit(self._read, going, piece, buffer)
-            except RuntimeError:  # the process ends
+                reading = self._readers.begin(self._read, going, piece, buffer)
+            except RuntimeError:  # no thread can be started
                 self._release(buffer)
                 raise
             self._waiting.popleft()

@@ -6,11 +6,12 @@ the device for the host. One pass adds and takes the norm of the sum, which clip
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from torch import Tensor
 
 from tencache_fx.runtime.object_buffers import ObjectBuffers
+from tencache_fx.runtime.worker import Worker
 
 
 class GradientAccumulator:
@@ -18,7 +19,7 @@ class GradientAccumulator:
 
     def __init__(self, buffers: ObjectBuffers) -> None:
         self.buffers = buffers
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tencache-add")
+        self._thread = Worker("tencache-add")
         self._lock = threading.Lock()
         self._closed = False
 
@@ -27,7 +28,7 @@ class GradientAccumulator:
         with self._lock:
             if self._closed:
                 return None
-            begun = self._thread.submit(work)
+            begun = self._thread.begin(work)
             self.buffers.expect(begun)  # it gives the second gradient's buffer back
             return begun
 
@@ -40,4 +41,4 @@ class GradientAccumulator:
         """Finish all that has begun, and join the thread."""
         with self._lock:
             self._closed = True
-        self._thread.shutdown(wait=True)
+        self._thread.stop()

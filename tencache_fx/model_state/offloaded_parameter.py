@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version
 from tencache_fx import compat
 from tencache_fx.errors import InvariantError, UsageError
 from tencache_fx.model_state.backing import Backing, HostWrite
-from tencache_fx.model_state.copy_state import NEXT_STATES, CopyState, HostUpdate, WorkT, is_on_device
+from tencache_fx.model_state.copy_state import NEXT_STATES, CopyState, HostUpdate, Work, is_on_device
 from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.expected_gradient import ExpectedGradient
 from tencache_fx.model_state.host_state import HeldTensors, State
@@ -226,16 +226,16 @@ class OffloadedParameter:
             self.last_read = self.backing.copy_in(dst, after)
             return self.last_read
 
-    def begin_update(self, submit: Callable[[], WorkT], readers: Event | None) -> WorkT:
-        """Begin an update of the host copy, which `submit` hands in; it ends with `finish_update`.
+    def begin_update(self, work: Work, readers: Event | None) -> None:
+        """Note an update of the host copy that is about to be handed in; it ends with `finish_update`.
 
         The device copy is refreshed behind `readers`; None while more of them may come, up to `set_readers`.
         """
-        with self._lock:  # an update that ends at once finds its readers
+        with self._lock:
+            device = self.parameter.detach() if self.on_device else None
+            update = HostUpdate(work=work, device=device, readers=readers)
             self._become(CopyState.UPDATING)
-            self._update = HostUpdate(device=self.parameter.detach() if self.on_device else None, readers=readers)
-            self._update.work = work = submit()
-            return work
+            self._update = update  # no interrupt comes between these two lines: nothing is called
 
     def set_readers(self, readers: Event) -> int:
         """Have the device copy refreshed behind `readers`, now or once the update is done; return bytes copied.

@@ -275,8 +275,8 @@ class OffloadedOptimizer(OptimizerState):
             update = self._prepare_update(wanted, buffer, shared)
             if update.scaling is not None:
                 shared.send()
+            offloaded.gradient.begun_by = buffer  # first: an interrupt ends this backward, and the next one forgets it
             self._begin_update(update, shared.updates.submit, None)
-            offloaded.gradient.begun_by = buffer
 
     def _device_update(self, wanted: _Wanted) -> DeviceUpdate:
         """Return the update of a parameter whose state is on its device."""
@@ -363,10 +363,9 @@ class OffloadedOptimizer(OptimizerState):
     def _begin_update(self, update: ParameterUpdate, submit: Submit, readers: Event | None) -> None:
         """Begin a parameter's update; nothing reads the parameter on the device behind `readers`."""
         parameter, offloaded = update.parameter, update.offloaded
-        self._take_weight(parameter, offloaded)
         urgency, on_disk = self._urgency[parameter], update.state.place is Tier.NVME
-        task = partial(submit, update, urgency, update.can_begin, on_disk=on_disk)
-        update.buffer.note_reader(offloaded.begin_update(task, readers))
+        submit(update, urgency, update.can_begin, on_disk=on_disk, note=partial(update.note, readers))
+        self._take_weight(parameter, offloaded)  # behind an interrupt before this the master is compared with it
         offloaded.count_update(self)
 
     def _pieces(self, todo: Iterable[_Wanted], updated: list[Tensor]) -> Iterator[Piece[PieceUpdate]]:

@@ -179,6 +179,8 @@ class ParameterStore:
                     steps.callback(self._disk_line.leave_store)
             steps.callback(self.additions.stop)
             steps.callback(self.updates.stop)
+            for offloaded in self:  # an interrupt may have left an update that nobody has handed in
+                steps.callback(offloaded.join_update)
 
     def forget(self) -> None:
         """Forget all parameters; those that are not on the device are lost."""

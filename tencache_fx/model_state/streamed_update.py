@@ -5,7 +5,6 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -304,7 +303,7 @@ class UpdateStream:
         computed = self._streams.record_compute()
         try:
             for offloaded in written:
-                offloaded.begin_update(partial(departure.begin_write, offloaded), computed)
+                offloaded.begin_update(departure.begin_write(offloaded), computed)
             reading = [each.last_read for each in written if each.last_read is not None]
             departure.event = event = self._streams.copy_all(Lane.UPDATE_OUT, pairs, (computed, *reading))
         except BaseException as error:

@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -122,6 +123,19 @@ class ParameterUpdate:
     def can_begin(self) -> bool:
         """Return whether its gradient is there."""
         return self.buffer.has_landed
+
+    def note(self, readers: Event | None, work: "Future[None]") -> None:
+        """Note this update, `work`, wherever somebody is to wait for it; from then on it will be carried out.
+
+        Nothing reads the parameter on the device behind `readers`.
+        """
+        try:
+            self.offloaded.begin_update(work, readers)
+            self.buffer.note_reader(work)
+        except BaseException:
+            if self.offloaded.updating:  # interrupted behind that: the gradient is going to be read
+                self.buffer.note_reader(work)
+            raise
 
     def prepare(self) -> None:
         """Compile the kernels now, in the caller's thread."""

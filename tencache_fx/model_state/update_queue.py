@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from tencache_fx.errors import TencacheError
 from tencache_fx.model_state.copy_state import LateWork
@@ -35,9 +35,19 @@ class Submit(Protocol):
     """Submits an update, see `Updates.submit`."""
 
     def __call__(
-        self, update: "Update", urgency: int, can_begin: Callable[[], bool], *, on_disk: bool = False
+        self,
+        update: "Update",
+        urgency: int,
+        can_begin: Callable[[], bool],
+        *,
+        on_disk: bool = False,
+        note: Callable[["Future[None]"], object] = id,
     ) -> "Future[None]":
-        """Have it done once it can begin."""
+        """Have it done once it can begin.
+
+        `note` is called with what it returns first. Whoever waits for that has the update done from then on, even if an
+        interrupt comes before all else here.
+        """
 
 
 class Update(Protocol):
@@ -116,9 +126,8 @@ class _Queue:
         self._lock = threading.Lock()  # of the threads that do the tasks
 
     def put(self, tasks: deque[_Task]) -> None:
-        """Take the tasks over, in one call and without a lock: a signal's handler in this thread may wait for them."""
-        with contextlib.suppress(IndexError):
-            self._waiting.extend(iter(tasks.popleft, None))
+        """Take the tasks over."""
+        _move(tasks, self._waiting)
 
     def has_ready(self) -> bool:
         with self._lock:
@@ -173,6 +182,12 @@ class _Queue:
             heapq.heappop(self._ready)
 
 
+def _move(tasks: deque[_Task], target: deque[_Task]) -> None:
+    """Move tasks, in one call and without a lock: a signal's handler in this thread may wait for them."""
+    with contextlib.suppress(IndexError):
+        target.extend(iter(tasks.popleft, None))
+
+
 class _Batch:
     """Tasks that are submitted together: those that are in no queue yet, and how many parts they have."""
 
@@ -182,14 +197,15 @@ class _Batch:
         self.shared_count = self.disk_count = 0
         self.is_submitted = False
 
-    def add(self, task: _Task, *, on_disk: bool) -> None:
-        """Add a task, which is counted before anybody can take it."""
+    def add(self, late: deque[_Task], *, on_disk: bool) -> None:
+        """Take over a task, if it is still `late`; it is counted before anybody can take it."""
+        self.is_submitted = False
+        count = sum(task.left for task in late.copy())
         if on_disk:
-            self.disk_count += 1
-            self.disk.append(task)
+            self.disk_count += bool(count)
         else:
-            self.shared_count += task.left
-            self.shared.append(task)
+            self.shared_count += count
+        _move(late, self.disk if on_disk else self.shared)
 
 
 class _Ahead:
@@ -294,13 +310,21 @@ class Updates:
             self._on_device.start()
 
         def submit(
-            update: Update, urgency: int, can_begin: Callable[[], bool], *, on_disk: bool = False
+            update: Update,
+            urgency: int,
+            can_begin: Callable[[], bool],
+            *,
+            on_disk: bool = False,
+            note: Callable[[Future[None]], object] = id,
         ) -> "Future[None]":
             if on_disk:
                 self._on_disk.start()
-            task = _Task((urgency, next(self._count)), update, can_begin, LateWork(hand_in), update.parts)
-            batch.add(task, on_disk=on_disk)
-            return task.future
+            late: deque[_Task] = deque()
+            work = LateWork(partial(self._hand_in, batch, late, on_disk=on_disk))
+            late.append(_Task((urgency, next(self._count)), update, can_begin, work, update.parts))
+            note(work)
+            batch.add(late, on_disk=on_disk)
+            return work
 
         try:
             yield submit
@@ -308,21 +332,21 @@ class Updates:
             hand_in()
             batch.is_submitted = True
 
-    def submit(
-        self, update: Update, urgency: int, can_begin: Callable[[], bool], *, on_disk: bool = False
-    ) -> "Future[None]":
+    def submit(self, update: Update, urgency: int, can_begin: Callable[[], bool], **how: Any) -> "Future[None]":
         """Have `update` done once it can begin, before all that is less urgent (a higher number) and can begin, too.
 
         None is asked whether it can begin before those that were submitted earlier can: gradients land one by one.
         """
         with self.together() as submit:
-            return submit(update, urgency, can_begin, on_disk=on_disk)
+            return submit(update, urgency, can_begin, **how)
 
-    def _hand_in(self, batch: _Batch) -> None:
-        """Put a batch's tasks into the queues, and tell the threads.
+    def _hand_in(self, batch: _Batch, late: deque[_Task] | None = None, *, on_disk: bool = False) -> None:
+        """Put a batch's tasks, and one that is `late` for it, into the queues, and tell the threads.
 
         A signal's handler may do so in the midst of it: threads that are told too often find nothing to do.
         """
+        if late:  # whoever was to add it was interrupted
+            batch.add(late, on_disk=on_disk)
         if batch.is_submitted:
             return
         if batch.disk_count:

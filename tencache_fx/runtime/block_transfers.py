@@ -42,7 +42,7 @@ class BlockTransfers:
         if len(blocks) == 1:
             self._move(label, *blocks[0])
             return
-        jobs = [self.traffic(block[0]).threads.submit(self._move, label, *block) for block in blocks]
+        jobs = [self.traffic(block[0]).threads.begin(self._move, label, *block) for block in blocks]
         wait_futures(jobs)  # all of them, even if one fails: the others still use the buffer
         for job in jobs:
             job.result()

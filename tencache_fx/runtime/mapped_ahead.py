@@ -2,12 +2,14 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from tencache_fx.runtime.buffers import Buffer, Use, map_buffer
 from tencache_fx.runtime.streams import Streams
+from tencache_fx.runtime.worker import Worker
 from tencache_fx.units import PAGE_BYTES, round_up
 
 _THREADS = 2  # that touch pages: compilers want the others
@@ -44,15 +46,14 @@ class MappedAhead:
             missing = wanted - Counter(mine)
             if not missing or self._closed:
                 return
-            worker = ThreadPoolExecutor(1, thread_name_prefix="tencache-map")
+            worker = Worker("tencache-map")  # its thread ends with it, once all are mapped
             left_bytes = self._room() - self.nbytes
             for size in missing.elements():
                 if size <= left_bytes:
                     left_bytes -= size
                     self._coming.setdefault((use, size), deque()).append(
-                        worker.submit(map_buffer, size, use, self._streams, warn=False, threads=_THREADS)
+                        worker.begin(partial(map_buffer, size, use, self._streams, warn=False, threads=_THREADS))
                     )
-            worker.shutdown(wait=False)
 
     def take(self, size: int, use: Use) -> Buffer | None:
         """Return a pinned buffer of a size class, once it is mapped; None if none of that size has been begun."""

@@ -48,9 +48,9 @@ class Pool:
     """Owns the buffers. Thread-safe; the lock is held while one is mapped, which a planned run does only at first."""
 
     def __init__(self, streams: Streams, budget_bytes: int, *, patience_s: float = STUCK_S) -> None:
-        self._streams, self._patience_s = streams, patience_s
-        self._budget_bytes = budget_bytes
-        self._cond = threading.Condition()
+        self._streams, self._patience_s, self._budget_bytes = streams, patience_s, budget_bytes
+        self._lock = threading.RLock()  # taken by itself: an interrupt in `Condition.__enter__` would leave it taken
+        self._cond = threading.Condition(self._lock)
         self._free = FreeBuffers()
         self._buffers: dict[Buffer, None] = {}
         self._counts: Classes = Counter()
@@ -59,7 +59,7 @@ class Pool:
         self._to_come: Callable[[], int] = int
         self._returns = 0
         self._warned = self._closed = False
-        self.ahead = MappedAhead(streams, self._cond, lambda: self.room_bytes)
+        self.ahead = MappedAhead(streams, self._lock, lambda: self.room_bytes)
         self.allocated_bytes = self.acquired_bytes = self.requested_bytes = 0
         self.high_water_bytes = self.high_water_requested_bytes = 0
 
@@ -70,13 +70,13 @@ class Pool:
 
     def acquired_for(self, use: Use) -> int:
         """Return the bytes of the buffers acquired for `use`."""
-        with self._cond:
+        with self._lock:
             every = itertools.chain(self._buffers, self._suballocator.parts())
             return sum(buffer.nbytes for buffer in every if buffer.use is use and buffer.holders)
 
     def held_for(self, use: Use) -> int:
         """Return the bytes of all buffers for `use`: acquired, free, or promised."""
-        with self._cond:
+        with self._lock:
             return sum(
                 size * count for (each, size), count in (self._counts | self._reserved.planned).items() if each is use
             )
@@ -84,7 +84,7 @@ class Pool:
     @property
     def room_bytes(self) -> int:
         """Return the bytes of the budget that are neither taken nor promised."""
-        with self._cond:
+        with self._lock:
             return self._budget_bytes - self.allocated_bytes - self._owed_bytes(Counter())
 
     def keep_free(self, to_come: Callable[[], int]) -> None:
@@ -96,7 +96,7 @@ class Pool:
 
     def raise_budget(self, budget_bytes: int) -> None:
         """Raise the budget to this at least; a waiting `acquire` gets a buffer that it has room for."""
-        with self._cond:
+        with self._lock:
             self._budget_bytes = max(self._budget_bytes, budget_bytes)
             self._cond.notify_all()
 
@@ -105,7 +105,7 @@ class Pool:
 
         Waits for copies under way. Raises `OptionError`, and changes nothing, when the buffers in use do not fit.
         """
-        with self._cond:
+        with self._lock:
             if not self._make_way(int, Counter(), budget_bytes):
                 used_bytes = self.allocated_bytes - self._free.idle_bytes
                 raise OptionError(
@@ -120,7 +120,7 @@ class Pool:
     def make_room(self, sizes: Iterable[int], use: Use) -> None:
         """See that new buffers of these sizes fit, all of them; nothing is reserved. Raises `BudgetError` if not."""
         nbytes = sum(round_up(max(1, size), PAGE_BYTES) for size in sizes)
-        with self._cond:
+        with self._lock:
             if not self._make_way(lambda: nbytes, Counter(), self._budget_bytes):
                 raise BudgetError(
                     f"{use} need {nbytes} bytes of pinned memory; the host budget of {self._budget_bytes} bytes has "
@@ -133,19 +133,19 @@ class Pool:
         They may be evicted later for a size nobody planned, and are mapped again when they are wanted. Waits for copies
         under way if their buffers must make way. Raises `BudgetError` when the host budget does not allow it.
         """
-        with self._cond:
+        with self._lock:
             for (_, size), count in self._set_aside(classes, use).items():
                 for _ in range(count):
                     self._map(size, use)
 
     def promise(self, classes: Iterable[PoolClass], use: Use) -> None:
         """As `reserve`, but map buffers only when they are wanted."""
-        with self._cond:
+        with self._lock:
             self._set_aside(classes, use)
 
     def forget_reserved(self, uses: Collection[Use]) -> None:
         """Reserve nothing for these uses any more, and unmap all of their free buffers, once no copy touches them."""
-        with self._cond:
+        with self._lock:
             self._reserved.forget(uses)
             self.ahead.trim(0)
             for buffer in self._free.take_all(uses):
@@ -161,7 +161,7 @@ class Pool:
         """
         waiting_since = time.monotonic()
         returns = -1
-        with self._cond:
+        with self._lock:
             while not self._closed:
                 if buffer := self._obtain(nbytes, use):
                     return self._acquired(buffer, nbytes)
@@ -178,19 +178,19 @@ class Pool:
 
     def acquire_reserved(self, nbytes: int, use: Use) -> Buffer | None:
         """Return a buffer as `acquire` does; None where that would take memory that is not reserved."""
-        with self._cond:
+        with self._lock:
             buffer = None if self._closed else self._obtain(nbytes, use, grow=False)
             return None if buffer is None else self._acquired(buffer, nbytes)
 
     def retain(self, buffer: Buffer) -> None:
         """Add a holder: the buffer is free once every holder has released it."""
-        with self._cond:
+        with self._lock:
             assert buffer.holders > 0, "only an acquired buffer can be retained"
             buffer.holders += 1
 
     def release(self, buffer: Buffer, *after: Event) -> None:
         """Release the buffer; its next owner waits for `after` (of all holders)."""
-        with self._cond:
+        with self._lock:
             assert buffer.holders > 0, "a buffer was released twice"
             buffer.holders -= 1
             buffer.after += after
@@ -209,7 +209,7 @@ class Pool:
 
     def discard(self, buffer: Buffer) -> None:
         """Release a buffer for good: its memory goes with the last tensor that shares it."""
-        with self._cond:
+        with self._lock:
             if self._closed:
                 return
             assert buffer.block is None, "a part is released to its block"
@@ -222,13 +222,13 @@ class Pool:
 
     def mark_stuck(self, buffer: Buffer) -> None:
         """Note that a staging buffer will not be released by itself: nobody should wait for it."""
-        with self._cond:
+        with self._lock:
             buffer.stuck = True
             self._cond.notify_all()
 
     def stop(self) -> None:
         """Refuse `acquire` from now on; one that waits for a buffer raises `TencacheError`."""
-        with self._cond:
+        with self._lock:
             self._closed = True
             self._cond.notify_all()
 
@@ -236,7 +236,7 @@ class Pool:
         """Unmap all memory. Every copy must be over; buffers still in use become invalid."""
         self.stop()
         self.ahead.close()
-        with self._cond:
+        with self._lock:
             for buffer in list(self._buffers):
                 self._unmap(buffer)
             self._free.clear()

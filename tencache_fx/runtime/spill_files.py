@@ -41,8 +41,8 @@ class SpillFile:
     def close(self) -> None:
         """Join the threads, once they have done what they were given, and give the disk space back. Idempotent."""
         if not self.closed:
-            self.writes.threads.shutdown(wait=True)
-            self.reads.threads.shutdown(wait=True)
+            self.writes.threads.stop()
+            self.reads.threads.stop()
             os.close(self.fd)
             self.nbytes, self.free, self.closed = 0, FreeList(), True
 

@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from enum import StrEnum
 from typing import Protocol
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tencache_fx.errors import InvariantError
+from tencache_fx.runtime.worker import Worker
 from tencache_fx.tensors import raw_bytes
 
 STUCK_S = 60.0
@@ -183,7 +184,7 @@ class CpuStreams(Streams):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.lanes = {lane: ThreadPoolExecutor(1, thread_name_prefix=f"tencache-{lane}") for lane in Lane}
+        self.lanes = {lane: Worker(f"tencache-{lane}") for lane in Lane}
         past: Future[None] = Future()
         past.set_result(None)
         self._past = CpuEvent(past)
@@ -211,7 +212,7 @@ class CpuStreams(Streams):
 
     def submit(self, lane: Lane, job: Callable[[], None]) -> CpuEvent:
         """Queue any job on the lane's thread."""
-        return CpuEvent(self.lanes[lane].submit(job))
+        return CpuEvent(self.lanes[lane].begin(job))
 
     def beside(self) -> contextlib.AbstractContextManager[object]:
         """Return an empty context: each thread computes for itself."""
@@ -244,8 +245,8 @@ class CpuStreams(Streams):
 
     def close(self) -> None:
         """Finish all queued copies and join the threads."""
-        for executor in self.lanes.values():
-            executor.shutdown(wait=True)
+        for worker in self.lanes.values():
+            worker.stop()
 
     def transfer(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy in the calling thread."""

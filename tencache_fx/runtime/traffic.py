@@ -2,9 +2,9 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from tencache_fx.hardware.rates import FIXED_DISK
+from tencache_fx.runtime.worker import Worker
 
 _WINDOW_NS = 1_000_000_000
 _WINDOW_BYTES = 1 << 30
@@ -24,7 +24,7 @@ class Traffic:
     """
 
     def __init__(self, name: str, workers: int, least_bytes: int, now_ns: Callable[[], int]) -> None:
-        self.threads = ThreadPoolExecutor(workers, thread_name_prefix=f"tencache-{name}")
+        self.threads = Worker(f"tencache-{name}", workers)
         self.moved_bytes = 0
         self._least_bytes = least_bytes
         self._now_ns = now_ns

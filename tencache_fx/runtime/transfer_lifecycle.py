@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from functools import partial
 
 from torch import Tensor
@@ -28,6 +28,7 @@ from tencache_fx.runtime.stats import Stats
 from tencache_fx.runtime.store import WORKERS, Extent, Store
 from tencache_fx.runtime.streams import Event, Lane, Streams
 from tencache_fx.runtime.transfers import ActiveTransfer, Layout, Stage, TransferTable
+from tencache_fx.runtime.worker import Worker
 from tencache_fx.units import format_bytes
 
 
@@ -49,9 +50,9 @@ class TransferLifecycle:
         self._planned_bytes = dict.fromkeys(Use, 0)  # the largest buffer that a plan asked for
         self._write_failure: str | None = None  # of the last write that ended, if it failed
         self._warned = False
-        self._writers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tencache-writer")
-        self._readers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tencache-reader")
-        self._fetchers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tencache-fetcher")
+        self._writers = Worker("tencache-writer", WORKERS)
+        self._readers = Worker("tencache-reader", WORKERS)
+        self._fetchers = Worker("tencache-fetcher", WORKERS)
 
     def need_store(self) -> Store:
         """Return the store; raises `OptionError` when there is none."""
@@ -71,7 +72,7 @@ class TransferLifecycle:
         with contextlib.ExitStack() as undo:
             self._pool.retain(buffer)
             undo.callback(self._pool.release, buffer)
-            transfer.written = self._writers.submit(self._write, transfer, buffer, extent)
+            transfer.written = self._writers.begin(self._write, transfer, buffer, extent)
             transfer.writing = True
             undo.pop_all()
 
@@ -178,9 +179,9 @@ class TransferLifecycle:
 
     def stop(self) -> None:
         """Join the workers; what they have not begun is cancelled. The lanes must still run. Lock not held."""
-        self._writers.shutdown(wait=True, cancel_futures=True)
-        self._readers.shutdown(wait=True, cancel_futures=True)
-        self._fetchers.shutdown(wait=True, cancel_futures=True)
+        self._writers.stop(cancel=True)
+        self._readers.stop(cancel=True)
+        self._fetchers.stop(cancel=True)
 
     def forget(self) -> None:
         """Forget every transfer. All copies must be over."""
@@ -215,8 +216,8 @@ class TransferLifecycle:
                     self._pool.mark_stuck(buffer)
                 self._pool.release(buffer)
 
-    def _issue_later(self, threads: ThreadPoolExecutor, transfer: ActiveTransfer, issue: Callable[[], Event]) -> None:
-        transfer.read = threads.submit(self._issue, transfer, issue)
+    def _issue_later(self, threads: Worker, transfer: ActiveTransfer, issue: Callable[[], Event]) -> None:
+        transfer.read = threads.begin(self._issue, transfer, issue)
         transfer.reading = True
 
     def _issue(self, transfer: ActiveTransfer, issue: Callable[[], Event]) -> None:

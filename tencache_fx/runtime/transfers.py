@@ -146,12 +146,10 @@ class TransferTable:
 
     def add(self, transfer: ActiveTransfer) -> Tensor:
         """Enter the transfer; return its handle."""
-        self._transfers[transfer.key] = transfer
         return self._issue(transfer, "handle")
 
     def ticket(self, transfer: ActiveTransfer) -> Tensor:
         """Enter the transfer, if it is not there yet; return its ticket."""
-        self._transfers[transfer.key] = transfer
         return self._issue(transfer, "ticket")
 
     def find(self, tensor: Tensor, deed: str) -> ActiveTransfer:
@@ -196,6 +194,8 @@ class TransferTable:
         array = np.array([transfer.key], dtype=np.int64)
         tensor, owner = torch.from_numpy(array), _Owner(array, _note_end)
         owner.address, owner.dead, owner.key, owner.kind = tensor.data_ptr(), self._dead, transfer.key, kind
+        # Nothing is called from here on, so no interrupt leaves a transfer without an owner, whose end nobody notes.
+        self._transfers[transfer.key] = transfer
         self._owners[owner.address] = owner
         transfer.owners += 1
         return tensor

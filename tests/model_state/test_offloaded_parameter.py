@@ -141,10 +141,18 @@ class CopyMachine(RuleBasedStateMachine):
             self.offloaded.begin_write(read=True).elements.fill_(value)
             self.offloaded.finish_update()
 
-        def submit() -> "Future[None]":
-            return self.thread.submit(work)
+        begun = Future[None]()
 
-        self.offloaded.begin_update(submit, self.engine.streams.record_compute() if known else None)
+        def carry_out() -> None:
+            try:
+                work()
+            except RuntimeError as error:
+                begun.set_exception(error)
+            else:
+                begun.set_result(None)
+
+        self.offloaded.begin_update(begun, self.engine.streams.record_compute() if known else None)
+        self.thread.submit(carry_out)
         self.model.update(value=value, fails=fails, device_newer=False)
 
     @rule()

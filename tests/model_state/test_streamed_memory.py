@@ -48,7 +48,7 @@ class AheadStreams(CpuStreams):
         self._known = {lane: [-1] for lane in Lane}
 
     def submit(self, lane: Lane, job: Callable[[], None]) -> CpuEvent:
-        return LateEvent(self.lanes[lane].submit(job), next(self._numbers), self._known[lane])
+        return LateEvent(self.lanes[lane].begin(job), next(self._numbers), self._known[lane])
 
     def copy_all(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Event] = ()) -> Event:
         places = {each.data_ptr() for pair in pairs for each in pair}

@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -172,7 +173,7 @@ def test_an_early_copy_is_a_hit(new_engine: EngineMaker) -> None:
         handle = depart(engine, torch.zeros(10), tier)
         assert tier is Tier.HOST or eventually(lambda: engine.pool.acquired_bytes == 0)
         ticket = engine.prefetch(handle)
-        assert eventually(lambda: engine.pool.acquired_bytes == 0 and idle(engine))
+        assert eventually(partial(engine.transfers.arrived, engine.transfers.table.find(ticket, "look into")))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(streams, "wait_compute", slow_host)
             engine.wait(ticket)

@@ -1,12 +1,15 @@
 """The pool against a model of what is acquired: no overlap, no lost byte, never above the budget."""
 
+import itertools
 import random
+import sys
 import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -346,7 +349,7 @@ def in_thread(deed: Callable[[], object]) -> tuple[threading.Thread, list[object
         except TencacheError as error:
             results.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, results
 
@@ -501,3 +504,35 @@ def test_room_is_made_for_all_or_nothing_changes() -> None:
         pool.acquire(nbytes, Use.PARAMETER)
     assert pool.allocated_bytes == 6 * 4096
     pool.close()
+
+
+@pytest.mark.parametrize("deed", ["acquire", "release"])
+def test_an_interrupt_never_leaves_the_pool_to_one_thread(deed: str) -> None:
+    """As a function of `threading` returns, which may have taken the lock."""
+    for at in itertools.count():
+        pool, returns = Pool(CpuStreams(), 1 << 20), 0
+        buffer = pool.acquire(4096, Use.SWAP)
+
+        def interrupt(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal returns
+            if event == "return" and frame.f_code.co_filename == threading.__file__:
+                returns += 1
+                if returns == at + 1:  # noqa: B023 - it is called in this round only
+                    sys.setprofile(None)
+                    raise KeyboardInterrupt
+
+        sys.setprofile(interrupt)
+        try:
+            if deed == "acquire":
+                pool.acquire(4096, Use.SWAP)
+            else:
+                pool.release(buffer)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        thread, results = in_thread(lambda: pool.room_bytes)  # noqa: B023
+        thread.join(20)
+        assert results, f"behind return {at}"
+        if returns <= at:
+            break

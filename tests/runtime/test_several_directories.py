@@ -214,7 +214,7 @@ def test_small_requests_and_waits_between_requests_say_nothing_of_a_rate() -> No
     with pytest.raises(OSError, match="late"):
         traffic.move(lambda: fail_late(now), 10**6)
     assert traffic.bytes_per_s < 10**8
-    traffic.threads.shutdown()
+    traffic.threads.stop()
 
 
 def fail_late(now: list[int]) -> int:

@@ -9,6 +9,7 @@ from types import FrameType
 import pytest
 from conftest import eventually
 
+from tencache_fx.errors import InvariantError
 from tencache_fx.runtime import worker
 from tencache_fx.runtime.worker import Worker
 
@@ -89,4 +90,45 @@ def test_the_thread_ends_with_the_last_that_could_give_it_work() -> None:
     worker.submit(done.set)
     del worker
     assert done.wait(20)
-    assert eventually(lambda: not any(thread.name == "tencache-dropped" for thread in threading.enumerate()))
+    assert eventually(lambda: not any(thread.name.startswith("tencache-dropped") for thread in threading.enumerate()))
+
+
+def test_several_threads_share_the_work_and_all_of_them_end() -> None:
+    worker, together = Worker("tencache-both", 2), threading.Barrier(2)
+    assert sorted(each.result(20) for each in [worker.begin(together.wait, 20) for _ in range(2)]) == [0, 1]
+    failing = worker.begin(lambda: 1 // 0)
+    assert isinstance(failing.exception(20), ZeroDivisionError)
+    worker.stop()
+    assert not any(thread.name.startswith("tencache-both") for thread in threading.enumerate())
+    with pytest.raises(InvariantError, match="was given work after its end"):
+        worker.begin(together.wait)
+
+
+def test_what_has_not_begun_can_be_cancelled_one_by_one_or_at_the_end() -> None:
+    worker, begun, gate = Worker("tencache-cancelled"), threading.Event(), threading.Event()
+    first = worker.begin(lambda: begun.set() or gate.wait(20))
+    assert begun.wait(20)
+    one, other = (worker.begin(gate.is_set) for _ in range(2))
+    assert one.cancel()
+    stopping = threading.Thread(target=worker.stop, kwargs={"cancel": True})
+    stopping.start()
+    assert eventually(other.cancelled)
+    gate.set()
+    stopping.join(20)
+    assert not stopping.is_alive()
+    assert first.result() is True
+
+
+class StoppedMeanwhile(Worker):
+    """A worker that another thread stops between the start of its threads and the submission of work."""
+
+    def submit(self, work: Callable[[], object]) -> None:
+        self.stop()
+        super().submit(work)
+
+
+def test_work_that_comes_as_a_worker_is_stopped_is_refused_and_not_waited_for() -> None:
+    done: list[str] = []
+    with pytest.raises(InvariantError, match="after its end"):
+        StoppedMeanwhile("tencache-stopped").begin(done.append, "done")
+    assert not done
