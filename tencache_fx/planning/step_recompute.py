@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from tencache_fx.errors import BudgetError
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.planner import floor_bytes, lower_bound_ns
-from tencache_fx.planning.problem import Budgets, Links, Problem
+from tencache_fx.planning.pool_sizing import pool_classes, total_bytes
+from tencache_fx.planning.problem import Budgets, Links, Problem, Tier
 from tencache_fx.planning.recompute import recompute
 from tencache_fx.planning.recompute_search import RecomputeSearch, recomputed_for
 from tencache_fx.planning.search import make_plan
 from tencache_fx.planning.step import Visit, join, with_regions
+from tencache_fx.planning.step_room import CALLS_TO_COME, unplanned_peak_bytes
 from tencache_fx.planning.swap_region import SwapRegion, frugal_transfers
 from tencache_fx.planning.tuning import TUNING
 
@@ -89,12 +91,19 @@ class _Search:
         present_names = {place: region.recomputed for place, region in self._own.items()}
         if self._names(choice) == present_names:
             return None
+        if self._is_mixed():  # for lack of room, before anything was chosen
+            return choice
         present = self._score(present_names)
         if score[0] > present[0]:
             return None
         if score[0] == present[0] and score[1] * 100 > present[1] * (100 - _GAIN_PERCENT):
             return None
         return choice
+
+    def _is_mixed(self) -> bool:
+        """Return whether calls of one region have recomputed different storages."""
+        ran = {(visit.index, visit.region.recomputed) for visit in self._visits}
+        return len(ran) > len(self._regions)
 
     def _descend(self) -> int:
         """Return how many values of the list are best recomputed, in all calls of their regions."""
@@ -156,13 +165,24 @@ class _Search:
     ) -> tuple[int, int]:
         """Return the score of what each call recomputes; a bound is the time where no plan beats the `least`."""
         models = {place: self._model(place, each) for place, each in names.items()}
-        problem = join(with_regions(self._visits, models), self._links, self._budgets, self._shared).problem
+        visits = with_regions(self._visits, models)
+        problem = join(visits, self._links, self._budgets, self._shared).problem
         if least is not None and (bound := (0, lower_bound_ns(problem))) > least:
             return bound
         try:
-            return 0, make_plan(problem, "teraio", tuning=_TUNING).forecast.makespan_ns
+            plan_ns = make_plan(problem, "teraio", tuning=_TUNING).forecast.makespan_ns
         except BudgetError:
             return max(1, floor_bytes(problem) - (self._budgets.device_bytes or 0)), 0
+        return self._unplanned_excess_bytes(visits), plan_ns
+
+    def _unplanned_excess_bytes(self, visits: Sequence[Visit]) -> int:
+        """Return by how much runs go over the budget before they have a plan, as they do in their first step."""
+        limit, host_bytes = self._budgets.device_bytes, self._budgets.host_bytes
+        if limit is None or self._budgets.disk_bytes:
+            return 0
+        if sum(visit.region.swapped_bytes for visit in visits if not visit.backward) <= host_bytes // 2:
+            return 0  # buffers are never twice as large as storages
+        return max(0, unplanned_peak_bytes(visits, host_bytes) - limit)
 
     def _model(self, place: tuple[int, int], names: frozenset[str]) -> SwapRegion:
         own = self._own[place]
@@ -174,13 +194,22 @@ class _Search:
 def recomputed_to_fit(captured: Problem) -> frozenset[str]:
     """Return what a region is to recompute as long as nothing is known of the others: nothing, if it fits like that.
 
-    Else as little as makes it fit with all else away that can be; if nothing does, what takes it closest.
+    Else as little as makes it fit with all else away that can be; if nothing does, what takes it closest. Where neither
+    host memory nor disk has room for that, the device needs room for it, and for what is away already and to come.
     """
-    limit = captured.budgets.device_bytes
+    limit, budgets = captured.budgets.device_bytes, captured.budgets
     if limit is None:
         return frozenset()
-    names = recomputed_for(captured, limit, lambda it: int(live_bytes(it, frugal_transfers(it)).max(initial=0)))
-    return frozenset(names)
+
+    def needed_bytes(problem: Problem) -> int:
+        transfers = frugal_transfers(problem)
+        peak_bytes = int(live_bytes(problem, transfers).max(initial=0))
+        away_bytes = total_bytes(pool_classes(transfers, Tier.HOST))
+        if away_bytes <= budgets.host_bytes + budgets.disk_bytes:
+            return peak_bytes
+        return peak_bytes + CALLS_TO_COME * (budgets.host_taken_bytes + away_bytes)
+
+    return frozenset(recomputed_for(captured, limit, needed_bytes))
 
 
 def least_peak_bytes(region: SwapRegion, *, backward: bool) -> int:

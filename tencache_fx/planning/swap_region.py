@@ -202,16 +202,24 @@ def boundary_swaps(problem: Problem) -> tuple[Transfer, ...]:
     return tuple(found)
 
 
+def within_swap_points(problem: Problem, plan: Plan) -> Problem:
+    """Return the problem with the budgets that `plan_swap_points` keeps to: the step's plan keeps to the others."""
+    unlimited = problem.within(device_bytes=None)
+    if problem.budgets.disk_bytes:
+        return unlimited
+    return unlimited.within(host_bytes=max(problem.budgets.host_bytes, plan.forecast.host_bytes))
+
+
 def plan_swap_points(problem: Problem, policy: str) -> Plan:
     """Return the plan in which all leaves that can, for a region whose transfers a schedule of the step decides.
 
     It has the buffers for one call, and those through which storages go to disk once host memory is full. Raises
-    `BudgetError` if neither holds what one call has away.
+    `BudgetError` if that holds neither what one call has away, nor what is on its way to disk. Without a disk the
+    buffers may be more than there is room for: what finds none stays on the device, and is checked as it runs.
     """
     unlimited = problem.within(device_bytes=None)
     plan = build_plan(unlimited, policy, frugal_transfers(unlimited), floor=0)
     if not problem.budgets.disk_bytes:
-        check_tiers(unlimited, plan.forecast)
         return plan
     to_disk = [
         replace(transfer, tier=Tier.NVME) if transfer.kind is TransferKind.SWAP else transfer

@@ -4,7 +4,9 @@ An update in host memory takes long, and of one backward it may be most of the s
 optimizer state on the device than parameters. Of many backwards that are added up the copies count most.
 
 A backward that adds to earlier ones has its gradients in host memory beside the sums, up to its end. A plan for one
-backward may have no room for that. Then the region is planned again before the second one.
+backward may have no room for that. Then the region is planned again before the second one. Room for both is sought in
+later plans, too, as a larger batch needs them, until 16 updates in a row came after one backward each. Nothing is
+compiled for that. Each time after that it takes twice as many updates, for loops that alternate.
 """
 
 from typing import Any
@@ -16,6 +18,8 @@ from tencache_fx.records import RegionRecord
 from tencache_fx.region.backward_counter import BackwardCounter
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, Request, WrittenPlan, keep_boxed
 from tencache_fx.region.dynamic_shapes import Sizes
+
+_PLAIN_UPDATES = 16  # in a row, that end the search for room for sums
 
 
 class AccumulationMonitor:
@@ -29,6 +33,8 @@ class AccumulationMonitor:
         self._considered: set[int] = set()
         self.adds = False  # the region is to be planned with room for gradients beside those that they are added to
         self._sought_room = False  # since the region was compiled
+        self._has_room = False  # the plan that there is was made with that room
+        self._patience = _PLAIN_UPDATES
 
     def instrument(self, phase: Phase, run: Compiled, written: WrittenPlan) -> Compiled:
         """Return `run`, counted if it is the backward; boxed if `run` is."""
@@ -49,9 +55,13 @@ class AccumulationMonitor:
         """
         self._counter.look()
         seen, record = self._counter.per_update, current.record
-        if record is not None and self._counter.adds and self._lacks_room(record):
-            self._sought_room = self.adds = True
-            return "host memory has no room for its gradients beside the sums that they are added to"
+        if record is not None and self._counter.adds:
+            if self._lacks_room(record):
+                self._sought_room = self.adds = True
+                return "host memory has no room for its gradients beside the sums that they are added to"
+            self.adds |= self._has_room
+        elif self.adds and self._counter.plain_updates >= self._patience:
+            self.adds, self._patience = False, 2 * self._patience
         if seen is None or record is None or record.problem.accumulation == seen or seen in self._considered:
             return current
         self._considered.add(seen)
@@ -62,7 +72,7 @@ class AccumulationMonitor:
 
     def on_compiled(self, request: Request, compiled: CompiledRegion) -> None:
         """Watch the first parameter that is trained."""
-        self._sought_room = False
+        self._sought_room, self._has_room = False, request.adds
         trained = (each for each in request.offloaded.values() if not each.is_dead and each.parameter.requires_grad)
         self._counter.watch(next(trained, None))
 
@@ -77,4 +87,4 @@ class AccumulationMonitor:
         """Return whether the plan takes host memory that is needed beside sums, and that was not sought yet."""
         problem, host_bytes = record.problem, record.plan.forecast.host_bytes
         lacks = host_bytes > 0 and host_bytes + stored_bytes(problem) > problem.budgets.host_bytes
-        return lacks and not (self.adds or self._sought_room)
+        return lacks and not (self._has_room or self._sought_room)

@@ -11,13 +11,14 @@ class BackwardCounter:
     """Counts what is noted between two updates of one parameter.
 
     `per_update` is the last such count; None before there were two updates. If it changes again and again, it stays as
-    it was after the second change. `count` is how many came since the last update that was seen.
+    it was after the second change. `count` is how many came since the last update that was seen. The last
+    `plain_updates` came after one backward each.
     """
 
     def __init__(self) -> None:
         self.per_update: int | None = None
         self._parameter: weakref.ref[OffloadedParameter] | None = None
-        self._updates = self.count = 0
+        self._updates = self.count = self.plain_updates = 0
         self._begun = False  # the count began with an update
         self._changes = -1
 
@@ -45,4 +46,6 @@ class BackwardCounter:
         if self._begun and self.count not in (0, self.per_update) and self._changes < _CHANGES:
             self.per_update = self.count
             self._changes += 1
+        if self.count:
+            self.plain_updates = self.plain_updates + 1 if self.count == 1 else 0
         self._updates, self.count, self._begun = parameter.updates, 0, True

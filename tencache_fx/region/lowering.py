@@ -27,7 +27,7 @@ from tencache_fx.passes.verify_graph import verify_graphs
 from tencache_fx.planning.plan import Plan, TransferKind
 from tencache_fx.planning.problem import Problem
 from tencache_fx.planning.recalibration import Scales
-from tencache_fx.planning.swap_region import Points
+from tencache_fx.planning.swap_region import Points, within_swap_points
 from tencache_fx.planning.verify import verify_plan
 from tencache_fx.records import Listing, RegionRecord
 from tencache_fx.region.candidate import Candidate, RegionPlanner
@@ -95,15 +95,13 @@ class PlannedLowering:
             raise candidate.plan
         known, problem, plan = candidate.analysis, candidate.problem, candidate.plan
         capture, by_step = known.capture, self._request.by_step and known.capture.backward is not None
-        if by_step:
-            problem = problem.within(device_bytes=None)
-        verify_plan(problem, plan)
+        verify_plan(within_swap_points(problem, plan) if by_step else problem, plan)
         check_order(self._source, capture.graphs, capture.offloaded.values(), self._planner.models)
         recorder = None
         if is_planned(plan):
             avoid_fragmentation(self._source.device)
         if by_step or plan.transfers or plan.resident:
-            self._server, recorder = self._open_server(plan, by_step=by_step)
+            self._server, recorder = self._open_server(problem, plan, by_step=by_step)
             in_registers = insert_transfers(capture, known.storages, plan, known.registers, engine=self._server)
             verify_graphs(*at_hints(candidate.formulas, problem, plan), capture, in_registers, known.in_place)
             if by_step:
@@ -152,7 +150,7 @@ class PlannedLowering:
             return False
         by_step, plan = kept.swap_region is not None, record.plan
         try:
-            verify_plan(record.problem.within(device_bytes=None) if by_step else record.problem, plan)
+            verify_plan(within_swap_points(record.problem, plan) if by_step else record.problem, plan)
         except InvariantError as error:
             log.warning("a region that was kept has no right plan, and is compiled again: %s", str(error))
             return False
@@ -160,7 +158,7 @@ class PlannedLowering:
         if is_planned(plan):
             avoid_fragmentation(self._source.device)
         if kept.server is not None:
-            self._server, recorder = self._open_server(plan, by_step=by_step)
+            self._server, recorder = self._open_server(record.problem, plan, by_step=by_step)
             if self._server != kept.server:
                 return False
         self._kept = kept
@@ -223,9 +221,13 @@ class PlannedLowering:
         )
         return self._kept
 
-    def _open_server(self, plan: Plan, *, by_step: bool) -> tuple[int, StepRecorder | None]:
-        """Reserve what `plan` needs; return the index that graphs call, and who records steps, if any are."""
-        engine = reserve(self._source, plan)
+    def _open_server(self, problem: Problem, plan: Plan, *, by_step: bool) -> tuple[int, StepRecorder | None]:
+        """Reserve what `plan` needs; return the index that graphs call, and who records steps, if any are.
+
+        Where host memory has no room for what one call of a step has away, calls take what there is.
+        """
+        fits = plan.forecast.host_bytes <= problem.budgets.host_bytes
+        engine = reserve(self._source, plan if fits or not by_step else replace(plan, pool=()))
         stored = [each.nbytes for each in plan.transfers if each.kind is TransferKind.STORE]
         engine.reserve_gradients(stored, adds=self._request.adds)
         if not by_step:

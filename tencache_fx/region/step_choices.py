@@ -62,6 +62,15 @@ class StepChoices:
         self._search = _Search(visits, links, budgets, shared, dict(self.decided), budgets.device_bytes)
         self._decide()
 
+    def choose_again(
+        self, visits: Sequence[Visit], links: Links, budgets: Budgets, shared: Collection[tuple[int, str]]
+    ) -> bool:
+        """Choose anew for runs that have no plan within lower budgets; return whether they recompute more then."""
+        before = dict(self.decided)
+        self._search = _Search(visits, links, budgets, shared, before, budgets.device_bytes)
+        self._decide()
+        return self.decided != before
+
     def check(self, index: int, compiled: SwapRegion) -> None:
         """Choose again if a region that was compiled for its choice needs more than there is room for.
 
@@ -98,7 +107,9 @@ class StepChoices:
         choice = None
         if search.times <= SPLITS:
             choice = kept_step_choice(search.visits, search.links, search.budgets, search.shared)
-        ran = {visit.index: visit.region.recomputed for visit in reversed(search.visits)}
+        ran: dict[int, frozenset[str]] = {}
+        for visit in search.visits:
+            ran[visit.index] = ran.get(visit.index, frozenset()) | visit.region.recomputed
         for index, names in ran.items():
             before = search.before.get(index)
             if choice is None:

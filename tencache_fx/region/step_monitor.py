@@ -40,7 +40,12 @@ class StepMonitor:
         """The storages that the next call of the region is to recompute; None if that is not decided yet."""
         if self._recorder is None or self._refused:
             return None
-        return self._recorder.recomputed_next(self._source.index, checkpointed=compat.saves_by_hooks())
+        return self._recorder.recomputed_next(
+            self._source.index,
+            None if self._current is None else self._region(),
+            self._current_options.of_step,
+            checkpointed=compat.saves_by_hooks(),
+        )
 
     @property
     def is_alone(self) -> bool:
@@ -101,7 +106,7 @@ class StepMonitor:
     def review(self, current: CompiledRegion, sizes: Sizes) -> CompiledRegion | str:
         """Return the region to go on with, or a reason to plan it again if other storages are to be recomputed."""
         if self._recorder is not None:
-            self._recorder.settle()
+            self._recorder.settle(self._current_options.of_step if current.swap_region is not None else None)
         recomputed = self.recomputed
         if current.swap_region is None or recomputed is None or recomputed == current.swap_region.recomputed:
             return current

@@ -177,7 +177,11 @@ class StepPlanner:
             self._reserve(program, plan)
         except (BudgetError, StoreError) as error:
             plan, transfers.unplanned = None, str(error)
-            if _has_lost_room(program, joined, options):
+            again = other and options.may_recompute and program.has_plan
+            shared = frozenset(self._points.shared)
+            if again and self.choices.choose_again(program.visits, links, budgets, shared):
+                log.info("%s recomputes more from now on: %s", _name(program), str(error))
+            elif _has_lost_room(program, joined, options):
                 refusal = f"{_name(program)} has no plan within the budgets that were configured: {error}"
             self._tell(program, error)
         else:

@@ -22,7 +22,6 @@ from dataclasses import replace
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tencache_fx import compat
-from tencache_fx.errors import BudgetError
 from tencache_fx.model_state.parameter_store import evict_residents
 from tencache_fx.options import Options
 from tencache_fx.planning.step import FRUGAL, SwapKey, Visit
@@ -34,10 +33,10 @@ from tencache_fx.region.registry import compilations
 from tencache_fx.region.step_calls import TURNS, Call
 from tencache_fx.region.step_planner import Program, StepPlanner, forget_programs, place_of, record_of
 from tencache_fx.region.step_residency import Order
+from tencache_fx.region.step_room import RoomCheck, recomputed_for_room
 from tencache_fx.region.step_variants import find_nearest, is_like, most_bytes
 from tencache_fx.runtime.swap_points import SwapPoints
 from tencache_fx.tensors import storage_key, storage_of, tensors_in
-from tencache_fx.units import at_least, format_bytes
 
 log = logging.getLogger("tencache_fx")
 
@@ -50,6 +49,7 @@ class StepRecorder:
 
     def __init__(self, points: SwapPoints) -> None:
         self.points = points
+        points.on_stranded = self._note_stranded
         self.planner = StepPlanner(points)
         self.programs: dict[Order, Program] = {}
         self.has_new_code = False  # in this round: kernels are tuned in their first run, beside what the plan knows of
@@ -67,7 +67,7 @@ class StepRecorder:
         self._options: Options | None = None  # of the forward that has the least budget
         self._mark = points.gauge.mark()
         self._shared: frozenset[tuple[int, str]] = frozenset()  # what was known of when the last round was over
-        self._collected = False  # garbage, in this round
+        self._room = RoomCheck(points, self.planner, self.external, self.misfits)
         self._clean_for: tuple[int, int] | None = None  # budget and compilations when a peak over it was forgotten
         self._left: deque[int] = deque()  # by regions of which no code is left, in whatever thread that was noticed
         self._gone: set[int] = set()  # those that are yet to be forgotten
@@ -76,12 +76,18 @@ class StepRecorder:
         """Forget all about a region when nothing is left of its `code`."""
         weakref.finalize(code, self._left.append, index).atexit = False
 
-    def settle(self) -> None:
-        """Plan the round that is over, if one is: what regions are to recompute is known before they run again."""
+    def settle(self, options: Options | None = None) -> None:
+        """Plan the round that is over, if one is: what regions are to recompute is known before they run again.
+
+        What runs next is planned, too, if its first forward, of these `options`, has other budgets.
+        """
         with self._lock:
             self._forget_gone()
             if self._is_over():
                 self._finish()
+            if options is not None and not self._visits and self._last is not None:
+                expected = self._last.successor or self._last
+                self.planner.consider(expected, (expected.first == options and expected.options) or options)
 
     def begin_forward(self, index: int, region: SwapRegion, options: Options, values: Sequence[object]) -> Call:
         """Note that a forward begins in this thread; raises `BudgetError` if it cannot run within the budget."""
@@ -144,11 +150,18 @@ class StepRecorder:
             self._forget_round()
             self._expected, self.points.schedule = None, FRUGAL  # what stays leaves when the next graph begins
 
-    def recomputed_next(self, index: int, *, checkpointed: bool) -> frozenset[str] | None:
-        """Return what the next call of a region is to recompute; None if that is not decided yet."""
+    def recomputed_next(
+        self, index: int, region: SwapRegion | None, options: Options, *, checkpointed: bool
+    ) -> frozenset[str] | None:
+        """Return what the next call of a region is to recompute, as it was decided, or for lack of room; else None.
+
+        It runs as this `region` does if nobody says otherwise, and has these `options`.
+        """
         with self._lock:
-            decided = self.planner.choices.decided.get(index)
-            return None if decided is None else decided.names(self._counts[index], checkpointed=checkpointed)
+            if (decided := self.planner.choices.decided.get(index)) is not None:
+                return decided.names(self._counts[index], checkpointed=checkpointed)
+            # Checkpointed calls run again later, when there may be room: they have to save the same.
+            return None if region is None or checkpointed else recomputed_for_room(region, options, self.points)
 
     def check_choice(self, index: int, compiled: SwapRegion) -> None:
         """Have it chosen again what regions recompute, if one needs more than expected now that it is compiled."""
@@ -245,7 +258,7 @@ class StepRecorder:
         if self.points.schedule is FRUGAL and limit is not None:
             if visit.peak_bytes + self.points.resident_bytes > limit:
                 evict_residents(self.points.engine.device)
-            self._check(visit, limit)
+            self._visits[-1] = self._room.check(visit, self._options, lambda: self._measure()[0])
 
     def _compare(self, visit: Visit) -> None:
         """Find another schedule if the last run is not the one expected."""
@@ -288,32 +301,13 @@ class StepRecorder:
             self._clean_for = limit, compiled
             self.points.gauge.forget_peak_over(limit)
 
-    def _check(self, visit: Visit, limit: int) -> None:
-        """Raise `BudgetError` if a run does not fit, though all leaves that can."""
-        if visit.peak_bytes > limit and not self._collected:
-            self._collected = True
-            self.external.collect_garbage()
-            visit = self._visits[-1] = replace(visit, held_bytes=self._measure()[0])
-        if visit.peak_bytes <= limit:
-            return
-        assert self._options is not None
-        may_fit = self.planner.may_fit(visit, self._options)
-        leaves = visit.backward and self._options.scope == "auto" and self.misfits.may_leave(visit.index, limit)
-        if may_fit or leaves:
-            if not may_fit:
-                self.misfits.note(visit.index, limit)
-            log.info(
-                "region %d needs %d bytes on the device this once, over the budget of %d; it is planned again, %s",
-                *(visit.index, visit.peak_bytes, limit, "with more recomputed" if may_fit else "by itself"),
-            )
-            return
-        raise BudgetError(
-            f"the {'backward' if visit.backward else 'forward'} of region {visit.index}, call {visit.call} of the step,"
-            f" needs {format_bytes(visit.peak_bytes)} on the device, with everything offloaded that may be; the "
-            f"budget is {format_bytes(limit)}.\n"
-            f"  Held there when it begins: {format_bytes(visit.held_bytes)}.\n"
-            f"  Set device_budget to {at_least(visit.peak_bytes)} or more, or shrink the batch."
-        )
+    def _note_stranded(self, index: int, number: int) -> None:
+        """Raise `BudgetError` if a forward that runs has no room for a storage of it that has to stay."""
+        with self._lock:
+            own = (each for each in reversed(self._visits) if (each.index, each.call) == (index, number))
+            visit = next(own, None)
+            if visit is not None and not visit.backward and self._options is not None:
+                self._room.refuse_stranded(visit, self._options)
 
     def _expect(self, program: Program | None) -> None:
         self._expected = program
@@ -384,7 +378,7 @@ class StepRecorder:
         self.points.settle()
         self._calls, self._visits, self.points.in_known_order = [], [], True
         self._counts.clear()
-        self._collected = False
+        self._room.begin_round()
         self.external.begin_round()
 
 

@@ -169,6 +169,11 @@ class Engine:
         all_sizes = [*sizes, *sizes] if adds else sizes
         self.pool.promise(size_classes([(Step(0), Step(1), nbytes) for nbytes in all_sizes]), Use.GRADIENT)
 
+    def swap_room_bytes(self) -> int:
+        """Return how many bytes of tensors that are not planned host memory has room for."""
+        self.enter()
+        return self._swap_buffers.room_bytes()
+
     def offload(
         self, src: Tensor, tier: Tier, label: str = "", *, or_disk: bool = False, planned: bool = False
     ) -> Tensor:

@@ -3,7 +3,7 @@
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 
 from tencache_fx.runtime.buffers import Buffer, Use
 
@@ -26,6 +26,11 @@ class FreeBuffers:
     def idle_bytes(self) -> int:
         """Return the bytes of those that no copy touches."""
         return sum(buffer.nbytes for free in self._free.values() for buffer in free if buffer.idle)
+
+    def idle_beside(self, classes: Container[tuple[Use, int]]) -> int:
+        """Return the bytes of those that no copy touches, and that are of none of these classes."""
+        idle = (b for key, free in self._free.items() if key not in classes for b in free if b.idle)
+        return sum(buffer.nbytes for buffer in idle)
 
     def know(self, use: Use, size: int) -> None:
         """Add a class for buffers of `size`."""

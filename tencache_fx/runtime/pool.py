@@ -38,7 +38,7 @@ from tencache_fx.runtime.reserved_buffers import Classes, ReservedBuffers
 from tencache_fx.runtime.streams import STUCK_S, Event, Streams
 from tencache_fx.runtime.suballocator import Suballocator
 from tencache_fx.stages import STAGES
-from tencache_fx.units import PAGE_BYTES, round_up
+from tencache_fx.units import PAGE_BYTES, at_least, round_up
 
 _ROOMY = 2  # a buffer this many times too large serves only when the budget leaves no better one
 _POLL_S = 0.02  # CUDA events do not notify; a waiter looks again this often
@@ -122,9 +122,11 @@ class Pool:
         nbytes = sum(round_up(max(1, size), PAGE_BYTES) for size in sizes)
         with self._lock:
             if not self._make_way(lambda: nbytes, Counter(), self._budget_bytes):
+                used_bytes = self.allocated_bytes - self._free.idle_bytes
                 raise BudgetError(
                     f"{use} need {nbytes} bytes of pinned memory; the host budget of {self._budget_bytes} bytes has "
-                    f"{self._budget_bytes - self.allocated_bytes + self._free.idle_bytes} left. Raise host_budget."
+                    f"{self._budget_bytes - used_bytes} left; raise host_budget to {at_least(used_bytes + nbytes)} or "
+                    "more."
                 )
 
     def reserve(self, classes: Iterable[PoolClass], use: Use) -> None:
@@ -168,10 +170,11 @@ class Pool:
                 if returns != self._returns:
                     returns, waiting_since = self._returns, time.monotonic()
                 if not any(self._moving()) or time.monotonic() - waiting_since > self._patience_s:
+                    least_bytes = self.allocated_bytes + round_up(max(1, nbytes), PAGE_BYTES)
                     raise BudgetError(
                         f"no pinned buffer of {nbytes} bytes is free for {use}, and the host budget of "
                         f"{self._budget_bytes} bytes has {self._budget_bytes - self.allocated_bytes} left "
-                        f"({self.acquired_bytes} in use); raise host_budget."
+                        f"({self.acquired_bytes} in use); raise host_budget to {at_least(least_bytes)} or more."
                     )
                 self._cond.wait(_POLL_S)
         raise TencacheError("the engine was closed while a copy waited for a pinned buffer.")
@@ -259,13 +262,13 @@ class Pool:
             more = f" (and {len(missing) - 1} more sizes)" if len(missing) > 1 else ""
             raise BudgetError(
                 f"{count} more pinned buffers of {size} bytes{more} for {use} do not fit the host "
-                f"budget: {self.allocated_bytes} of {self._budget_bytes} bytes are in use; raise host_budget."
+                f"budget: {self.allocated_bytes} of {self._budget_bytes} bytes are in use; raise host_budget to "
+                f"{at_least(needed_bytes() + self.allocated_bytes - self._free.idle_beside(wanted))} or more."
             )
-        missing = self._missing(wanted)
         for _, size in wanted:
             self._free.know(use, size)
         self._reserved.planned |= wanted
-        return missing
+        return self._missing(wanted)
 
     def _missing(self, wanted: Classes) -> Classes:
         """Return the buffers that are neither mapped nor acquired as a part of another."""
@@ -275,9 +278,9 @@ class Pool:
     def _obtain(self, nbytes: int, use: Use, *, grow: bool = True) -> Buffer | None:
         """Return a fitting free buffer, else a new one, else any that is free, else a new one in place of idle ones.
 
-        A reserved class that lacks buffers gets the one that is missing first: with a larger one instead, what was
-        reserved together might not fit together. A gradient without a fitting buffer gets a part of another rather than
-        a new one. Without `grow`, only buffers that are reserved are new.
+        A reserved class that lacks buffers gets the missing one first, or what was reserved might not fit together. A
+        transfer gets a new one before a much larger one. A gradient without a fitting buffer gets a part of another
+        rather than a new one. Without `grow`, only buffers that are reserved are new.
         """
         size = round_up(max(1, nbytes), PAGE_BYTES)
         roomy = size * _ROOMY if use in (Use.SWAP, Use.GRADIENT) else self._budget_bytes
@@ -298,8 +301,9 @@ class Pool:
         if not grow:
             return None
         if self.allocated_bytes + size > self._budget_bytes:
-            buffer = self._free.take(nbytes, use, self._budget_bytes)
-            if buffer or not self._make_room(size, Counter()):
+            exact = use is Use.SWAP and self._make_room(size, Counter())  # memory is scarce: a larger one wastes it
+            buffer = None if exact else self._free.take(nbytes, use, self._budget_bytes)
+            if buffer or not (exact or self._make_room(size, Counter())):
                 return buffer
         self._map(size, use)
         return self._free.take(nbytes, use, size)
@@ -311,8 +315,7 @@ class Pool:
 
     def _class_of(self, size: int, use: Use) -> int | None:
         """Return the reserved class that a request of `size` belongs to."""
-        near = self._free.sizes(use, size, size * _ROOMY)
-        return next((each for each in near if self._reserved.planned[use, each]), None)
+        return next((s for s in self._free.sizes(use, size, size * _ROOMY) if self._reserved.planned[use, s]), None)
 
     def _suballocate(self, size: int) -> Buffer | None:
         """Return a part of a transfer buffer: of an open one, else of an idle one, else of one that will be idle."""
@@ -370,10 +373,7 @@ class Pool:
         return self.allocated_bytes + nbytes <= budget_bytes
 
     def _evict(self, excess_bytes: int, keep: Classes) -> None:
-        """Unmap idle buffers beyond the counts in `keep` until `excess_bytes` are gone; none if they are not enough.
-
-        Those that nobody reserved go first.
-        """
+        """Unmap idle buffers beyond `keep`, unreserved ones first, until `excess_bytes` are gone; none if too few."""
         for buffer in self._free.find_idle(excess_bytes, self._counts, (keep | self._reserved.planned, keep)):
             self._free.remove(buffer)
             self._unmap(buffer)

@@ -69,6 +69,12 @@ class SwapBuffers:
             )
         return self._transfers.acquire(nbytes, Use.SWAP, label), None
 
+    def room_bytes(self) -> int:
+        """Return how many bytes of tensors without a plan host memory has room for, beside what a backward needs."""
+        to_come = self._bytes_to_come()
+        taken_bytes = self._least_host_bytes(0, to_come) + self._pool.acquired_for(Use.SWAP) + to_come.state_bytes
+        return max(0, self._pool.budget_bytes - taken_bytes)
+
     def least_host_bytes(self, nbytes: int) -> int:
         """Return what a backward needs of host memory beside offloaded tensors, one of which has `nbytes`.
 

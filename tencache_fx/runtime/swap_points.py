@@ -20,7 +20,6 @@ of is freed at once.
 """
 
 import itertools
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -34,11 +33,10 @@ from tencache_fx.planning.problem import Tier
 from tencache_fx.planning.step import FRUGAL, StepSchedule, SwapKey
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.step_parameters import Fetch, Resident, StepParameters
+from tencache_fx.runtime.stranded import Stranded
 from tencache_fx.runtime.swap import ExtraBytes, GraphRun, State, Swap, is_shared, owner_of, refusal_of
 from tencache_fx.runtime.transfers import new_token
 from tencache_fx.tensors import storage_of
-
-log = logging.getLogger("tencache_fx")
 
 
 class SwapPoints:
@@ -61,7 +59,8 @@ class SwapPoints:
         self._extra = ExtraBytes(engine.references)
         self._runs = threading.local()
         self._parameters = StepParameters(engine.release)
-        self._was_full = False
+        self.stranded = Stranded()
+        self.on_stranded: Callable[[int, int], None] | None = None  # told the call whose storage has found no room
         self.shared: set[tuple[int, str]] = set()
         """Donated inputs, by region and label, that their caller was seen to keep: nothing is freed if they leave."""
 
@@ -208,13 +207,16 @@ class SwapPoints:
             # Where generated code calls this, it may have a version counter of its own, too.
             nbytes = src.numel() * src.itemsize
             swap = Swap(next(self._keys), name, nbytes, alias, alias._version, extra=self._extra)
-            if name not in self.schedule.kept and (name.region, label) not in self.shared:
-                self._leave(swap)
+            leaves = name not in self.schedule.kept and (name.region, label) not in self.shared
+            stays = leaves and not self._leave(swap)
             before = self._live.get(name)
             if before is not None:  # of a round that was abandoned: nothing of it leaves any more
                 before.forget()
             self._live[name] = self._by_key[swap.key] = swap
-            return owner_of(swap)
+            handle = owner_of(swap)
+        if stays and self.on_stranded is not None:  # whose lock is taken before ours
+            self.on_stranded(run.region, run.call)
+        return handle
 
     def release(self, handle: Tensor, src: Tensor, *, donated: bool = False) -> Tensor:
         """Free the bytes once the copy out is over, if the schedule has that done here."""
@@ -352,10 +354,9 @@ class SwapPoints:
         except BudgetError as error:
             if planned:
                 raise
-            if not self._was_full:
-                self._was_full = True
-                log.warning("%s stays on the device, as others may: %s", swap.name.label, str(error))
+            self.stranded.add(swap, error, counts=self.engine.store is None)
             return False
+        self.stranded.discard(swap)
         return True
 
     def _free(self, swap: Swap) -> None:

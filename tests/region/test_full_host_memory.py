@@ -17,6 +17,7 @@ from tencache_fx.model_state.disk_state import line_bytes
 from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.problem import Tier
+from tencache_fx.region.registry import REGIONS
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.store import Store
 from tencache_fx.units import PAGE_BYTES
@@ -118,6 +119,43 @@ def test_a_region_has_room_for_gradients_beside_those_they_are_added_to(spill_di
             model.zero_grad()
             assert not offloads or tencache_fx.regions()[-1].plan.forecast.host_bytes
     assert losses[:4] == pytest.approx(losses[4:], rel=1e-5)
+
+
+def test_room_for_sums_is_sought_no_more_when_nothing_was_added_up_for_long(spill_dir: Path) -> None:
+    """Nothing is compiled for that, nor in a loop that adds up now and then; a larger batch is planned without."""
+    host_bytes, before = 44 * MATRIX, set(REGIONS.live())
+    with spilling(spill_dir, host_bytes):
+        model = tencache_fx.offload(blocks()[:4], "cpu")
+        options = {"compiler": "eager", "calibrate": False, "scope": "region", "device_budget": 64 * MATRIX}
+        spills = {"spill_dir": spill_dir, "spill_budget": DISK, "host_budget": host_bytes}
+        run = torch.compile(model, backend="tencache", options={**options, **spills}, dynamic=True)
+        optimizer = AdamW(model.parameters(), lr=0.01)
+
+        def update(backwards: int, rows: int = ROWS) -> None:
+            for _ in range(backwards):
+                run(torch.randn(rows, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for backwards in (1, 2, 2):
+            update(backwards)
+        (region,) = set(REGIONS.live()) - before
+        assert region.accumulation.adds
+        compilations = REGIONS.compilations
+        for wait in (15, 17, 20):
+            for _ in range(wait):
+                update(1)
+            assert region.accumulation.adds == (wait in (15, 20)), wait
+            update(2)
+            assert region.accumulation.adds
+        assert REGIONS.compilations == compilations
+        room_bytes = tencache_fx.regions()[-1].problem.budgets.host_bytes
+        for _ in range(33):
+            update(1)
+        update(1, rows=ROWS * 5 // 4)
+        assert REGIONS.compilations == compilations + 1
+        more_bytes = tencache_fx.regions()[-1].problem.budgets.host_bytes - room_bytes
+        assert more_bytes == WEIGHTS // DEPTH * 4, "that of a set of gradients"
 
 
 def note_written(engine: Engine, written: list[int]) -> None:

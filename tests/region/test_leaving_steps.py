@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -287,10 +288,18 @@ def test_outputs_that_are_kept_once_end_no_training(caplog: pytest.LogCaptureFix
     assert caplog.text.count("planning again") <= 4 * DEPTH, "once refused, a region is not planned anew in that turn"
 
 
-def test_regions_that_host_memory_keeps_out_of_their_step_say_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_regions_that_fit_by_themselves_are_refused_where_host_memory_has_no_room_for_their_step() -> None:
+    model = compiled(device_budget=2_600_000, host_budget=200_000)
+    with pytest.raises(BudgetError, match=r"more than device_budget, which is 2.6 MB.* host_budget is 200 kB"):
+        train(model, model, 0)
+
+
+def test_regions_that_host_memory_keeps_out_of_their_step_say_so(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     """Each fits by itself, and all together do not."""
     budget = 2_600_000
-    model = compiled(device_budget=budget, host_budget=200_000)
+    model = compiled(device_budget=budget, host_budget=200_000, spill_dir=tmp_path, spill_budget=100_000)
     peaks = [train(model, model, step)[1] for step in range(4)]
     assert peaks[-1] > budget
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 import sys
 import threading
 import time
@@ -280,6 +281,48 @@ def test_reserve_takes_the_maximum_and_not_the_sum() -> None:
 def test_reserve_above_the_budget_names_both_numbers() -> None:
     with pytest.raises(BudgetError, match=r"7 more pinned buffers of 4096 bytes .* 0 of 24576 bytes .* host_budget"):
         pool_of(PoolClass(nbytes=4096, count=7), budget_bytes=6 * 4096)
+
+
+def advised_bytes(refused: Callable[[], object]) -> int:
+    with pytest.raises(BudgetError) as caught:
+        refused()
+    found = re.search(r"raise host_budget to (\d+)MiB or more", str(caught.value))
+    assert found is not None, str(caught.value)
+    return int(found[1]) << 20
+
+
+@pytest.mark.parametrize("deed", ["reserve", "promise", "make_room", "acquire"])
+def test_a_refusal_names_a_budget_that_is_enough(deed: str) -> None:
+    mib = 1 << 20
+    pool = pool_of(PoolClass(nbytes=mib, count=2), budget_bytes=4 * mib)
+    held = pool.acquire(2 * mib, Use.GRADIENT), pool.acquire(mib, Use.SWAP)
+    deeds: dict[str, Callable[[], object]] = {
+        "reserve": lambda: pool.reserve([PoolClass(nbytes=2 * mib, count=3)], Use.STAGING),
+        "promise": lambda: pool.promise([PoolClass(nbytes=2 * mib, count=4)], Use.GRADIENT),
+        "make_room": lambda: pool.make_room([2 * mib, mib], Use.STATE),
+        "acquire": lambda: pool.acquire(3 * mib, Use.GRADIENT),
+    }
+    least = {"reserve": 9, "promise": 9, "make_room": 6, "acquire": 6}[deed]
+    advised = advised_bytes(deeds[deed])
+    assert advised <= (least + 1) * mib, "of what is idle no more is counted than the pool keeps"
+    pool.resize_budget(advised)
+    deeds[deed]()
+    assert pool.allocated_bytes <= advised
+    for buffer in held:
+        pool.release(buffer)
+    pool.close()
+
+
+def test_where_memory_is_scarce_a_transfer_takes_no_more_than_it_needs() -> None:
+    pool = pool_of(PoolClass(nbytes=4 * PAGE_BYTES, count=2), budget_bytes=8 * PAGE_BYTES)
+    small = [pool.acquire(PAGE_BYTES, Use.SWAP) for _ in range(8)]
+    assert pool.acquired_bytes == 8 * PAGE_BYTES
+    for buffer in small:
+        pool.release(buffer)
+    large = [pool.acquire(4 * PAGE_BYTES, Use.SWAP) for _ in range(2)]
+    for buffer in large:
+        pool.release(buffer)
+    pool.close()
 
 
 def test_a_reserved_pool_never_grows() -> None:
