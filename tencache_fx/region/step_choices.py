@@ -71,6 +71,15 @@ class StepChoices:
         self._decide()
         return self.decided != before
 
+    def reopen(self, region: SwapRegion, index: int) -> bool:
+        """Have it chosen again behind this step if a call is larger than what was chosen for; return whether it is."""
+        if index not in self.decided or region.activation_bytes <= self._chosen_bytes[index]:
+            return False
+        if {recipe.name for recipe in region.original.recipes} <= {*self.decided[index].always}:
+            return False  # there is nothing left
+        self._chosen_bytes[index] = 0
+        return True
+
     def check(self, index: int, compiled: SwapRegion) -> None:
         """Choose again if a region that was compiled for its choice needs more than there is room for.
 

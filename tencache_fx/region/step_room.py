@@ -30,16 +30,18 @@ class RoomCheck:
     def __init__(self, points: SwapPoints, planner: StepPlanner, external: ExternalMemory, misfits: Misfits) -> None:
         self._points, self._planner, self._external, self._misfits = points, planner, external, misfits
         self._collected = False  # garbage, in this round
+        self._reopened: set[int] = set()  # regions that may go over the budget in this round
 
     def begin_round(self) -> None:
         """Note that a round begins."""
         self._collected = False
+        self._reopened.clear()
 
     def refuse_stranded(self, visit: Visit, options: Options) -> None:
         """Raise `BudgetError` if a forward that runs has no room for what was seen to stay."""
         limit = options.device_budget
         if limit is not None and (nbytes := _needed_now(visit, self._points.stranded)) > limit:
-            raise _lack_of_room(visit, nbytes, limit, self._points)
+            self._refuse(visit, nbytes, limit, options)
 
     def check(self, visit: Visit, options: Options, measure: Callable[[], int]) -> Visit:
         """Return the run that begins, with what is held as `measure` says if garbage had to be collected.
@@ -57,7 +59,8 @@ class RoomCheck:
         if (nbytes := _needed_now(visit, stranded)) <= limit:
             return visit
         if visit.peak_bytes <= limit:
-            raise _lack_of_room(visit, nbytes, limit, self._points)
+            self._refuse(visit, nbytes, limit, options)
+            return visit
         may_fit = self._planner.may_fit(visit, options)
         leaves = visit.backward and options.scope == "auto" and self._misfits.may_leave(visit.index, limit)
         if not (may_fit or leaves):
@@ -69,6 +72,19 @@ class RoomCheck:
             *(visit.index, visit.peak_bytes, limit, "with more recomputed" if may_fit else "by itself"),
         )
         return visit
+
+    def _refuse(self, visit: Visit, nbytes: int, limit: int, options: Options) -> None:
+        """Raise `BudgetError` for want of room, unless more is recomputed from the next step on, for larger inputs."""
+        if visit.index in self._reopened:
+            return
+        if not (options.may_recompute and self._planner.choices.reopen(visit.region, visit.index)):
+            raise _lack_of_room(visit, nbytes, limit, self._points)
+        self._reopened.add(visit.index)
+        log.warning(
+            "region %d needs %d bytes on the device this once, over the budget of %d, for inputs that are larger than "
+            "before while host memory is full; it recomputes more from the next step on",
+            *(visit.index, nbytes, limit),
+        )
 
 
 def recomputed_for_room(region: SwapRegion, options: Options, points: SwapPoints) -> frozenset[str] | None:
