@@ -45,7 +45,7 @@ from tencache_fx.model_state.update import (
     unhook,
     weakly,
 )
-from tencache_fx.model_state.update_queue import Submit
+from tencache_fx.model_state.update_protocol import Submit
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.engine_registry import RankStage

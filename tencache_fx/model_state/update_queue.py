@@ -20,57 +20,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from tencache_fx.errors import TencacheError
 from tencache_fx.model_state.copy_state import LateWork
+from tencache_fx.model_state.update_protocol import Submit, Update
 from tencache_fx.model_state.update_room import Begun, Room
 from tencache_fx.runtime.streams import Streams
 from tencache_fx.runtime.worker import Worker
 
 _POLL_S = 0.0005  # CUDA events do not notify
-
-
-class Submit(Protocol):
-    """Submits an update, see `Updates.submit`."""
-
-    def __call__(
-        self,
-        update: "Update",
-        urgency: int,
-        can_begin: Callable[[], bool],
-        *,
-        on_disk: bool = False,
-        note: Callable[["Future[None]"], object] = id,
-    ) -> "Future[None]":
-        """Have it done once it can begin.
-
-        `note` is called with what it returns first. Whoever waits for that has the update done from then on, even if an
-        interrupt comes before all else here.
-        """
-
-
-class Update(Protocol):
-    """One parameter's update, whose parts may each run in either place, with the same result.
-
-    One with its state on disk has one part.
-    """
-
-    @property
-    def parts(self) -> int:
-        """Return how many parts there are."""
-
-    def on_host(self, part: int) -> None:
-        """Carry a part out."""
-
-    def on_device(self, part: int, room: Room) -> Begun:
-        """Issue a part."""
-
-    def on_disk(self) -> Begun:
-        """Begin it with state that is on disk."""
-
-    def end(self, error: BaseException | None) -> None:
-        """End it once no part is under way: all of them are done, or one has failed, and others have not begun."""
 
 
 @dataclass(slots=True, eq=False)
@@ -194,17 +153,28 @@ class _Batch:
     def __init__(self) -> None:
         self.shared: deque[_Task] = deque()
         self.disk: deque[_Task] = deque()
-        self.shared_count = self.disk_count = 0
+        self._shared_counts: deque[int] = deque()  # added up without a lock: whoever waits may add a task, too
+        self._disk_counts: deque[int] = deque()
         self.is_submitted = False
+
+    @property
+    def shared_count(self) -> int:
+        """Return how many parts of updates came that are not on disk."""
+        return sum(self._shared_counts.copy())
+
+    @property
+    def disk_count(self) -> int:
+        """Return how many updates came whose state is on disk."""
+        return sum(self._disk_counts.copy())
 
     def add(self, late: deque[_Task], *, on_disk: bool) -> None:
         """Take over a task, if it is still `late`; it is counted before anybody can take it."""
         self.is_submitted = False
         count = sum(task.left for task in late.copy())
         if on_disk:
-            self.disk_count += bool(count)
+            self._disk_counts.append(int(bool(count)))
         else:
-            self.shared_count += count
+            self._shared_counts.append(count)
         _move(late, self.disk if on_disk else self.shared)
 
 
@@ -276,6 +246,7 @@ class Updates:
         self._shared, self._disk = _Queue(), _Queue()
         self._on_host = Worker("tencache-update")
         self._on_device: _Ahead | None = None
+        self._stopped = False
         self.part_elements: int | None = None  # how long a part is; None if all updates run on the host
         self._on_disk = _Ahead(self._disk, lambda part: part.task.update.on_disk(), "tencache-update-begin")
 
@@ -297,7 +268,7 @@ class Updates:
             self.part_elements = room.part_elements
 
     @contextlib.contextmanager
-    def together(self) -> "Iterator[Submit]":
+    def together(self) -> Iterator[Submit]:
         """Return what submits updates, all of them at the end of the context, however it ends.
 
         The threads that do them take turns with the caller's from then on, and are told once. Whoever waits for one of
@@ -355,8 +326,10 @@ class Updates:
         if batch.shared_count:
             self._shared.put(batch.shared)
             self._on_host.submit(partial(_repeat, self._one_on_host, batch.shared_count))
-            if self._on_device is not None:
-                self._on_device.note(batch.shared_count)
+            if (ahead := self._on_device) is not None:
+                ahead.note(batch.shared_count)
+        if self._stopped:
+            self._do_rest()
 
     def wait(self) -> None:
         """Block until all updates submitted so far are done, and no thread holds what they are of."""
@@ -367,11 +340,22 @@ class Updates:
 
     def stop(self) -> None:
         """Finish all work, and join the threads."""
+        self._stopped = True
         self._on_host.stop()
         self._on_disk.stop()
         if self._on_device is not None:
             self._on_device.stop()
             self._on_device = None  # and with it the device memory
+        self._do_rest()
+
+    def _do_rest(self) -> None:
+        """Do in this thread what came as the others ended: another thread may be in the midst of a step."""
+        while (part := self._shared.take()) is not None:
+            with contextlib.suppress(BaseException), self._shared.ending(part):  # whoever waits for it gets its error
+                part.task.update.on_host(part.index)
+        while (part := self._disk.take()) is not None:
+            with contextlib.suppress(BaseException), self._disk.ending(part):
+                part.task.update.on_disk().finish()
 
     def _one_on_host(self) -> None:
         """Do one part, if the other thread has left one: this is called once for each part."""

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
@@ -101,19 +101,28 @@ class Worker:
     def wait(self) -> None:
         """Block until all work submitted so far is done, and the thread, one alone, has let go of it."""
         if self._running and not self._stopped:
-            done: Future[None] = Future()
-            self.submit(lambda: done.set_result(None))
-            done.result()
+            turn = _Job(bool)
+            self.submit(turn)
+            try:
+                if self._stopped:  # another thread has stopped this one meanwhile: its turn may never come
+                    turn.future.cancel()
+                turn.future.result()
+            except CancelledError:
+                self._join()
 
     def stop(self, *, cancel: bool = False) -> None:
         """Finish all work, or `cancel` what has not begun, and join the threads."""
         with self._starting:
             self._stopped = True
             running = tuple(self._running.values())
-        for threads, work in running:
+        for _, work in running:
             if cancel:
                 _cancel(work)
             work.put(None)
+        self._join()
+
+    def _join(self) -> None:
+        for threads, _ in tuple(self._running.values()):
             for thread in threads:
                 thread.join()
 
@@ -126,6 +135,7 @@ def _cancel(work: _Work) -> None:
             return
         if isinstance(each, _Job):
             each.future.cancel()
+            each()  # does nothing, and tells those that wait for several
 
 
 def _run(work: _Work) -> None:

@@ -16,7 +16,7 @@ import tencache_fx
 from tencache_fx.errors import UsageError
 from tencache_fx.model_state.step_hooks import is_hooked_once
 from tencache_fx.model_state.update import ParameterUpdate
-from tencache_fx.model_state.update_queue import Submit
+from tencache_fx.model_state.update_protocol import Submit
 from tencache_fx.optim import AdamW
 from tencache_fx.runtime.streams import Event
 

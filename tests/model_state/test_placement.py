@@ -21,7 +21,8 @@ from tencache_fx.errors import InvariantError
 from tencache_fx.model_state import optimizer as optimizer_module
 from tencache_fx.model_state.device_updates import DeviceUpdate, update_on_device
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
-from tencache_fx.model_state.update_queue import Submit, Updates
+from tencache_fx.model_state.update_protocol import Submit
+from tencache_fx.model_state.update_queue import Updates
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.evaluation import Candidate
 from tencache_fx.planning.parameter_schedule import (

@@ -425,3 +425,24 @@ def test_a_failed_copy_fails_one_update_only() -> None:
             right.append(bool((update.total == 1).all()))
     streams.close()
     assert right == [False, *[True] * 5]
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["somebody waits", "nobody waits"])
+def test_updates_that_are_handed_in_as_the_threads_are_stopped_are_done(
+    streams: FaultyCpuStreams,
+    waits: bool,  # noqa: FBT001
+) -> None:
+    """Another thread closes the engine in the midst of a step, and then waits for each parameter's update."""
+    updates, done = Updates(streams), list[str]()
+    with updates.together() as submit:
+        works = [submit(Noted("first", done), 0, lambda: True)]
+        works[0].exception(20)
+        stopping = threading.Thread(target=updates.stop)
+        stopping.start()
+        stopping.join(20)
+        assert not stopping.is_alive()
+        works += [submit(Noted(name, done), 1, lambda: True) for name in ("second", "third")]
+        if waits:
+            assert works[1].exception(20) is None
+    assert [work.exception(20) for work in works] == [None] * 3
+    assert sorted(name.split()[0] for name in done) == ["first", "second", "third"]

@@ -4,6 +4,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable
+from concurrent import futures
 from types import FrameType
 
 import pytest
@@ -132,3 +133,43 @@ def test_work_that_comes_as_a_worker_is_stopped_is_refused_and_not_waited_for() 
     with pytest.raises(InvariantError, match="after its end"):
         StoppedMeanwhile("tencache-stopped").begin(done.append, "done")
     assert not done
+
+
+def ends(worker: Worker, *, cancel: bool) -> bool:
+    """Return whether a wait ends that begins before a worker is stopped, and whose turn has not come by then."""
+    gate, begun = threading.Event(), threading.Event()
+    worker.begin(lambda: begun.set() or gate.wait(20))
+    assert begun.wait(20)
+    waiting = threading.Thread(target=worker.wait, daemon=True)
+    waiting.start()
+    stopping = threading.Thread(target=worker.stop, kwargs={"cancel": cancel}, daemon=True)
+    threading.Timer(0.2, stopping.start).start()
+    waiting.join(0.6)
+    assert waiting.is_alive(), "it ended before the work that it waits for"
+    gate.set()
+    waiting.join(20)
+    return not waiting.is_alive()
+
+
+def test_a_wait_ends_with_the_work_if_a_worker_is_stopped_meanwhile() -> None:
+    assert ends(Worker("tencache-cancelled"), cancel=True)
+    assert ends(Worker("tencache-finished"), cancel=False)
+    late = StoppedMeanwhile("tencache-late")
+    late.start()
+    waiting = threading.Thread(target=late.wait, daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def test_who_waits_for_several_hears_of_what_is_cancelled_at_the_end() -> None:
+    worker, begun, gate = Worker("tencache-cancelled"), threading.Event(), threading.Event()
+    worker.begin(lambda: begun.set() or gate.wait(20))
+    assert begun.wait(20)
+    other = worker.begin(gate.is_set)
+    stopping = threading.Thread(target=worker.stop, kwargs={"cancel": True})
+    stopping.start()
+    assert eventually(other.cancelled)
+    assert not futures.wait([other], timeout=5).not_done
+    gate.set()
+    stopping.join(20)
