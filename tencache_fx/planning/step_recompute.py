@@ -218,6 +218,12 @@ def least_peak_bytes(region: SwapRegion, *, backward: bool) -> int:
     return min(region.peak_bytes(backward=backward), everything.peak_bytes(backward=backward))
 
 
+def recomputed_peak_bytes(region: SwapRegion) -> int:
+    """Return the most that its graphs need with all away that can be, if all is recomputed that may be."""
+    everything = _model(region, frozenset(recipe.name for recipe in region.original.recipes))
+    return max(everything.peak_bytes(backward=backward) for backward in (False, True))
+
+
 def unforeseen_bytes(visits: Sequence[Visit], choice: Choice, index: int, compiled: SwapRegion, limit: int) -> int:
     """Return how much more than their model the runs of a region hold that do not fit, as it was `compiled`.
 

@@ -42,7 +42,7 @@ class StepMonitor:
             return None
         return self._recorder.recomputed_next(
             self._source.index,
-            None if self._current is None else self._region(),
+            None if self._current is None or self._current.swap_region is None else self._region(),
             self._current_options.of_step,
             checkpointed=compat.saves_by_hooks(),
         )

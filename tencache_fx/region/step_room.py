@@ -11,6 +11,7 @@ from dataclasses import replace
 from tencache_fx.errors import BudgetError
 from tencache_fx.options import Options
 from tencache_fx.planning.step import Visit
+from tencache_fx.planning.step_recompute import recomputed_peak_bytes
 from tencache_fx.planning.step_room import CALLS_TO_COME, needed_bytes
 from tencache_fx.planning.swap_region import SwapRegion
 from tencache_fx.region.external_memory import ExternalMemory
@@ -22,6 +23,8 @@ from tencache_fx.runtime.swap_points import SwapPoints
 from tencache_fx.units import PAGE_BYTES, at_least, format_bytes, round_up
 
 log = logging.getLogger("tencache_fx")
+
+_SPARE = 8  # one part in so many of the budget is for gradients, and others that a backward finds beside it
 
 
 class RoomCheck:
@@ -103,6 +106,10 @@ def recomputed_for_room(region: SwapRegion, options: Options, points: SwapPoints
     beside_bytes = points.gauge.held_bytes() - points.extra_bytes
     peak_bytes = max(region.peak_bytes(backward=backward) for backward in (False, True))
     if beside_bytes + peak_bytes + CALLS_TO_COME * saved_bytes <= limit:
+        return None
+    # To recompute it all may take more in the backward than to have it come back, as it does for what leaves.
+    whole_bytes = recomputed_peak_bytes(region)
+    if whole_bytes > peak_bytes and beside_bytes + whole_bytes > limit - limit // _SPARE:
         return None
     return frozenset(recipe.name for recipe in region.original.recipes)
 

@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from contextlib import AbstractContextManager
 
 from tencache_fx.errors import BudgetError
 from tencache_fx.runtime.swap import State, Swap
@@ -11,9 +12,13 @@ log = logging.getLogger("tencache_fx")
 
 
 class Stranded:
-    """The storages of one device that were to leave, and found no room. Guarded by the lock of its `SwapPoints`."""
+    """The storages of one device that were to leave, and found no room.
 
-    def __init__(self) -> None:
+    Guarded by the `lock` of its `SwapPoints`, which those who ask need not hold: other threads offload meanwhile.
+    """
+
+    def __init__(self, lock: AbstractContextManager[object]) -> None:
+        self._lock = lock
         self._swaps: weakref.WeakSet[Swap] = weakref.WeakSet()
         self._told = False
 
@@ -47,4 +52,6 @@ class Stranded:
         return sum(round_up(swap.nbytes, PAGE_BYTES) for swap in self._here())
 
     def _here(self) -> list[Swap]:
-        return [swap for swap in self._swaps if swap.state is State.HERE and swap.handle is None and not swap.shared]
+        with self._lock:
+            here = (swap for swap in self._swaps if swap.state is State.HERE and not swap.shared)
+            return [swap for swap in here if swap.handle is None]

@@ -59,7 +59,7 @@ class SwapPoints:
         self._extra = ExtraBytes(engine.references)
         self._runs = threading.local()
         self._parameters = StepParameters(engine.release)
-        self.stranded = Stranded()
+        self.stranded = Stranded(self._lock)
         self.on_stranded: Callable[[int, int], None] | None = None  # told the call whose storage has found no room
         self.shared: set[tuple[int, str]] = set()
         """Donated inputs, by region and label, that their caller was seen to keep: nothing is freed if they leave."""

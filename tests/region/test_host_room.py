@@ -79,6 +79,27 @@ def test_what_host_memory_has_no_room_for_is_recomputed_from_the_first_step_on(m
     assert max(peaks) <= DEVICE, [peak - DEVICE for peak in peaks]
 
 
+def test_no_call_recomputes_for_want_of_host_memory_what_then_has_no_room_in_its_backward(meter: Meter) -> None:
+    """All that leaves fits into host memory here, and to recompute everything takes more than it is to come back."""
+    budgets = {"device_budget": 1_413_120, "host_budget": 1_177_600}
+    with faulty_engine(host_budget_bytes=budgets["host_budget"]):
+        model = nn.ModuleList(Block(WIDTH) for _ in range(3))
+        for block in model:
+            block.compile(
+                backend="tencache", options={"compiler": "eager", "calibrate": False, "scope": "step", **budgets}
+            )
+        for _ in range(STEPS):
+            model.zero_grad()
+            with meter:
+                x = torch.randn(ROWS, WIDTH)
+            for block in model:
+                x = block(x)
+            x.square().mean().backward()
+            del x
+        assert meter.peak <= budgets["device_budget"]
+        del model, block
+
+
 @pytest.mark.parametrize("host_budget", [100_000, 1_000_000, 2_500_000, 2_800_000, 3_400_000])
 def test_a_step_that_has_room_nowhere_is_refused_before_the_device_is_over_its_budget(
     meter: Meter, host_budget: int

@@ -1,5 +1,8 @@
 """Swap points by themselves: what they count as on the device though it could be away."""
 
+import itertools
+import sys
+import threading
 from types import MappingProxyType
 
 import pytest
@@ -8,12 +11,13 @@ from conftest import collect
 from harness import faulty_engine
 from torch import Tensor
 
-from tencache_fx.errors import TencacheError
+from tencache_fx.errors import BudgetError, TencacheError
 from tencache_fx.planning.problem import Tier
 from tencache_fx.planning.step import FRUGAL, StepSchedule, SwapKey
 from tencache_fx.runtime.engine_registry import swap_points
 from tencache_fx.runtime.streams import Lane
 from tencache_fx.runtime.swap_points import SwapPoints
+from tencache_fx.units import PAGE_BYTES
 
 BYTES = 1 << 16
 SAVED = SwapKey(0, 0, "saved")
@@ -64,6 +68,40 @@ def test_what_stays_leaves_when_a_schedule_says_so_and_counts_no_more() -> None:
         points.follow(FRUGAL)
         assert points.extra_bytes == 0
         assert bring_back(points, handle).eq(1).all()
+
+
+def test_what_found_no_room_is_counted_while_another_thread_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    interval, over, failures = sys.getswitchinterval(), threading.Event(), []
+    with faulty_engine(host_budget_bytes=PAGE_BYTES) as engine:
+        points = swap_points(engine)
+        monkeypatch.setattr(engine, "offload", refuse)
+
+        def offload() -> None:
+            try:
+                for call in itertools.cycle(range(256)):
+                    handles[call] = save(points, call)
+                    if over.is_set():
+                        return
+            except Exception as error:
+                failures.append(error)
+
+        handles: dict[int, Tensor] = {}
+        thread = threading.Thread(target=offload)
+        sys.setswitchinterval(1e-6)
+        try:
+            thread.start()
+            for _ in range(5000):
+                points.stranded.bytes_beside((0, 0))
+        finally:
+            sys.setswitchinterval(interval)
+            over.set()
+            thread.join()
+        assert not failures
+        assert points.stranded.bytes_beside((1, 0)) == BYTES * len(handles)
+
+
+def refuse(*_args: object, **_more: object) -> Tensor:
+    raise BudgetError("host memory is full")
 
 
 def test_room_is_made_by_the_oldest_that_stay_and_no_more_of_them_than_it_takes() -> None:
