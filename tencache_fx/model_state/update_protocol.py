@@ -40,10 +40,10 @@ class Submit(Protocol):
         can_begin: Callable[[], bool],
         *,
         on_disk: bool = False,
-        note: Callable[["Future[None]"], object] = id,
+        note: Callable[["Future[None]"], object] | None = None,
     ) -> "Future[None]":
         """Have it done once it can begin.
 
-        `note` is called with what it returns first. Whoever waits for that has the update done from then on, even if an
-        interrupt comes before all else here.
+        `note`, if there is one, is called first, with what this returns. Whoever waits for that from then on has the
+        update done, even if an interrupt comes before all else here.
         """

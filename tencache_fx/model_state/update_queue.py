@@ -286,14 +286,15 @@ class Updates:
             can_begin: Callable[[], bool],
             *,
             on_disk: bool = False,
-            note: Callable[[Future[None]], object] = id,
+            note: Callable[[Future[None]], object] | None = None,
         ) -> "Future[None]":
             if on_disk:
                 self._on_disk.start()
             late: deque[_Task] = deque()
             work = LateWork(partial(self._hand_in, batch, late, on_disk=on_disk))
             late.append(_Task((urgency, next(self._count)), update, can_begin, work, update.parts))
-            note(work)
+            if note is not None:
+                note(work)
             batch.add(late, on_disk=on_disk)
             return work
 

@@ -71,7 +71,7 @@ class StepChoices:
         self._decide()
         return self.decided != before
 
-    def reopen(self, region: SwapRegion, index: int) -> bool:
+    def reopen(self, index: int, region: SwapRegion) -> bool:
         """Have it chosen again behind this step if a call is larger than what was chosen for; return whether it is."""
         if index not in self.decided or region.activation_bytes <= self._chosen_bytes[index]:
             return False

@@ -87,7 +87,8 @@ class StepRecorder:
                 self._finish()
             if options is not None and not self._visits and self._last is not None:
                 expected = self._last.successor or self._last
-                self.planner.consider(expected, (expected.first == options and expected.options) or options)
+                known = expected.options if expected.first == options else None
+                self.planner.consider(expected, known or options)
 
     def begin_forward(self, index: int, region: SwapRegion, options: Options, values: Sequence[object]) -> Call:
         """Note that a forward begins in this thread; raises `BudgetError` if it cannot run within the budget."""

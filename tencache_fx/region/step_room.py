@@ -44,7 +44,7 @@ class RoomCheck:
         """Raise `BudgetError` if a forward that runs has no room for what was seen to stay."""
         limit = options.device_budget
         if limit is not None and (nbytes := _needed_now(visit, self._points.stranded)) > limit:
-            self._refuse(visit, nbytes, limit, options)
+            self._refuse_unless_larger(visit, nbytes, limit, options)
 
     def check(self, visit: Visit, options: Options, measure: Callable[[], int]) -> Visit:
         """Return the run that begins, with what is held as `measure` says if garbage had to be collected.
@@ -62,7 +62,7 @@ class RoomCheck:
         if (nbytes := _needed_now(visit, stranded)) <= limit:
             return visit
         if visit.peak_bytes <= limit:
-            self._refuse(visit, nbytes, limit, options)
+            self._refuse_unless_larger(visit, nbytes, limit, options)
             return visit
         may_fit = self._planner.may_fit(visit, options)
         leaves = visit.backward and options.scope == "auto" and self._misfits.may_leave(visit.index, limit)
@@ -76,11 +76,11 @@ class RoomCheck:
         )
         return visit
 
-    def _refuse(self, visit: Visit, nbytes: int, limit: int, options: Options) -> None:
-        """Raise `BudgetError` for want of room, unless more is recomputed from the next step on, for larger inputs."""
+    def _refuse_unless_larger(self, visit: Visit, nbytes: int, limit: int, options: Options) -> None:
+        """Raise `BudgetError` for want of room, unless inputs are larger than before: then more is recomputed later."""
         if visit.index in self._reopened:
             return
-        if not (options.may_recompute and self._planner.choices.reopen(visit.region, visit.index)):
+        if not (options.may_recompute and self._planner.choices.reopen(visit.index, visit.region)):
             raise _lack_of_room(visit, nbytes, limit, self._points)
         self._reopened.add(visit.index)
         log.warning(

@@ -9,34 +9,18 @@ import pytest
 import torch
 from harness import Block, faulty_engine
 from meter import Meter
+from test_step_plans import meter
 from torch import nn
 
 import tencache_fx
 from tencache_fx.errors import BudgetError
-from tencache_fx.kept_code import Phase
-from tencache_fx.region.compiled_region import Compiled, WrittenPlan, keep_boxed
 from tencache_fx.region.registry import REGIONS
-from tencache_fx.region.step_monitor import StepMonitor
 from tencache_fx.runtime.store import Store
+
+__all__ = ["meter"]
 
 WIDTH, ROWS, DEPTH, STEPS = 64, 512, 4, 4
 DEVICE, PLENTY = 4_200_000, 1 << 30
-
-
-@pytest.fixture
-def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
-    """Count what compiled graphs make, and what stays of it."""
-    found, instrument = Meter(), StepMonitor.instrument
-
-    def metered(self: StepMonitor, phase: Phase, run: Compiled, written: WrittenPlan) -> Compiled:
-        def run_metered(*args: object) -> object:
-            with found:
-                return run(*args)
-
-        return instrument(self, phase, keep_boxed(run, run_metered), written)
-
-    monkeypatch.setattr(StepMonitor, "instrument", metered)
-    return found
 
 
 @pytest.fixture(autouse=True)
