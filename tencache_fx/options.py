@@ -25,7 +25,8 @@
 | inductor           | {}       | options passed on to Inductor, such as {"max_autotune": True}                        |
 
 A size is a number of bytes (`536870912`), a number with a unit ("12GiB", "12GB", "512 MiB"), a share of the tier
-("80%": of the device's memory, of the host's memory, of the disk's free space) or "auto".
+("80%": of the device's memory, of the host's memory, of the disk's free space) or "auto". That is what an earlier start
+on this machine found, if that is at most a sixteenth less than what is to be had now: so kept plans are found again.
 
 An option is looked for in `torch.compile(..., options={...})`, then in `tencache_fx.configure(...)`, then in the
 environment (`TENCACHE_DEVICE_BUDGET=12GiB`; several directories as in PATH; `inductor` as JSON; `none` for None).
@@ -50,6 +51,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tencache_fx.errors import OptionError
+from tencache_fx.hardware.auto_budget import lasting_bytes
 from tencache_fx.hardware.capacity import device_space, disk_space, host_space, ranks_here
 from tencache_fx.option_values import (
     AUTO,
@@ -286,7 +288,8 @@ def _device_budget(size: Size | None, device: "torch.device") -> int | None:
         return None
     space = device_space(device)
     if size is AUTO:
-        return space.available_bytes * 9 // 10  # the allocator leaves gaps between tensors
+        most_bytes = space.available_bytes * 9 // 10  # the allocator leaves gaps between tensors
+        return lasting_bytes(most_bytes, {"tier": device, "total": space.total_bytes})
     asked_bytes = _fit("device_budget", size, space.total_bytes, f"the memory of {device} that torch may take")
     if device.type != "cuda" or asked_bytes <= space.available_bytes // 2:
         return asked_bytes  # far below the limit, whatever gaps there are
@@ -310,7 +313,9 @@ def _host_budget(size: Size | None, own_bytes: int) -> int:
         )
     space = host_space()
     if size is AUTO:
-        return (space.available_bytes // ranks_here() + own_bytes) * 80 // 100
+        ranks = ranks_here()
+        most_bytes = (space.available_bytes // ranks + own_bytes) * 80 // 100
+        return lasting_bytes(most_bytes, {"tier": "host", "total": space.total_bytes, "ranks": ranks})
     return _fit("host_budget", size, space.total_bytes, "the memory of the host")
 
 
@@ -323,7 +328,9 @@ def _spill_budget(size: Size | None, directories: tuple[Path, ...], own_bytes: i
         return 0
     space = disk_space(directories)
     if size is AUTO:
-        return (space.available_bytes // ranks_here() + own_bytes) * 90 // 100
+        ranks = ranks_here()
+        most_bytes = (space.available_bytes // ranks + own_bytes) * 90 // 100
+        return lasting_bytes(most_bytes, {"tier": listed(tuple(map(str, directories))), "ranks": ranks})
     return _fit(
         "spill_budget",
         size,

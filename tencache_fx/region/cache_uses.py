@@ -19,6 +19,7 @@ Counts = Mapping[str, tuple[int, int]]
 """How many entries of each sort were read, and how many had to be made."""
 
 _NAMES = {
+    "auto": "budgets that are auto",
     "accumulation": "numbers of backwards before an update",
     "choice": "choices of what to recompute",
     "collectives": "rates of process groups",

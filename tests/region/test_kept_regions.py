@@ -15,8 +15,9 @@ from torch._inductor.triton_bundler import StaticallyLaunchedAutotuner, TritonBu
 from torch.compiler._cache import CacheArtifactManager
 
 import tencache_fx
-from tencache_fx import compat
+from tencache_fx import compat, options
 from tencache_fx.errors import InvariantError
+from tencache_fx.hardware.capacity import Space
 from tencache_fx.kept_code import without_loaded
 from tencache_fx.planning.recalibration import Correction, Scales
 from tencache_fx.region import kept_region, lowering
@@ -209,6 +210,23 @@ def test_a_region_is_planned_again_where_less_memory_is_free(
     monkeypatch.setattr(RegionPlanner, "facts", lambda self, bound_bytes: ())
     start()
     assert start(host_budget="2MB").split
+
+
+@pytest.mark.parametrize(("free_bytes", "split"), [(9_900_000, 0), (8_000_000, 1)])
+def test_a_little_more_or_less_free_memory_compiles_nothing(
+    hollow_kernels: None,
+    start: Any,
+    cache_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free_bytes: int,
+    split: int,
+) -> None:
+    """A region of which torch cannot say that it is far smaller than the host's memory."""
+    for available_bytes in (10_000_000, free_bytes):
+        space = Space(total_bytes=20_000_000, available_bytes=available_bytes)
+        monkeypatch.setattr(options, "host_space", lambda space=space: space)
+        found = start(host_budget="auto")
+    assert found.split == split
 
 
 def test_graphs_call_the_engine_that_there_is(
