@@ -39,6 +39,7 @@ class WouldBeOffloaded:
     on_device: bool = False
     updated_on_device: bool = False
     device_state_bytes: int = 0
+    device_gradient_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,15 +22,17 @@ class Candidate:
     """What is decided about a region before its transfers are chosen.
 
     `recomputed` are storages by name, sorted; `resident` the offloaded parameters pinned on the device, of which
-    gradients and optimizer state of those in `updated_here` are there as well. The other parameters are prefetched up
-    to `lead` copy times before the latest safe start. Of the device budget `reserved_bytes` are left to others. Then
-    `policy` chooses the transfers; "joint" is several variants, and the fastest is taken.
+    gradients and optimizer state of those in `updated_here` are there as well, and only gradients of those in
+    `summed_here`. The other parameters are prefetched up to `lead` copy times before the latest safe start. Of the
+    device budget `reserved_bytes` are left to others. Then `policy` chooses the transfers; "joint" is several variants,
+    and the fastest is taken.
     """
 
     policy: str
     recomputed: tuple[str, ...] = ()
     resident: tuple[str, ...] = ()
     updated_here: tuple[str, ...] = ()
+    summed_here: tuple[str, ...] = ()
     reserved_bytes: int = 0
     lead: float = 0.0
 
@@ -82,14 +84,15 @@ class Evaluator:
         recomputed = lru_cache(maxsize=kept)(partial(recompute, captured))
 
         @lru_cache(maxsize=2)  # the limits, the floor and the plan of one candidate are asked for in a row
-        def pinned(names: Names, resident: Names, updated_here: Names) -> Problem:
-            return keep_resident(recomputed(names), resident, updated_here)
+        def pinned(names: Names, *pinned: Names) -> Problem:
+            return keep_resident(recomputed(names), *pinned)
 
         self._pinned = pinned
 
     def problem_for(self, candidate: Candidate) -> Problem:
         """Return the problem that is left when all that `candidate` decides is decided."""
-        problem = self._pinned(candidate.recomputed, candidate.resident, candidate.updated_here)
+        pinned = candidate.resident, candidate.updated_here, candidate.summed_here
+        problem = self._pinned(candidate.recomputed, *pinned)
         return problem.with_less(candidate.reserved_bytes)
 
     def limits(self, candidate: Candidate) -> Limits:
@@ -132,6 +135,7 @@ class Evaluator:
                 recomputed=candidate.recomputed,
                 resident=candidate.resident,
                 updated_here=candidate.updated_here,
+                summed_here=candidate.summed_here,
             ),
             costs=Costs(
                 step_ns=step_ns(problem, forecast),

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tencache_fx.planning.loads import Load
+from tencache_fx.planning.parameter_schedule import gradients_to_host
 from tencache_fx.planning.plan import Plan, TransferKind
-from tencache_fx.planning.problem import Kind, Problem
+from tencache_fx.planning.problem import Problem
 
 HOST_THREAD = "host thread"
 """What its load is called."""
@@ -52,7 +53,7 @@ class HostWork:
             graph_ns = launches * costs.launch_ns + ops * costs.transfer_op_ns
             busy_ns += problem.accumulation * calls * graph_ns
             if plan is not None:
-                updated_there += calls * len({s.parameter for s in problem.storages if s.kind is Kind.STORED})
+                updated_there += calls * len({each.parameter for each in gradients_to_host(problem)})
         updated_here = max(0, self.trained - updated_there)
         busy_ns += updated_here * costs.device_update_ns + updated_there * costs.host_update_ns
         return Load(name=HOST_THREAD, busy_ns=busy_ns, nbytes=0)

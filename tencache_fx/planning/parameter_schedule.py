@@ -140,18 +140,27 @@ def stored_bytes(problem: Problem) -> int:
 def updating_bytes(problem: Problem) -> int:
     """Return what updates in host memory read and write there in a step.
 
-    A parameter that is pinned on the device is copied there once, after its update.
+    A parameter that is pinned on the device is copied there once, after its update; a gradient that was added up there
+    is copied out before it.
     """
-    stored = [storage for storage in problem.storages if storage.kind is Kind.STORED]
-    if not stored:
+    gradients = gradients_to_host(problem)
+    if not gradients:
         return 0
     # Its gradient is read, its state read and written, and its weight, which is as large as the gradient, written.
-    state_bytes = {each.parameter: each.state_traffic_bytes for each in stored}  # of several gradients one is the sum
-    update_bytes = sum(2 * storage.nbytes for storage in stored) + sum(state_bytes.values())
-    parameters = {storage.parameter for storage in stored}
+    state_bytes = {
+        each.parameter: each.state_traffic_bytes for each in gradients
+    }  # of several gradients one is the sum
+    update_bytes = sum(2 * gradient.nbytes for gradient in gradients) + sum(state_bytes.values())
+    update_bytes += sum({each.parameter: each.nbytes for each in gradients if each.kind is Kind.GRADIENT}.values())
+    parameters = {gradient.parameter for gradient in gradients}
     return update_bytes + sum(
         s.nbytes for s in problem.storages if s.kind is Kind.PARAMETER and s.parameter in parameters
     )
+
+
+def gradients_to_host(problem: Problem) -> list[Storage]:
+    """Return the gradients of parameters that are updated in host memory: stored, or on the device up to then."""
+    return [s for s in problem.storages if s.kind is Kind.STORED or (s.kind is Kind.GRADIENT and s.parameter)]
 
 
 def given_bytes(problem: Problem) -> int:
@@ -159,23 +168,36 @@ def given_bytes(problem: Problem) -> int:
     return sum(storage.nbytes for storage in problem.storages if storage.kind in (Kind.FETCHED, Kind.STORED))
 
 
-def keep_resident(problem: Problem, parameters: Collection[str], updated_here: Collection[str] = ()) -> Problem:
+def keep_resident(
+    problem: Problem,
+    resident: Collection[str],
+    updated_here: Collection[str] = (),
+    summed_here: Collection[str] = (),
+) -> Problem:
     """Return `problem` with these parameters on the device all the time; of some, all that belongs to them.
 
-    The gradients of those in `updated_here` are not stored, and the device holds their state beside the region.
+    The gradients of those in `updated_here` and `summed_here` are not stored. The device holds the state of the former
+    beside the region, and the sums of both if an update follows several backwards.
     """
-    if not parameters:
+    if not resident:
         return problem
     end = Step(len(problem.ops))
     state_bytes: dict[str, int] = {}
+    sum_bytes: dict[str, int] = {}
+    staying = {**dict.fromkeys(summed_here, True), **dict.fromkeys(updated_here, False)}
     lives: dict[str, list[Storage]] = {}
     others: list[Storage] = []
     for storage in problem.storages:
-        if storage.kind is Kind.STORED and storage.parameter in updated_here:
-            state_bytes[storage.parameter] = storage.state_bytes
+        if storage.kind is Kind.STORED and storage.parameter in staying:
             death = storage.caller_frees_at or end
-            others.append(replace(storage, kind=Kind.GRADIENT, death=death, caller_frees_at=Step(0)).without_state())
-        elif storage.kind is Kind.FETCHED and storage.parameter in parameters:
+            gradient = replace(storage, kind=Kind.GRADIENT, death=death, caller_frees_at=Step(0))
+            if problem.accumulation > 1:
+                sum_bytes[storage.parameter] = storage.nbytes
+            if not staying[storage.parameter]:
+                state_bytes[storage.parameter] = storage.state_bytes
+                gradient = replace(gradient, parameter="").without_state()
+            others.append(gradient)
+        elif storage.kind is Kind.FETCHED and storage.parameter in resident:
             lives.setdefault(storage.parameter, []).append(storage)
             if problem.copies_parameters:
                 others.append(replace(storage, kind=Kind.ACTIVATION, birth=storage.ready, spillable=False))
@@ -193,7 +215,7 @@ def keep_resident(problem: Problem, parameters: Collection[str], updated_here: C
         )
         for parameter, parts in lives.items()
     ]
-    external_bytes = problem.external_bytes + sum(state_bytes.values())
+    external_bytes = problem.external_bytes + sum(state_bytes.values()) + sum(sum_bytes.values())
     copied = problem.copies_parameters
     now = {} if copied else {part.name: parts[0].name for parts in lives.values() for part in parts[1:]}
     collectives = tuple(each.renamed(now) for each in problem.collectives)
@@ -209,11 +231,20 @@ def least_bytes_beside_parameters(problem: Problem) -> int:
     return int(memory.max(initial=problem.external_bytes))
 
 
-def pinned_bytes(problem: Problem, parameters: Collection[str], updated_here: Collection[str] = ()) -> int:
-    """Return what these parameters, and the state of some, take on the device all the time."""
+def pinned_bytes(
+    problem: Problem,
+    resident: Collection[str],
+    updated_here: Collection[str] = (),
+    summed_here: Collection[str] = (),
+) -> int:
+    """Return what these parameters, and the state and the sums of some, take on the device all the time."""
     nbytes = {s.parameter: s.nbytes for s in problem.storages if s.kind is Kind.FETCHED}
     state_bytes = {s.parameter: s.state_bytes for s in problem.storages if s.kind is Kind.STORED}
-    return sum(nbytes.get(each, 0) for each in parameters) + sum(state_bytes.get(each, 0) for each in updated_here)
+    pinned = sum(nbytes.get(each, 0) for each in resident) + sum(state_bytes.get(each, 0) for each in updated_here)
+    if problem.accumulation > 1:
+        sum_bytes = {s.parameter: s.nbytes for s in problem.storages if s.kind is Kind.STORED}
+        pinned += sum(sum_bytes.get(each, 0) for each in {*updated_here, *summed_here})
+    return pinned
 
 
 def first_parameters(problem: Problem, share: float, having: Kind = Kind.FETCHED) -> tuple[str, ...]:

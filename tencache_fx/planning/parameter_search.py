@@ -1,7 +1,7 @@
 """The level of the search that chooses the parameters to pin on the device, and when the others are copied.
 
-The choices are shares of all parameters by themselves, and with their gradients and optimizer state, and leads of the
-copies of the others. A large problem is searched as a coarser one, of which the best choices are then tried.
+The choices are shares of all parameters by themselves, with gradients, and with gradients and optimizer state, and
+leads of the copies of the others. A large problem is searched as a coarser one, whose best choices are then tried.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,21 +18,23 @@ from tencache_fx.planning.problem import Kind
 
 
 class _Shares(NamedTuple):
-    """The shares of parameters that are pinned, and that are pinned with gradient and state; the others' lead."""
+    """The shares of parameters that are pinned, with state, or at least with their gradient; the others' lead."""
 
     resident: float
     updated_here: float
     lead: float
+    with_gradient: float = 0.0
 
 
 def choose_parameters(evaluator: Evaluator, base: Candidate, *, compare: bool = False) -> Candidate:
     """Return `base` with the fastest choice of the parameters to pin, and of the others' lead.
 
     First the leads, then shares of the parameters, by themselves or with their gradients and state; the latter beside
-    as many by themselves as are best without state, and beside none. Of those within half a percent of the fastest,
-    the one that copies least: that leaves host memory to others. Its parameters are prefetched as early as costs no
-    more than that. "joint" takes the variants of its policies only to the best of these. Raises `BudgetError`, that of
-    the choice with the least on the device, if there is no plan.
+    as many by themselves as are best without state, and beside none. Where backwards add up gradients, shares with
+    gradients follow, beside the best share with state, half of it, and none. Of those within half a percent of the
+    fastest, the one that copies least: that leaves host memory to others. Its parameters are prefetched as early as
+    costs no more than that. "joint" takes the variants of its policies only to the best of these. Raises `BudgetError`,
+    that of the choice with the least on the device, if there is no plan.
 
     With `compare` the lead is left as it is. Of a large problem only those are tried that are best in a coarser one.
     """
@@ -78,6 +80,7 @@ def _try_shares(
         tried.add(_Shares(share, 0.0, lead) for share in more)
         if tried.planned:
             tried.add_state(lead)
+            tried.add_gradients()
             return tried, [*finalists, tried.best()]
     raise tried.refusals[0]
 
@@ -111,7 +114,7 @@ class _Tried:
     def _cannot_fit(self, candidate: Candidate) -> bool:
         """Whether what `candidate` pins is too much, whatever its plan; to ask for one takes longer."""
         limit = self._problem.budgets.device_bytes
-        pinned = pinned_bytes(self._problem, candidate.resident, candidate.updated_here)
+        pinned = pinned_bytes(self._problem, candidate.resident, candidate.updated_here, candidate.summed_here)
         return limit is not None and pinned > 0 and self._beside_bytes + pinned > limit
 
     def _is_too_slow(self, candidate: Candidate) -> bool:
@@ -134,6 +137,25 @@ class _Tried:
             share = max(each.updated_here for each in self.planned) + finer
             if share <= 1:
                 self.add(_Shares(max(share, resident), share, lead) for resident in others)
+
+    def add_gradients(self) -> None:
+        """Try parameters that are pinned with the gradients that several backwards add up, and updated on the host.
+
+        In host memory each addition reads and writes three times their bytes. Updates that do not wait for the last
+        backward have nothing added up.
+        """
+        problem, tuning = self._problem, self._evaluator.tuning
+        if problem.budgets.device_bytes is None or problem.accumulation == 1 or problem.updates_in_backward:
+            return
+        best = self.best()
+        for updated_here in dict.fromkeys((best.updated_here, best.updated_here / 2, 0.0)):
+            shares = (share for share in tuning.gradient_shares if share > updated_here)
+            choices = (_Shares(max(share, best.resident), updated_here, best.lead, share) for share in shares)
+            self.add(choices, enough=tuning.state_plans)
+        if (best := self.best()).with_gradient:
+            finer = (best.updated_here + share for share in tuning.finer_state_shares)
+            choices = (best._replace(updated_here=share) for share in finer if share <= best.with_gradient)
+            self.add(choices, enough=1)
 
     def step_ns(self, shares: _Shares) -> int:
         """Return how long a step takes with one of the choices that have a plan."""
@@ -176,8 +198,16 @@ class _Tried:
 
     def _pin(self, shares: _Shares) -> Candidate:
         here = first_parameters(self._problem, shares.updated_here, Kind.STORED)
-        resident = tuple(dict.fromkeys((*here, *first_parameters(self._problem, shares.resident))))
-        return replace(self.base, resident=resident, updated_here=here, lead=shares.lead)
+        updated = set(here)
+        summed = first_parameters(self._problem, shares.with_gradient, Kind.STORED) if shares.with_gradient else ()
+        resident = tuple(dict.fromkeys((*here, *summed, *first_parameters(self._problem, shares.resident))))
+        return replace(
+            self.base,
+            resident=resident,
+            updated_here=here,
+            summed_here=tuple(each for each in summed if each not in updated),
+            lead=shares.lead,
+        )
 
     def _tolerable(self, least: int) -> int:
         """Return the cost that is as good as the least."""

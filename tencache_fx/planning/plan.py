@@ -1,6 +1,6 @@
 """A plan: transfers, the buffers they need, the forecast, and the order of runtime ops. No torch here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from tencache_fx.planning.problem import Step, Tier
@@ -154,8 +154,8 @@ class Plan:
 
     `pool` serves host transfers, as many buffers as are in use at once; `staging` serves transfers to and from NVMe.
     `recomputed` names what the backward makes again: the plan is then for the problem in which it does. `resident` are
-    the offloaded parameters pinned on the device; of those in `updated_here`, gradients and optimizer state are there
-    as well.
+    the offloaded parameters pinned on the device. Of those in `updated_here`, gradients and optimizer state are there
+    as well; of those in `summed_here` only gradients, up to an update in host memory.
     """
 
     policy: str
@@ -166,5 +166,15 @@ class Plan:
     recomputed: tuple[str, ...] = ()
     resident: tuple[str, ...] = ()
     updated_here: tuple[str, ...] = ()
+    summed_here: tuple[str, ...] = ()
+
+    @property
+    def pinned(self) -> dict[str, tuple[str, ...]]:
+        """The fields that say which parameters are on the device, and what of them: for `keep_resident`."""
+        return {name: getattr(self, name) for name in ("resident", "updated_here", "summed_here")}
+
+    def deciding_as(self, other: "Plan") -> "Plan":
+        """Return this plan, which is for what `other` recomputes and pins, with that."""
+        return replace(self, recomputed=other.recomputed, **other.pinned)  # type: ignore[arg-type]
 
     spills = Renamed("transfers")

@@ -78,9 +78,10 @@ class Storage:
     transfers add to it. A FETCHED one is `ready` from the op on that fetches it, where graphs read copies of parameters
     that stay: nothing fetches it later. `state_bytes` of a STORED one are those of the optimizer's state, which an
     update reads and writes; in host memory there are fewer by `state_saved_bytes`. Its caller frees it at
-    `caller_frees_at`, or behind the last step, if it stays on the device. `tier` is where the bytes of a FETCHED one
-    come from: host memory or disk. `gathered_at` is the backward step that begins to gather anew what the forward has
-    gathered, 0 where none does: ops that run again read that copy.
+    `caller_frees_at`, or behind the last step, if it stays on the device: as a GRADIENT, which names its parameter if
+    that is updated in host memory. `tier` is where the bytes of a FETCHED one come from: host memory or disk.
+    `gathered_at` is the backward step that begins to gather anew what the forward has gathered, 0 where none does: ops
+    that run again read that copy.
     """
 
     name: str

@@ -147,10 +147,7 @@ def pays_within(budgets: Budgets, captured: Problem, problem: Problem, plan: Pla
 def correct(captured: Problem, problem: Problem, plan: Plan, scales: Scales) -> dict[str, Any]:
     """Return all three, by these names, with durations scaled: the same transfers, forecast anew."""
     scaled = scales.apply(problem)
-    built = build_plan(scaled, plan.policy, plan.transfers)
-    again = dataclasses.replace(
-        built, recomputed=plan.recomputed, resident=plan.resident, updated_here=plan.updated_here
-    )
+    again = build_plan(scaled, plan.policy, plan.transfers).deciding_as(plan)
     return {"captured": scales.apply(captured), "problem": scaled, "plan": again}
 
 

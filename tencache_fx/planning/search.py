@@ -14,7 +14,8 @@ around it has set them:
     recomputation, `recompute_search.py`   `recomputed`               when its looks are spent, or its best plan is
                                                                       within a hundredth of the lower bound
     parameters, `parameter_search.py`      `lead`, `resident`,        when each of a few leads and shares was tried
-                                           `updated_here`
+                                           `updated_here`,
+                                           `summed_here`
     transfers, `planner.py`:               variants of the policy,    when the plan fits with buffers and scheduling
       `plan_transfers`                     what they may use          barriers counted, after `Tuning.repairs`
 
@@ -55,7 +56,7 @@ def make_plan(problem: Problem, policy: str, *, tuning: Tuning = TUNING) -> Plan
     """Return `policy`'s plan for `problem` with nothing recomputed; without transfers if the region fits as it is.
 
     Where parameters are offloaded, it is the plan of `choose_parameters`, for
-    `keep_resident(problem, plan.resident, plan.updated_here)`.
+    `keep_resident(problem, **plan.pinned)`.
 
     Raises `OptionError` for an unknown policy, and `BudgetError`, before anything has run, when the region's floor is
     over the device budget, or the transfers need more host memory or disk than there is.
@@ -153,8 +154,9 @@ class Trial(NamedTuple):
     """How long a step takes with something recomputed, and the parameters that are best pinned then."""
 
     step_ns: float
-    resident: Names
-    updated_here: Names
+    resident: Names = ()
+    updated_here: Names = ()
+    summed_here: Names = ()
 
 
 def _search_turns(evaluator: Evaluator) -> Names:
@@ -182,8 +184,8 @@ def _search_turns(evaluator: Evaluator) -> Names:
         try:
             chosen = choose_parameters(evaluator, base.recomputing(names), compare=True)
         except BudgetError:
-            return Trial(inf, (), ())
-        return Trial(costs_of(evaluator, chosen).step_ns, chosen.resident, chosen.updated_here)
+            return Trial(inf)
+        return Trial(costs_of(evaluator, chosen).step_ns, chosen.resident, chosen.updated_here, chosen.summed_here)
 
     return take_turns(starts, search, try_out, tuning.turns)
 
@@ -209,7 +211,7 @@ def take_turns(
     searched = {_pinned(start) for start in starts}
     for _ in range(turns):
         best = min(tried.values(), key=lambda trial: trial.step_ns)
-        start = replace(base, resident=best.resident, updated_here=best.updated_here)
+        start = replace(base, resident=best.resident, updated_here=best.updated_here, summed_here=best.summed_here)
         if _pinned(start) in searched:
             break
         searched.add(_pinned(start))
@@ -219,8 +221,8 @@ def take_turns(
     return min(tried, key=lambda names: tried[names].step_ns)
 
 
-def _pinned(candidate: Candidate) -> tuple[frozenset[str], frozenset[str]]:
-    return frozenset(candidate.resident), frozenset(candidate.updated_here)
+def _pinned(candidate: Candidate) -> tuple[frozenset[str], ...]:
+    return tuple(map(frozenset, (candidate.resident, candidate.updated_here, candidate.summed_here)))
 
 
 def _settle(evaluator: Evaluator, base: Candidate) -> Candidate:

@@ -32,6 +32,8 @@ class Tuning:
     state_plans: int = 3
     # ... and then this much more than the largest, one after the other, to fill what an eighth leaves free.
     finer_state_shares: tuple[float, ...] = (1 / 16, 1 / 32, 1 / 64, 1 / 128)
+    # Shares that are pinned together with gradients that several backwards add up, which are as large as they are.
+    gradient_shares: tuple[float, ...] = tuple(eighth / 8 for eighth in range(8, 0, -1))
     # A plan as fast as the fastest, within half a percent (forecasts err by more), may be preferred for other reasons.
     tolerance_per_mille: int = 5
 

@@ -229,7 +229,7 @@ class RegionPlanner:
         reserved, captured, plan = stated.plan(wanted, _planner_of(shards.values(), options.policy, by_step=by_step))
         problem = captured
         if isinstance(plan, Plan):
-            problem = keep_resident(captured, plan.resident, plan.updated_here)
+            problem = keep_resident(captured, **plan.pinned)
             plan = dataclasses.replace(plan, recomputed=recomputed, resident=(*sorted(staying), *plan.resident))
         return Candidate(
             analysis=known,
@@ -246,12 +246,12 @@ class RegionPlanner:
         )
 
     def _held_beside(self, *, training: bool) -> int:
-        """Return the bytes on the device without offloaded parameters, and without their state if that is planned."""
+        """Return the bytes on the device without offloaded parameters, and without what is planned for of these."""
         bytes_here = 0
         for each in self._offloaded.values():
             if training or not each.updated_on_device:
                 bytes_here += each.nbytes if each.on_device else 0
-                bytes_here += each.device_state_bytes
+                bytes_here += each.device_state_bytes + (each.device_gradient_bytes if self.accumulation > 1 else 0)
         return max(0, self._environment.held_bytes - bytes_here)
 
     @property
@@ -279,9 +279,7 @@ class RegionPlanner:
             return graphs, candidate
 
         if self.by_step:
-            recomputed = self._recomputed
-            if recomputed is None:
-                recomputed = recomputed_to_fit(first.captured)
+            recomputed = recomputed_to_fit(first.captured) if self._recomputed is None else self._recomputed
             names = tuple(sorted(recomputed & {recipe.name for recipe in recipes}))
             return split_with(names) if names else (None, first)
         graphs, best, problem = None, first, first.captured
@@ -396,5 +394,6 @@ def _planner_of(shards: Collection[str], policy: str, *, by_step: bool) -> Calla
     """
     if by_step:
         return partial(plan_swap_points, policy=policy)
-    make = partial(kept_plan, policy=policy)
-    return partial(make, tuning=dataclasses.replace(TUNING, state_shares=())) if UNKNOWN in shards else make
+    states = () if UNKNOWN in shards else TUNING.state_shares
+    tuning = dataclasses.replace(TUNING, state_shares=states, gradient_shares=()) if any(shards) else TUNING
+    return partial(kept_plan, policy=policy, tuning=tuning)

@@ -45,7 +45,7 @@ def kept_plan(problem: Problem, policy: str, *, tuning: Tuning = TUNING) -> Plan
     """Return what `make_plan` does: read, if it was made before. Its `BudgetError` is not kept."""
 
     def holds(plan: Plan) -> bool:
-        return _holds(plan, keep_resident(problem, plan.resident, plan.updated_here))
+        return _holds(plan, keep_resident(problem, **plan.pinned))
 
     key = _key("plan", policy, tuning, _lasting(problem))
     return cached(key, Plan, lambda: make_plan(problem, policy, tuning=tuning), accept=holds)
@@ -55,7 +55,7 @@ def kept_region_plan(captured: Problem, policy: str) -> tuple[Problem, Plan]:
     """Return what `plan_region` does: read, if it was made before. Its `BudgetError` is not kept."""
 
     def problem_for(plan: Plan) -> Problem:
-        return keep_resident(recompute(captured, plan.recomputed), plan.resident, plan.updated_here)
+        return keep_resident(recompute(captured, plan.recomputed), **plan.pinned)
 
     def holds(plan: Plan) -> bool:
         names = {recipe.name for recipe in captured.recipes}

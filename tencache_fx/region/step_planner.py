@@ -37,7 +37,8 @@ from tencache_fx.units import PAGE_BYTES, round_up
 log = logging.getLogger("tencache_fx")
 
 _ROOM = 64  # with so much of the budget more room than its plan was made for, a program is planned again
-_COPYING = replace(TUNING, resident_shares=(0.0,), state_shares=())  # nothing more stays than was decided
+_STEPS = replace(TUNING, gradient_shares=())  # a gradient stays with its state, or is stored
+_COPYING = replace(_STEPS, resident_shares=(0.0,), state_shares=())  # nothing more stays than was decided
 _PLANS = 4  # times that a program is planned at most
 
 
@@ -232,8 +233,8 @@ class StepPlanner:
                 plan = kept_plan(problem, policy, tuning=_COPYING)
                 plan = replace(plan, resident=decided[0], updated_here=decided[1])
         if plan is None:
-            plan = kept_plan(joined.problem, policy)
-        joined = replace(joined, problem=keep_resident(joined.problem, plan.resident, plan.updated_here))
+            plan = kept_plan(joined.problem, policy, tuning=_STEPS)
+        joined = replace(joined, problem=keep_resident(joined.problem, **plan.pinned))
         plan = align(joined, plan)
         verify_plan(joined.problem, plan)
         return joined, plan

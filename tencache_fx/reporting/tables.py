@@ -60,7 +60,9 @@ def amount_rows(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.resident:
         staying = [each for each in problem.storages if each.kind is Kind.PARAMETER and each.parameter in plan.resident]
         with_state = [each for each in staying if each.parameter in plan.updated_here]
-        yield "parameters here", f"{count_and_bytes(staying)}; with their state {count_and_bytes(with_state)}"
+        with_sums = [each for each in staying if each.parameter in plan.summed_here]
+        sums = f"; with their gradients only {count_and_bytes(with_sums)}" if with_sums else ""
+        yield "parameters here", f"{count_and_bytes(staying)}; with their state {count_and_bytes(with_state)}{sums}"
     yield "time", f"{format_ns(forecast.makespan_ns)}, {over:.3f} of the {format_ns(forecast.ideal_ns)} without limits"
     if exposed_ns := exposed_update_ns(problem, forecast):
         early = early_updates(step_ns(problem, forecast), early_step_ns(problem, forecast), problem.accumulation)

@@ -114,13 +114,16 @@ def region_timeline(record: RegionRecord) -> Timeline:
     problem, plan = record.problem, record.plan
     state = {s.parameter: s.state_bytes for s in record.captured.storages if s.kind is Kind.STORED}
     optimizer_bytes = sum(state.get(parameter, 0) for parameter in plan.updated_here)
-    external = np.full(len(problem.ops), problem.external_bytes - optimizer_bytes, dtype=np.int64)
+    gradients = {s.parameter: s.nbytes for s in record.captured.storages if s.kind is Kind.STORED}
+    summed = {*plan.updated_here, *plan.summed_here} if problem.accumulation > 1 else ()
+    sums = np.full(len(problem.ops), sum(gradients.get(parameter, 0) for parameter in summed), dtype=np.int64)
+    external = np.full(len(problem.ops), problem.external_bytes - optimizer_bytes, dtype=np.int64) - sums
     if problem.boundary_excess_bytes:
         external[problem.boundary] += problem.boundary_excess_bytes
     scratch = np.array([op.scratch_bytes for op in problem.ops], dtype=np.int64)
     graphs = [("forward", Step(0), problem.boundary), ("backward", problem.boundary, Step(len(problem.ops)))]
     where = Whereabouts.of_region(record)
-    base = {Held.EXTERNAL: external, Held.SCRATCH: scratch}
+    base = {Held.EXTERNAL: external, Held.SCRATCH: scratch, Held.GRADIENTS: sums}
     return _timeline(problem, plan, record.captured, base, optimizer_bytes, graphs, where)
 
 

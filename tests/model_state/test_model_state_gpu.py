@@ -108,6 +108,14 @@ def test_the_peak_is_within_the_budget(budget_mib: int, crowded: bool) -> None: 
     assert regions()[-1].problem.boundary_bytes or not crowded
 
 
+def test_sums_on_the_device_are_within_the_budget() -> None:
+    expected = train(None, parts=8, clip=True)
+    drop_all()
+    assert train("900MiB", steps=5, known_after=3, parts=8, clip=True) == pytest.approx(expected, rel=0.02)
+    assert regions()[-1].plan.summed_here
+    assert torch.cuda.max_memory_allocated() <= 900 * MIB
+
+
 class Remembering(nn.Module):
     """Blocks that write each input into a cache of their own, and read all that is in it."""
 

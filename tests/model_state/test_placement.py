@@ -30,6 +30,7 @@ from tencache_fx.planning.parameter_schedule import (
     first_parameters,
     host_memory_ns,
     keep_resident,
+    pinned_bytes,
     step_ns,
 )
 from tencache_fx.planning.plan import CopyIn, CopyOut, Plan, TransferKind
@@ -181,10 +182,10 @@ def test_only_the_next_forward_hides_updates_behind_the_last_backward() -> None:
     backward_ns = forecast.makespan_ns - forecast.forward_ns
     stored_bytes = sum(storage.nbytes for storage in problem.storages if storage.kind is Kind.STORED)
     fetched_bytes = sum(s.nbytes for s in problem.storages if s.kind is Kind.FETCHED and s.birth < problem.boundary)
-    pinned_bytes = sum(s.nbytes for s in problem.storages if s.kind is Kind.PARAMETER and s.parameter)
-    assert min(fetched_bytes, pinned_bytes) > 0
+    resident_bytes = sum(s.nbytes for s in problem.storages if s.kind is Kind.PARAMETER and s.parameter)
+    assert min(fetched_bytes, resident_bytes) > 0
     # of fp32: gradient and weight once, three arrays read and written
-    late_bytes = 8 * stored_bytes + pinned_bytes + fetched_bytes + forecast.d2h_bytes - stored_bytes
+    late_bytes = 8 * stored_bytes + resident_bytes + fetched_bytes + forecast.d2h_bytes - stored_bytes
     rate = late_bytes * 1_000_000_000 // (2 * forecast.forward_ns)
     late_ns = late_bytes * 1_000_000_000 // rate
     slow = replace(problem, links=replace(problem.links, host_bytes_per_s=rate))
@@ -296,7 +297,7 @@ def test_room_goes_to_state_before_it_goes_to_weights_alone(share: float) -> Non
     problem = trained_offloaded(count, nbytes)
     room_bytes = int(share * count * nbytes * 8)
     plan = make_plan(problem.within(device_bytes=floor_bytes(problem) + room_bytes), "joint")
-    staying = keep_resident(problem, plan.resident, plan.updated_here)
+    staying = keep_resident(problem, **plan.pinned)
     verify_plan(staying.within(device_bytes=floor_bytes(problem) + room_bytes), plan)
     assert len(plan.updated_here) >= int(share * count) - 2
 
@@ -308,10 +309,52 @@ def test_weights_come_with_time_to_spare_where_it_costs_nothing(room: int) -> No
     problem = trained_offloaded(24, nbytes)
     problem = problem.within(device_bytes=floor_bytes(problem) + room * nbytes)
     plan, late = make_plan(problem, "joint"), make_plan(problem, "joint", tuning=replace(TUNING, leads=(0.0,)))
-    verify_plan(keep_resident(problem, plan.resident, plan.updated_here), plan)
+    verify_plan(keep_resident(problem, **plan.pinned), plan)
     for cost in ("makespan_ns", "d2h_bytes", "h2d_bytes"):
         assert getattr(plan.forecast, cost) <= getattr(late.forecast, cost)
     assert time_to_spare(plan) > time_to_spare(late)
+
+
+@pytest.mark.parametrize("accumulation", [1, 5])
+def test_gradients_on_the_device_cost_what_is_read_and_written_for_them(accumulation: int) -> None:
+    count, nbytes = 6, 16
+    problem = replace(trained_offloaded(count, nbytes), accumulation=accumulation)
+    every = [f"w{index}" for index in range(count)]
+    stored = keep_resident(problem, every)
+    summed = keep_resident(problem, every, (), every)
+    updated = keep_resident(problem, every, every)
+    sums = nbytes * count * (accumulation > 1)
+    assert stored.external_bytes == 0
+    assert summed.external_bytes == pinned_bytes(problem, (), (), every) == sums
+    assert updated.external_bytes == pinned_bytes(problem, (), every) == sums + 6 * nbytes * count
+    # An update reads the gradient, reads and writes state, writes the weight, and copies it to the device. A stored
+    # gradient is written by each backward, and read and written with the sum by all but the first.
+    update_bytes = (1 + 12 + 1 + 1) * nbytes * count
+    assert host_bytes(stored) == update_bytes + (3 * (accumulation - 1)) * nbytes * count
+    assert host_bytes(summed) == update_bytes + nbytes * count
+    assert host_bytes(updated) == 0
+
+
+def host_bytes(problem: Problem) -> int:
+    """Return what the host's memory reads and writes in a step, copies over the links apart."""
+    return host_memory_ns(replace(problem, links=replace(problem.links, host_bytes_per_s=1_000_000_000)), 0)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.8])
+@pytest.mark.parametrize("accumulation", [2, 4, 32])
+def test_sums_on_the_device_are_only_chosen_where_they_help(share: float, accumulation: int) -> None:
+    count, nbytes = 24, 60
+    problem = replace(trained_offloaded(count, nbytes), accumulation=accumulation)
+    problem = problem.within(device_bytes=floor_bytes(problem) + int(share * count * nbytes * 8))
+    plan, without = (make_plan(problem, "joint", tuning=each) for each in (TUNING, replace(TUNING, gradient_shares=())))
+    assert not without.summed_here
+    assert set(plan.summed_here) <= set(plan.resident) - set(plan.updated_here)
+    verify_plan(keep_resident(problem, **plan.pinned), plan)
+    took, takes = (step_ns(keep_resident(problem, **each.pinned), each.forecast) for each in (without, plan))
+    assert takes <= took * 1.005
+    assert plan.summed_here or accumulation < 32 or share < 0.3
+    early = make_plan(replace(problem, updates_in_backward=True), "joint")
+    assert not early.summed_here
 
 
 def time_to_spare(plan: Plan) -> int:

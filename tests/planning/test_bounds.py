@@ -250,7 +250,7 @@ def test_what_cannot_gain_is_no_faster(problem: Problem) -> None:
         plan = make_plan(problem, "joint")
     except BudgetError:
         assume(False)
-    planned_for = keep_resident(problem, plan.resident, plan.updated_here)
+    planned_for = keep_resident(problem, **plan.pinned)
     SEEN.note("moves" if plan.transfers else "fits")
     assert not search._cannot_gain(problem, step_ns(planned_for, plan.forecast))
 

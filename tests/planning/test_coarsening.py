@@ -79,7 +79,7 @@ def test_a_coarse_search_finds_as_good_a_choice() -> None:
         chosen = recompute(problem, names)
         assert floor_bytes(chosen) <= run.device_bytes
         plan = make_plan(chosen, "joint")
-        verify_plan(keep_resident(chosen, plan.resident, plan.updated_here), plan)
+        verify_plan(keep_resident(chosen, **plan.pinned), plan)
         assert run.figures is not None
         ratios.append(plan.forecast.makespan_ns / run.figures.makespan_ns)
     assert len(ratios) == 8

@@ -103,7 +103,7 @@ def check_moves(policy: str, problem: Problem) -> None:
     if plan is None:
         SEEN.note("device refused" if "on the device" in refusal else "tier refused")
         return
-    staying = keep_resident(problem, plan.resident, plan.updated_here)
+    staying = keep_resident(problem, **plan.pinned)
     loaded = any(transfer.kind is TransferKind.LOAD for transfer in plan.transfers)
     SEEN.note("loaded" if loaded else "resident" if plan.resident else "neither")
     verify_plan(staying, plan)

@@ -10,8 +10,10 @@ from rates import pretend_slow_links
 from torch import Tensor, nn
 
 import tencache_fx
+from tencache_fx.model_state.host_gradient import HostGradient
 from tencache_fx.optim import AdamW
-from tencache_fx.planning.parameter_schedule import step_ns
+from tencache_fx.planning.parameter_schedule import gradients_to_host, step_ns
+from tencache_fx.planning.problem import Kind
 from tencache_fx.planning.search import make_plan
 from tencache_fx.region.backward_counter import BackwardCounter
 from tencache_fx.runtime.engine import Engine
@@ -27,6 +29,14 @@ def engine() -> Iterator[Engine]:
         yield found
 
 
+@pytest.fixture
+def slow_engine() -> Iterator[Engine]:
+    """An engine on a machine whose host memory is hardly faster than its links."""
+    pretend_slow_links(bytes_per_s=10**8, host_bytes_per_s=2 * 10**8)
+    with faulty_engine(host_budget_bytes=1 << 28) as found:
+        yield found
+
+
 def inputs(part: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(part))
 
@@ -34,10 +44,10 @@ def inputs(part: int) -> Tensor:
 class Loop:
     """A loop that adds up gradients over some parts of a step, with its model compiled whole, or block by block."""
 
-    def __init__(self, *, whole: bool) -> None:
+    def __init__(self, *, whole: bool, budget: int = BUDGET) -> None:
         torch.manual_seed(0)
         self.model = tencache_fx.offload(nn.Sequential(*(Block(WIDTH, 4) for _ in range(DEPTH))), "cpu")
-        options = {"compiler": "eager", "device_budget": BUDGET, "host_budget": 1 << 28, "recompute": "none"}
+        options = {"compiler": "eager", "device_budget": budget, "host_budget": 1 << 28, "recompute": "none"}
         scope = {"scope": "region" if whole else "step"}
         self.run = self.model
         if whole:
@@ -47,18 +57,21 @@ class Loop:
                 block.compile(backend="tencache", options={**options, **scope})
         self.optimizer = AdamW(self.model.parameters(), lr=1e-3)
 
-    def step(self, parts: int) -> float:
+    def step(self, parts: int, most: float | None = None) -> float:
         total = 0.0
         for part in range(parts):
             loss = self.run(inputs(part)).square().mean() / parts
             loss.backward()
             total += loss.item()
+        self.stored = [isinstance(each.grad, HostGradient) for each in self.model.parameters()]
+        if most is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), most)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total
 
 
-def expected(parts: list[int]) -> list[float]:
+def expected(parts: list[int], most: float | None = None) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(WIDTH, 4) for _ in range(DEPTH)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -69,6 +82,8 @@ def expected(parts: list[int]) -> list[float]:
             loss = model(inputs(part)).square().mean() / count
             loss.backward()
             losses[-1] += loss.item()
+        if most is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), most)
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -117,6 +132,51 @@ def test_a_plan_for_many_backwards_is_no_slower_then_than_one_for_one(engine: En
     record = tencache_fx.regions()[-1]
     one = make_plan(replace(record.captured, accumulation=1), "joint")
     assert step_ns(record.problem, record.plan.forecast) < step_ns(record.problem, one.forecast)
+
+
+@pytest.mark.parametrize(("budget", "all_fit"), [(5_500_000, False), (9_000_000, False), (11_000_000, True)])
+def test_sums_stay_on_the_device_where_host_memory_is_slow(
+    slow_engine: Engine,
+    budget: int,
+    all_fit: bool,  # noqa: FBT001
+) -> None:
+    """A sum in host memory is read and written there for each backward; from the device it is copied once a step."""
+    loop = Loop(whole=True, budget=budget)
+    losses = [loop.step(8, most=0.05) for _ in range(3)]
+    tencache_fx.stats()
+    losses += [loop.step(8, most=0.05) for _ in range(3)]
+    assert losses == pytest.approx(expected([8] * 6, most=0.05), rel=1e-4)
+    record, copied_bytes = tencache_fx.regions()[-1], tencache_fx.stats()["d2h_bytes"]
+    problem, plan = record.problem, record.plan
+    assert problem.accumulation == 8
+    assert plan.summed_here
+    assert not set(plan.summed_here) & set(plan.updated_here)
+    stored = {each.parameter for each in problem.storages if each.kind is Kind.STORED}
+    assert sum(loop.stored) == len(stored)
+    assert all_fit == (not stored)
+    sums = {each.parameter: each.nbytes for each in gradients_to_host(problem) if each.kind is Kind.GRADIENT}
+    assert set(sums) == set(plan.summed_here)
+    assert problem.external_bytes - record.captured.external_bytes >= sum(sums.values())
+    if all_fit:
+        assert copied_bytes == 3 * sum(sums.values())
+
+
+def test_a_loop_may_go_back_to_one_backward_a_step(slow_engine: Engine) -> None:
+    parts, losses, summed = [8, 8, 8, 1, 1, 1, 1], [], []
+    loop = Loop(whole=True, budget=11_000_000)
+    for count in parts:
+        losses.append(loop.step(count))
+        summed.append(bool(tencache_fx.regions()[-1].plan.summed_here))
+    assert losses == pytest.approx(expected(parts), rel=1e-4)
+    assert (summed[2], summed[-1]) == (True, False)
+
+
+def test_regions_of_a_step_store_what_they_add_up(slow_engine: Engine) -> None:
+    loop = Loop(whole=False, budget=11_000_000)
+    assert [loop.step(8) for _ in range(6)] == pytest.approx(expected([8] * 6), rel=1e-4)
+    record = tencache_fx.steps()[-1]
+    assert record.problem.accumulation == 8
+    assert record.plan.summed_here == ()
 
 
 class Updated:
