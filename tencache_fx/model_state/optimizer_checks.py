@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tencache_fx.errors import OptionError
+from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -54,3 +55,12 @@ def find_misfit(parameter: Tensor, state: Mapping[str, Any], names: Iterable[str
         if name in state and state[name].shape != parameter.shape:
             return f"{name} has size {tuple(state[name].shape)}, its parameter {tuple(parameter.shape)}"
     return None
+
+
+def check_whole(offloaded: OffloadedParameter | None) -> None:
+    """Raise `OptionError` for a parameter of which there are other parts elsewhere."""
+    if offloaded is not None and offloaded.shard is not None:
+        raise OptionError(
+            f"{offloaded.name} is spread over ranks, each with some of its rows, and this optimizer looks at whole "
+            "matrices; leave shard out, or use OffloadedOptimizer with a class that updates each element by itself."
+        )

@@ -6,6 +6,7 @@ comes behind the compute stream only, as it does where nothing is copied.
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,12 +23,16 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 class ScalarReads(TorchFunctionMode):
     """Has Python's reads of single numbers of a device go through `read`, inside.
 
-    `read` is given a tensor of one integer, and returns that in host memory; None leaves it to torch.
+    `read` is given a tensor of one integer, [1], and returns that in host memory; None leaves it to torch. `count` says
+    how many numbers of the device were asked for.
+
+    Within it, each call of torch takes the host 1 us more, and one that torch has in Python twice as much.
     """
 
     def __init__(self, device: torch.device, read: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()
         self._device, self._read = device, read
+        self.count = 0
 
     def __torch_function__(
         self,
@@ -38,24 +43,36 @@ class ScalarReads(TorchFunctionMode):
     ) -> Any:
         """Call `func`, on a copy in host memory if it reads a number."""
         if func in _READS and (copied := self._copied(args[0])) is not None:
+            if func is Tensor.tolist:  # the others give the same of any shape
+                copied = copied.reshape(args[0].shape)
             args = copied, *args[1:]
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def _copied(self, value: Tensor) -> Tensor | None:
+        """Return a number of the device in host memory, [1]; None for what is to be read by torch."""
         if type(value) not in (Tensor, torch.nn.Parameter) or value.device != self._device or value.numel() != 1:
             return None
-        integer = _INTEGERS.get(value.itemsize)
+        dtype = value.dtype
+        integer = _INTEGERS.get(dtype.itemsize)
         if integer is None or value.is_sparse or value.is_quantized or value.is_conj() or value.is_neg():
             return None
-        number = self._read(value.detach().reshape(1).view(integer))
-        return None if number is None else number.view(value.dtype).reshape(value.shape)
+        self.count += 1
+        if value.requires_grad:
+            value = value.detach()
+        number = self._read(value.reshape(1).view(integer))
+        return None if number is None else number.view(dtype)
 
 
 class MappedNumber:
-    """Eight bytes of pinned host memory that kernels of a CUDA device write to; for one thread."""
+    """Eight bytes of pinned host memory that kernels of a CUDA device write to; for one thread.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    `waits` is called before the host waits for a number, which is queued by then; not where another stream is current
+    than the one that was when this was made, for what that calls is for the latter.
+    """
+
+    def __init__(self, device: torch.device, waits: Callable[[], None] = lambda: None) -> None:
+        self._device, self._waits = device, waits
+        self._stream, self._written = torch.cuda.current_stream(device), torch.cuda.Event()
         self._pairs: dict[torch.dtype, tuple[Tensor, Tensor] | None] = {}
 
     def read(self, number: Tensor) -> Tensor | None:
@@ -67,7 +84,13 @@ class MappedNumber:
             return None
         host, mapped = pair
         torch.maximum(number, number, out=mapped)  # a kernel, which `copy_` is not
-        torch.cuda.current_stream(self._device).synchronize()
+        # By its handle, for `torch.cuda.current_stream` looks the device up anew and makes an object.
+        if torch._C._cuda_getCurrentRawStream(self._stream.device_index) == self._stream.cuda_stream:
+            self._written.record(self._stream)  # what `waits` queues behind that is not waited for
+            self._waits()
+            self._written.synchronize()
+        else:
+            torch.cuda.current_stream(self._device).synchronize()
         return host
 
     def _mapped(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -95,8 +118,68 @@ class _Exported:
         }
 
 
-def read_past_copies(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which numbers of the device are read without waiting for copies; it may be entered again."""
+def read_past_copies(
+    device: torch.device, waits: Callable[[], None] = lambda: None
+) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which numbers of the device are read without waiting for copies; it may be entered again.
+
+    `waits` is called before each wait for a number, on the stream that is the current one now.
+    """
     if device.type != "cuda":
         return contextlib.nullcontext()
-    return ScalarReads(device, MappedNumber(device).read)
+    return ScalarReads(device, MappedNumber(device, waits).read)
+
+
+class StepReads:
+    """The contexts of a class's steps, one for each, in which they read numbers of the device past its copies.
+
+    `expected` says whether the class reads such numbers at all; None if nobody knows. Of a class that reads none, only
+    the first of the steps has that context, to see whether it still does not: every call of torch takes longer there.
+
+    What `work_meanwhile` was given is called once in a step, while the host would wait for the last number that it
+    reads, as far as that is known from the step before: the device is busy then with most of what the step computes.
+    """
+
+    def __init__(self, device: torch.device, *, expected: bool | None) -> None:
+        self._waits = _Waits()  # by itself: nothing here is in a circle, which would keep device memory for a while
+        self._past_copies = read_past_copies(device, self._waits.add)
+        self._everywhere, self._first = expected is not False, True
+        self._parameters = 0  # of this step
+
+    def work_meanwhile(self, work: Callable[[], None]) -> None:
+        """Have a method called, for as long as there is its object."""
+        self._waits.work = weakref.WeakMethod(work)
+
+    @property
+    def any(self) -> bool:
+        """Return whether a step has read a number of the device so far."""
+        return isinstance(self._past_copies, ScalarReads) and self._past_copies.count > 0
+
+    def next(self, parameters: int) -> contextlib.AbstractContextManager[object]:
+        """Return the context of the next step, which is of so many parameters."""
+        waits = self._waits
+        waits.last = waits.count * parameters // self._parameters if self._parameters else 0
+        self._parameters, waits.count = parameters, 0
+        first, self._first = self._first, False
+        return self._past_copies if first or self._everywhere or self.any else contextlib.nullcontext()
+
+
+class _Waits:
+    """Counts the numbers that a step waits for, and calls `work` before it does for the one that is to be its last."""
+
+    def __init__(self) -> None:
+        self.count = self.last = 0
+        self.work: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._level = _level()
+
+    def add(self) -> None:
+        self.count += 1
+        if self.count == self.last and self.work is not None and _level() == self._level:
+            work = self.work()
+            if work is not None:
+                work()
+
+
+def _level() -> tuple[int, object]:
+    """Return what tells whether a class has calls of torch go elsewhere: within it, nobody else is to call torch."""
+    return torch._C._len_torch_dispatch_stack(), torch._C._functorch.maybe_current_level()

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from tencache_fx.errors import OptionError, UsageError
+from tencache_fx.model_state.chunk_queue import ChunkQueue
 from tencache_fx.model_state.host_gradient import HostGradient
 from tencache_fx.model_state.host_state import HeldTensors, held_bytes
 from tencache_fx.model_state.modules import roomy_engine
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.offloading import LEAST_BYTES
-from tencache_fx.model_state.optimizer_checks import check_group, check_params
-from tencache_fx.model_state.parameter_store import find_offloaded
+from tencache_fx.model_state.optimizer_checks import check_group, check_params, check_whole
+from tencache_fx.model_state.parameter_store import find_each, find_offloaded
 from tencache_fx.model_state.placement import set_state
 from tencache_fx.model_state.random_draws import RandomDraws
 from tencache_fx.model_state.state_values import arrays_of, copy_of, is_held, laid_out, renewed, widened
@@ -71,6 +72,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._versions: dict[Tensor, tuple[weakref.ref[OffloadedParameter], int]] = {}  # as the last step left them
         self._unsettled: set[Tensor] = set()  # those whose weight and state may be of two steps
         self._draws: bool | None = None  # whether the class draws random numbers; None before the first step
+        self._reads: bool | None = None  # whether it reads numbers of the device, likewise
         weight = nn.Parameter(torch.zeros(1, 1, device="cpu"))
         super().__init__(params, self._made_for([weight], {}).defaults)
 
@@ -81,7 +83,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         try:
             check_group(group)
             for parameter in group["params"]:
-                _check_whole(find_offloaded(parameter))
+                check_whole(find_offloaded(parameter))
                 self._made_for([nn.Parameter(torch.empty_like(parameter, device="meta"))], group)
         except OptionError:
             self.param_groups.pop()
@@ -112,23 +114,23 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        todo = [
-            Wanted(p, group, find_offloaded(p))
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
+        some = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        found = find_each(parameter for parameter, _ in some)
+        todo = [Wanted(parameter, group, each) for (parameter, group), each in zip(some, found, strict=True)]
         for parameter, _, offloaded in todo:
-            _check_whole(offloaded)
-            if parameter.grad is not None and parameter.grad.is_sparse:
+            check_whole(offloaded)
+            if not isinstance(parameter.grad, HostGradient) and parameter.grad is not None and parameter.grad.is_sparse:
                 raise UsageError(f"a gradient of size {tuple(parameter.shape)} is sparse; use Embedding(sparse=False).")
         devices = dict.fromkeys(wanted.parameter.device for wanted in todo)
         draws = RandomDraws(devices, [*self.param_groups, self._options])
         with ordinary_tensors():  # of the state, in any mode of the caller's
-            for device in devices:
+            reads = [
                 self._update([wanted for wanted in todo if wanted.parameter.device == device], roomy_engine(device))
+                for device in devices
+            ]
         if todo:
             self._draws = bool(self._draws) or draws.any_since()
+            self._reads = bool(self._reads) or any(reads)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,7 +169,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._held, self._versions, self._unsettled, self._draws = {}, {}, set(), None
+        self._held, self._versions, self._unsettled, self._draws, self._reads = {}, {}, set(), None, None
 
     def _made_for(self, parameters: list[nn.Parameter], group: Mapping[str, Any]) -> torch.optim.Optimizer:
         """Return an object of the class for some parameters; raises `OptionError` if it refuses them or its options."""
@@ -180,42 +182,30 @@ class StreamedOptimizer(torch.optim.Optimizer):
         made.updates_on_host = True  # type: ignore[attr-defined]  # it may be given memory of an offloaded parameter
         return made
 
-    def _update(self, todo: list[Wanted], engine: Engine) -> None:
-        """Update parameters of one device; returns when their copies are done."""
-        stream = UpdateStream(engine, self, self._unsettled)
-        started: deque[Chunk] = deque()
+    def _update(self, todo: list[Wanted], engine: Engine) -> bool:
+        """Update parameters of one device, until their copies are done; return whether the class read numbers of it."""
+        stream = UpdateStream(engine, self, self._unsettled, reads_numbers=self._reads)
         in_order = self._draws is not False
         sized = [(not in_order and _is_here(wanted), wanted, self._work_bytes(wanted)) for wanted in todo]
         copied = cut_chunks([(wanted, nbytes) for apart, wanted, nbytes in sized if not apart], in_order=in_order)
         here = cut_chunks([(wanted, nbytes) for apart, wanted, nbytes in sized if apart])
-        moves, rest = 2 * len(copied), deque(here)  # a chunk's copies in begin, and its copies out
-
-        def moved() -> None:
-            nonlocal moves
-            moves -= 1
-            while 2 * len(rest) * len(copied) > len(here) * moves:  # spread evenly: the links are busy meanwhile
-                self._update_here(rest.popleft(), stream)
-
+        queue, rest = ChunkQueue(copied, self._prepared, stream), deque(here)
+        stream.reads.work_meanwhile(queue.start_ahead)
         with stream.stepping():
             try:
                 try:
-                    for some in copied:
-                        chunk = self._prepared(some)
-                        while not stream.has_room(chunk):
-                            self._finish(started.popleft(), stream)
-                            moved()
-                        stream.start(chunk)
-                        started.append(chunk)
-                        moved()
-                    while started:
-                        self._finish(started.popleft(), stream)
-                        moved()
+                    while queue.moves:
+                        if not queue.start():
+                            self._finish(queue.take(), stream)
+                        while 2 * len(rest) * len(copied) > len(here) * queue.moves:  # evenly: the links are busy then
+                            self._update_here(rest.popleft(), stream)
                     while rest:
                         self._update_here(rest.popleft(), stream)
                 finally:
                     stream.end()
             finally:
                 stream.end()  # an interrupt may have come in the call before; after one more, readers end the step
+        return stream.reads.any
 
     def _work_bytes(self, wanted: Wanted) -> int:
         """Return about how many bytes an update takes on the device: fp32 weight, its state, gradient, and weight."""
@@ -242,7 +232,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                     offloaded.load()
                 else:
                     offloaded.sync_host()
-            self._ready(parameter)
+            self._ready(parameter, offloaded)
             fresh = self._is_fresh(parameter, offloaded)
             updates.append(StreamedUpdate(parameter, offloaded, self._held.get(parameter), fresh))
         return Chunk(some[0].group, updates)
@@ -254,26 +244,31 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for weight, update in zip(weights, chunk.updates, strict=True):
             weight.grad = update.change
         optimizer = self._made_for(weights, chunk.group)
-        for weight, update in zip(weights, chunk.updates, strict=True):
-            if state := self._carried(update):
-                optimizer.state[weight] = state
+        carried = [self._carried(update) for update in chunk.updates]
+        for weight, state in zip(weights, carried, strict=True):
+            if state:
+                optimizer.state[weight] = dict(state)
         # The class changes in place what is on the device, here and nowhere else.
         self._unsettled.update(each.parameter for each in chunk.updates if each.changes_held)
-        with stream.scalars:
+        with stream.reads.next(len(weights)):
             optimizer.step()
         self._check_group(optimizer, chunk.group)
         done: list[Done] = []
         try:  # there may be no room for a state: those before it are updated, and nothing is written of the others
-            for weight, update in zip(weights, chunk.updates, strict=True):
+            for weight, update, before in zip(weights, chunk.updates, carried, strict=True):
                 update.take_weight(weight)
-                after = dict(optimizer.state[weight])
+                after = optimizer.state[weight]
                 arrays = arrays_of(after)
                 if update.parameter.dtype != torch.float32:
                     arrays[MASTER] = update.master
                 held = update.held
                 if held is None or not held.fits(arrays):
-                    held = self._hold(update.parameter, arrays)
-                rest = {name: copy_of(value) for name, value in after.items() if name not in arrays}
+                    held = self._hold(update.parameter, update.offloaded, arrays)
+                rest = {  # what is a copy already is nobody else's
+                    name: value if value is before.get(name) else copy_of(value)
+                    for name, value in after.items()
+                    if name not in arrays
+                }
                 done.append(Done(update, held, arrays, rest))
         finally:
             self._keep(done, stream)
@@ -295,13 +290,14 @@ class StreamedOptimizer(torch.optim.Optimizer):
         departure = stream.depart(done)
         for each in done:
             parameter, offloaded = each.update.parameter, each.update.offloaded
-            self._held[parameter] = each.held
+            if each.held is not each.update.held:  # else that is what was told before the copies in
+                self._held[parameter] = each.held
+                self._tell(parameter, offloaded, each.held)
             before = self.state.get(parameter, {})
             rest = {name: renewed(before.get(name), value) for name, value in each.rest.items()}
             self.state[parameter] = {**rest, **each.held.tensors}
             if offloaded is not None:
                 self._versions[parameter] = weakref.ref(offloaded), offloaded.version
-            self._tell(parameter, offloaded, each.held)
         departure.kept = True
 
     def _check_settled(self) -> None:
@@ -327,25 +323,30 @@ class StreamedOptimizer(torch.optim.Optimizer):
                     "StreamedOptimizer has it update some parameters at a time, and keeps only what it has of each."
                 )
 
-    def _ready(self, parameter: Tensor) -> None:
+    def _place_state(self, parameter: Tensor) -> None:
+        """Move a parameter's state to where it is to be now."""
+        self._ready(parameter, find_offloaded(parameter))
+
+    def _ready(self, parameter: Tensor, offloaded: OffloadedParameter | None) -> None:
         """Have the tensors of a parameter's state, if there are any, where they belong."""
-        state, held, offloaded = self.state.get(parameter), self._held.get(parameter), find_offloaded(parameter)
+        state, held = self.state.get(parameter), self._held.get(parameter)
         if not state:
             self._held.pop(parameter, None)
             return
         arrays = arrays_of(state)
         if held is None or held.place != _place_of(parameter, offloaded) or not is_held(parameter, held, arrays):
-            held = self._hold(parameter, arrays)
+            held = self._hold(parameter, offloaded, arrays)
             for name, value in arrays.items():
                 held.tensors[name].copy_(value)
             self._held[parameter] = held
             self.state[parameter] = {**state, **held.tensors}
         self._tell(parameter, offloaded, held)
 
-    def _hold(self, parameter: Tensor, arrays: Mapping[str, Tensor]) -> HeldTensors:
+    def _hold(
+        self, parameter: Tensor, offloaded: OffloadedParameter | None, arrays: Mapping[str, Tensor]
+    ) -> HeldTensors:
         """Return memory for these tensors of a parameter's state; raises `BudgetError` where there is none."""
         like = {name: laid_out(each, parameter) for name, each in arrays.items()}
-        offloaded = find_offloaded(parameter)
         on_device = _place_of(parameter, offloaded) is Tier.DEVICE
         buffers = roomy_engine(parameter.device).object_buffers
         return HeldTensors(buffers, like, parameter.device if on_device else None)
@@ -354,8 +355,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Let an offloaded parameter know of its state."""
         if offloaded is not None:
             offloaded.state_bytes = offloaded.host_state_bytes = held.nbytes
-            set_state(offloaded, held)
-            offloaded.place_state = weakly(self._ready, parameter)
+            if offloaded.optimizer_state is None or offloaded.optimizer_state() is not held:
+                set_state(offloaded, held)
+                offloaded.place_state = weakly(self._place_state, parameter)
 
     def _is_fresh(self, parameter: Tensor, offloaded: OffloadedParameter | None) -> bool:
         """Return whether the weight may have been set since the last step."""
@@ -376,12 +378,3 @@ def _is_here(wanted: Wanted) -> bool:
     """Return whether all that a parameter's update needs is on its device."""
     place = _place_of(wanted.parameter, wanted.offloaded)
     return place is Tier.DEVICE and not isinstance(wanted.parameter.grad, HostGradient)
-
-
-def _check_whole(offloaded: OffloadedParameter | None) -> None:
-    """Raise `OptionError` for a parameter of which there are other parts elsewhere."""
-    if offloaded is not None and offloaded.shard is not None:
-        raise OptionError(
-            f"{offloaded.name} is spread over ranks, each with some of its rows, and this optimizer looks at whole "
-            "matrices; leave shard out, or use OffloadedOptimizer with a class that updates each element by itself."
-        )

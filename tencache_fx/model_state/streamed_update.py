@@ -15,7 +15,7 @@ from tencache_fx.errors import InvariantError, TencacheError, UsageError
 from tencache_fx.model_state.host_gradient import HostGradient
 from tencache_fx.model_state.host_state import HeldTensors
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
-from tencache_fx.model_state.scalar_reads import read_past_copies
+from tencache_fx.model_state.scalar_reads import StepReads
 from tencache_fx.model_state.step_kernel import MASTER
 from tencache_fx.model_state.step_writes import Departure, Write
 from tencache_fx.model_state.update import dense_like, flat, set_master
@@ -80,8 +80,8 @@ class StreamedUpdate:
 
     def take_weight(self, weight: Tensor) -> None:
         """Take over what a class has set the `weight` that it was given to, if it has not changed that in place."""
-        place = self.master.data_ptr(), self.master.size(), self.master.stride(), self.master.dtype
-        if (weight.data_ptr(), weight.size(), weight.stride(), weight.dtype) == place:
+        is_alike = (weight.dtype, weight.device) == (self.master.dtype, self.master.device)
+        if is_alike and weight.is_set_to(self.master):  # of the same memory, size and strides
             return
         if (weight.size(), weight.dtype) != (self.master.size(), self.master.dtype):
             raise UsageError(
@@ -98,10 +98,9 @@ class Chunk:
     group: dict[str, Any]
     updates: list[StreamedUpdate]
     arrived: Event | None = None
+    in_bytes: int = field(init=False)  # of the device, about, which its copies in take
 
-    @property
-    def in_bytes(self) -> int:
-        """About how many bytes of the device its copies in take."""
+    def __post_init__(self) -> None:
         total = 0
         for update in self.updates:
             if isinstance(update.parameter.grad, HostGradient):
@@ -109,7 +108,7 @@ class Chunk:
             if update.reads_weight:
                 total += update.parameter.nbytes
             total += 0 if update.held is None or update.held.place is Tier.DEVICE else update.held.nbytes
-        return total
+        self.in_bytes = total
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,13 +128,15 @@ class UpdateStream:
     reads is kept until the compute stream waits for the copy, or until it is known to be done.
 
     A parameter of the `optimizer` is `unsettled` from before its weight or its state changes until both are known to be
-    of this step.
+    of this step. Steps of its class take place in the contexts of `reads`; see `StepReads` for `reads_numbers`.
     """
 
-    def __init__(self, engine: Engine, optimizer: object, unsettled: set[Tensor]) -> None:
+    def __init__(
+        self, engine: Engine, optimizer: object, unsettled: set[Tensor], *, reads_numbers: bool | None = None
+    ) -> None:
         self._engine, self._streams = engine, engine.streams
         self._optimizer, self._unsettled = optimizer, unsettled
-        self.scalars = read_past_copies(engine.streams.device)  # for steps that read numbers
+        self.reads = StepReads(engine.streams.device, expected=reads_numbers)
         self._coming: dict[Chunk, int] = {}  # with the bytes of their copies in
         self._going: deque[tuple[Event, list[Tensor], int]] = deque()  # the device memory that copies out read
         self._departures: deque[Departure] = deque()  # that have yet to be ended
@@ -174,7 +175,6 @@ class UpdateStream:
 
     def start(self, chunk: Chunk) -> None:
         """Begin to copy in what the chunk needs."""
-        nbytes = chunk.in_bytes
         self._drop_landed()
         pairs: _Pairs = []
         for update in chunk.updates:
@@ -182,10 +182,11 @@ class UpdateStream:
         if pairs:
             self._is_idle = False
             chunk.arrived = self._streams.copy_all(Lane.UPDATE_IN, pairs, (self._streams.record_compute(),))
-            for held in (update.held for update in chunk.updates if update.held is not None):
-                held.note_copy(Lane.UPDATE_IN, chunk.arrived)
+            for update in chunk.updates:
+                if update.held is not None:
+                    update.held.note_copy(Lane.UPDATE_IN, chunk.arrived)
             self._engine.stats.add(h2d_bytes=sum(source.nbytes for _, source in pairs))
-        self._coming[chunk] = nbytes
+        self._coming[chunk] = chunk.in_bytes
 
     def arrive(self, chunk: Chunk) -> None:
         """Have the compute stream wait for the copies in; make the fp32 weights and gradients."""
@@ -201,29 +202,30 @@ class UpdateStream:
         self._departures.append(departure)
         self._unsettled.update(departure.parameters)
         pairs: _Pairs = []
+        out_bytes = 0
         written: list[OffloadedParameter] = []
         for each in done:
             for name, target in each.held.tensors.items():
                 if each.held.place is Tier.HOST:
-                    pairs.append((flat(target), flat(dense_like(target, each.arrays[name]))))
+                    pairs.append((target, dense_like(target, each.arrays[name])))
                 elif target is not each.arrays[name]:
                     target.copy_(each.arrays[name])
             update, parameter = each.update, each.update.parameter
             if update.is_on_host:
                 assert update.offloaded is not None
                 write = update.offloaded.begin_write(read=False)
-                pairs.append((write.elements, flat(update.master.to(parameter.dtype))))
+                pairs.append((write.memory, update.master.to(parameter.dtype)))
                 written.append(update.offloaded)
             elif update.master.data_ptr() != parameter.data_ptr():
                 parameter.data.copy_(update.master)  # whose version counts by itself
         if pairs:
             event, sources = self._write_out(departure, written, pairs), [source for _, source in pairs]
-            self._going.append((event, sources, sum(source.nbytes for source in sources)))
+            out_bytes = sum(source.nbytes for source in sources)
+            self._going.append((event, sources, out_bytes))
             for each in done:
                 each.held.note_copy(Lane.UPDATE_OUT, event)
         for each in done:
             _count(each.update, self._optimizer)
-        out_bytes = sum(target.nbytes for target, _ in pairs)
         self._engine.stats.add(updates=len(done), device_updates=len(done), d2h_bytes=out_bytes)
         self._free()
         return departure
@@ -247,24 +249,24 @@ class UpdateStream:
         """Give an update device memory for what is on the host, and add the copies to `pairs`."""
         parameter, device = update.parameter, self._streams.device
         gradient = parameter.grad
-        assert gradient is not None
+        assert gradient is not None  # each tensor is dense, and its copy has the same order in memory
         if isinstance(gradient, HostGradient) and gradient.buffer.changes:
             gradient = gradient.buffer.device()
         elif isinstance(gradient, HostGradient):
             update.factor = gradient.buffer.factor
             landed = gradient.buffer.landed()
             gradient = torch.empty_like(landed, device=device)
-            pairs.append((flat(gradient), flat(landed)))
+            pairs.append((gradient, landed))
         update.gradient = gradient
         for name, tensor in update.host_state.items():
-            update.arrays[name] = torch.empty_like(tensor, device=device)
-            pairs.append((flat(update.arrays[name]), flat(tensor)))
+            update.arrays[name] = array = torch.empty_like(tensor, device=device)
+            pairs.append((array, tensor))
         if not update.is_on_host:
             update.weight = parameter.detach()
         elif update.reads_weight:
             assert update.offloaded is not None
             update.weight = torch.empty_like(parameter)
-            pairs.append((flat(update.weight), update.offloaded.begin_write(read=True).elements))
+            pairs.append((update.weight, update.offloaded.begin_write(read=True).memory))
 
     def _end(self, departure: Departure) -> BaseException | None:
         """Wait for copies out, and end the updates of weights; return the first error of either."""
@@ -287,7 +289,8 @@ class UpdateStream:
     def _end_update(self, offloaded: OffloadedParameter, write: Write) -> BaseException | None:
         """End the update of a weight whose copy is done; return an error."""
         try:
-            self._engine.stats.add(h2d_bytes=offloaded.finish_update())
+            if refreshed_bytes := offloaded.finish_update():
+                self._engine.stats.add(h2d_bytes=refreshed_bytes)
             write.end()
         except BaseException as error:  # raised by the next reader of the parameter, too
             if not write.done():

@@ -1,14 +1,15 @@
 """Numbers of the device that an optimizer reads on the host: their bits, and that they don't wait for copies out."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from faulty_streams import FaultyCudaStreams
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from tencache_fx.hardware.devices import resolve_device
-from tencache_fx.model_state import streamed_optimizer, streamed_update
+from tencache_fx.model_state import scalar_reads, streamed_optimizer, update_chunks
 from tencache_fx.model_state.scalar_reads import MappedNumber, ScalarReads, read_past_copies
 from tencache_fx.optim import StreamedOptimizer
 from tencache_fx.runtime.cuda_streams import CudaStreams
@@ -81,7 +82,7 @@ def test_a_step_reads_by_way_of_it(monkeypatch: pytest.MonkeyPatch, *, foreach: 
     """Two numbers of each parameter, and the count of its steps, which are all on the device here."""
     monkeypatch.setattr(streamed_optimizer, "LEAST_BYTES", 0)
     read = Reader()
-    monkeypatch.setattr(streamed_update, "read_past_copies", lambda device: ScalarReads(device, read))
+    monkeypatch.setattr(scalar_reads, "read_past_copies", lambda device, waits: ScalarReads(device, read))
 
     def trained(make: Any) -> list[nn.Parameter]:
         torch.manual_seed(0)
@@ -98,6 +99,38 @@ def test_a_step_reads_by_way_of_it(monkeypatch: pytest.MonkeyPatch, *, foreach: 
     found = trained(lambda parameters: StreamedOptimizer(parameters, torch.optim.Adafactor, foreach=foreach))
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert read.reads == 3 * 3 * (2 + (3 if foreach else 1))
+
+
+class Reading(torch.optim.SGD):
+    """It reads a number of each gradient from its third step on, and notes which steps are in a function mode."""
+
+    within: ClassVar[list[bool]] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.within.append(len(_get_current_function_mode_stack()) > 0)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["steps"] = steps = self.state[p].get("steps", 0) + 1
+            if steps > 2:
+                self.state[p]["first"] = p.grad[0, 0].item()
+
+
+def test_only_steps_of_a_class_that_reads_numbers_are_in_the_function_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as is known: all of the first step, one in each of the others, and all from the first read on."""
+    monkeypatch.setattr(streamed_optimizer, "LEAST_BYTES", 0)
+    monkeypatch.setattr(update_chunks, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(Reading, "within", [])
+    read = Reader()
+    monkeypatch.setattr(scalar_reads, "read_past_copies", lambda device, waits: ScalarReads(device, read))
+    parameters = [nn.Parameter(torch.randn(8, 8)) for _ in range(4)]
+    optimizer = StreamedOptimizer(parameters, Reading, lr=0.1)
+    for within, reads in (([True] * 4, 0), ([True, False, False, False], 0), ([True] * 4, 4), ([True] * 4, 8)):
+        Reading.within.clear()
+        for p in parameters:
+            p.grad = torch.randn(8, 8)
+        optimizer.step()
+        assert (Reading.within, read.reads) == (within, reads)
 
 
 def test_numbers_of_a_cpu_are_read_by_torch() -> None:
@@ -147,3 +180,24 @@ def test_a_number_is_that_of_its_time() -> None:
             number += 1
             assert number.item() == step + 1
     streams.close()
+
+
+@pytest.mark.gpu
+def test_what_is_queued_before_a_number_of_a_gpu_is_waited_for_is_not_waited_for() -> None:
+    """Nothing is queued where another stream is current than the one that was at first."""
+    device = resolve_device(torch.device("cuda"))
+    calls = []
+
+    def waits() -> None:
+        calls.append(torch.cuda.current_stream(device))
+        torch.cuda._sleep(2_000_000_000)  # a second
+
+    number = torch.ones((), device=device)
+    stream = torch.cuda.current_stream(device)
+    with read_past_copies(device, waits):
+        assert number.item() == 1.0
+        assert not stream.query()
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            assert number.item() == 1.0
+    assert calls == [stream]
+    torch.cuda.synchronize(device)

@@ -22,7 +22,13 @@ from tencache_fx.runtime.streams import Event, Lane
 
 SIDE = 144  # state of a matrix has a mapping of its own
 PLACES = ["offloaded", "state in host memory", "state on the device"]
-INTERRUPTED = ("streamed_optimizer.py", "streamed_update.py", "host_state.py", "offloaded_parameter.py")
+INTERRUPTED = (
+    "chunk_queue.py",
+    "streamed_optimizer.py",
+    "streamed_update.py",
+    "host_state.py",
+    "offloaded_parameter.py",
+)
 OneStep = tuple[Tensor, dict[str, Any]]
 
 
