@@ -111,8 +111,10 @@ def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:
             if way != "device":
                 bounds = [line["tokens"] * 1e9 / line["bound_ns"] for line in points]
                 axes.plot(at, bounds, "--", color=color, label=f"{parameters / 1e9:.2f}e9, bound of its plan")
-    axes.set(xscale="log", xlabel="tokens a step", ylabel="tokens/s", ylim=(0, None))
+    axes.set(xlabel="tokens a step", ylabel="tokens/s", ylim=(0, None))
     axes.set_xscale("log", base=2)
+    counts = sorted({line["tokens"] for line in lines})
+    axes.set_xticks(counts, labels=[f"{count:,}" for count in counts])
     axes.grid(color="#e4e4e4")
     axes.legend(frameon=False, fontsize=9)
     figure.savefig(path, bbox_inches="tight")
