@@ -172,6 +172,12 @@ def test_the_sources_are_found():
     assert set(imported(nested, at_start=True)) == {"c"}
 
 
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    """Return all Python files of the project, by their path."""
+    return {str(path.relative_to(ROOT)): path.read_text() for path in ALL_FILES}
+
+
 def test_every_module_has_a_rank():
     assert {name.split(".")[0] for name in SOURCES} - {"__init__"} == set(RANKS)
 
@@ -189,14 +195,17 @@ def test_no_import_cycles():
     assert cycles(TREES) == []
 
 
-@pytest.mark.parametrize("name", [*TORCH_FREE, *(name for name in SOURCES if name.split(".")[0] == "planning")])
-def test_commands_and_planning_start_without_torch(name):
-    assert reach_torch(TREES, name) == set()
+PLANNING = [name for name in SOURCES if name.split(".")[0] == "planning"]
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if name.split(".")[0] == "planning"])
-def test_planning_never_imports_torch(name):
-    assert "torch" not in roots(imported(TREES[name]))
+def test_commands_and_planning_start_without_torch():
+    found = {name: reach_torch(TREES, name) for name in (*TORCH_FREE, *PLANNING)}
+    assert not {name: through for name, through in found.items() if through}
+
+
+def test_planning_never_imports_torch():
+    assert PLANNING
+    assert not [name for name in PLANNING if "torch" in roots(imported(TREES[name]))]
 
 
 @pytest.mark.parametrize("name", CHECKERS)
@@ -215,39 +224,63 @@ def test_planted_faults_are_found():
     assert reach_torch({**TREES, "planning.problem": ast.parse("import torch")}, "cli") == {"planning.problem"}
 
 
-@pytest.mark.parametrize("path", ALL_FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_imports_passes_by_another_name(path):
-    assert not [module for module in imported(ast.parse(path.read_text())) if module.split(".")[0] == "passes"]
+def test_nothing_imports_passes_by_another_name(texts):
+    found = {
+        path: [module for module in imported(ast.parse(text)) if module.split(".")[0] == "passes"]
+        for path, text in texts.items()
+    }
+    assert not {path: modules for path, modules in found.items() if modules}
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-@pytest.mark.parametrize("path", ALL_FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_functions_are_short(path):
-    text = path.read_text()
-    in_tests = path.is_relative_to(ROOT / "tests")
-    assert len(text.splitlines()) <= (MOST_TEST_LINES if in_tests else MOST_LINES)
-    lines = {node.name: node.end_lineno - node.lineno + 1 for node in functions(ast.parse(text))}
-    assert in_tests or not {name: count for name, count in lines.items() if count > MOST_FUNCTION_LINES}
+def test_files_are_short(texts):
+    lines = {path: len(text.splitlines()) for path, text in texts.items()}
+    most = {path: MOST_TEST_LINES if path.startswith("tests/") else MOST_LINES for path in texts}
+    assert not {path: count for path, count in lines.items() if count > most[path]}
 
 
-@pytest.mark.parametrize("path", ALL_FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_unfinished_work(path):
-    found = BANNED.findall(path.read_text())
-    assert not found
+def test_functions_are_short(texts):
+    lines = {
+        (path, node.name): node.end_lineno - node.lineno + 1
+        for path, text in texts.items()
+        if not path.startswith("tests/")
+        for node in functions(ast.parse(text))
+    }
+    assert not {place: count for place, count in lines.items() if count > MOST_FUNCTION_LINES}
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_no_error_is_swallowed_and_no_state_is_global(name):
-    for node in ast.walk(TREES[name]):
-        assert not isinstance(node, ast.Global), f"line {node.lineno}: global"
+def test_no_unfinished_work(texts):
+    found = {path: BANNED.findall(text) for path, text in texts.items()}
+    assert not {path: words for path, words in found.items() if words}
+
+
+def test_no_error_is_swallowed_and_no_state_is_global():
+    assert not [f"{name}, line {line}: {fault}" for name, tree in TREES.items() for line, fault in faults(tree)]
+
+
+def faults(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the lines of global statements, and of handlers of all errors."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield node.lineno, "global"
         if isinstance(node, ast.ExceptHandler):
             caught = "" if node.type is None else ast.unparse(node.type)
             passes_on = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
-            assert caught != "Exception", f"line {node.lineno}: except Exception"
-            assert passes_on or caught not in ("", "BaseException"), f"line {node.lineno}: everything is swallowed"
+            if caught == "Exception":
+                yield node.lineno, "except Exception"
+            elif caught in ("", "BaseException") and not passes_on:
+                yield node.lineno, "everything is swallowed"
+
+
+def test_planted_handlers_are_found():
+    planted = "try:\n  f()\nexcept {}:\n  {}"
+    assert list(faults(ast.parse(planted.format("Exception", "raise")))) == [(3, "except Exception")]
+    assert list(faults(ast.parse(planted.format("BaseException", "pass")))) == [(3, "everything is swallowed")]
+    assert not list(faults(ast.parse(planted.format("BaseException", "raise"))))
+    assert list(faults(ast.parse("def f():\n  global g"))) == [(2, "global")]
 
 
 def test_files_are_named_for_what_they_yield():

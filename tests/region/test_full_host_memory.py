@@ -28,6 +28,7 @@ WEIGHTS, ACTIVATION = 2 * DEPTH * MATRIX, ROWS * 4 * WIDTH * 4  # of all matrice
 DISK = 64 << 20
 BACKWARD = WEIGHTS + ACTIVATION  # host memory that every step takes: gradients come on top
 MOST = 9 * WEIGHTS // 2  # with more there is room for weights, gradients, state, and a part of the activations
+ALONE = {"compiler": "eager", "calibrate": False, "scope": "region", "recompute": "none"}  # quick to plan
 DEVICES = {"no plan": 46 * MATRIX, "plan": 64 * MATRIX}  # for the steps after the first
 
 
@@ -107,7 +108,7 @@ def test_a_region_has_room_for_gradients_beside_those_they_are_added_to(spill_di
             run: Callable[[Tensor], Tensor] = model
             if offloads:
                 tencache_fx.offload(model, "cpu")
-                options = {"compiler": "eager", "calibrate": False, "scope": "region", "device_budget": 64 * MATRIX}
+                options = {**ALONE, "device_budget": 64 * MATRIX}
                 spills = {"spill_dir": spill_dir, "spill_budget": DISK, "host_budget": host_bytes}
                 run = torch.compile(model, backend="tencache", options={**options, **spills})
             for part in range(3):
@@ -126,7 +127,7 @@ def test_room_for_sums_is_sought_no_more_when_nothing_was_added_up_for_long(spil
     host_bytes, before = 44 * MATRIX, set(REGIONS.live())
     with spilling(spill_dir, host_bytes):
         model = tencache_fx.offload(blocks()[:4], "cpu")
-        options = {"compiler": "eager", "calibrate": False, "scope": "region", "device_budget": 64 * MATRIX}
+        options = {**ALONE, "device_budget": 64 * MATRIX}
         spills = {"spill_dir": spill_dir, "spill_budget": DISK, "host_budget": host_bytes}
         run = torch.compile(model, backend="tencache", options={**options, **spills}, dynamic=True)
         optimizer = AdamW(model.parameters(), lr=0.01)
