@@ -82,7 +82,7 @@ def _planned_among(
     limit = options.device_budget
     captured = replace(region.captured, min_spill_bytes=least_spill_bytes(limit)).within(device_bytes=limit)
     beside_bytes = held_bytes + (region.calls - 1) * counted_bytes
-    stated = replace(captured, external_bytes=captured.external_bytes + beside_bytes)
+    stated = replace(captured, external_bytes=captured.external_bytes + beside_bytes, sums_stay=False)
     if limit is not None and kept_bytes is not None:
         room_bytes = limit - max(0, bytes_over_budget(replace(stated, boundary_bytes=limit)))
         boundary_bytes = min(room_bytes, limit - stated.external_bytes - kept_bytes)

@@ -141,9 +141,9 @@ def take_grad(engine: Engine, handle: Tensor) -> HostGradient:
 
 
 def send_to_host(engine: Engine, gradient: Tensor) -> HostGradient:
-    """Return a gradient in host memory for one on the device."""
+    """Return a gradient in host memory for one on the device, which stays its caller's."""
     handle = offload_grad(engine, gradient)
-    engine.release(handle, gradient)
+    engine.release(handle, gradient, donated=True)
     return take_grad(engine, handle)
 
 

@@ -142,10 +142,13 @@ class _Tried:
         """Try parameters that are pinned with the gradients that several backwards add up, and updated on the host.
 
         In host memory each addition reads and writes three times their bytes. Updates that do not wait for the last
-        backward have nothing added up.
+        backward have nothing added up. Where host memory has no room for all gradients and state, an update would find
+        none for what is copied out.
         """
         problem, tuning = self._problem, self._evaluator.tuning
-        if problem.budgets.device_bytes is None or problem.accumulation == 1 or problem.updates_in_backward:
+        adds = problem.accumulation > 1 and not problem.updates_in_backward
+        budgets, may_stay = problem.budgets, adds and problem.sums_stay
+        if budgets.device_bytes is None or budgets.host_lacking_bytes or not may_stay:
             return
         best = self.best()
         for updated_here in dict.fromkeys((best.updated_here, best.updated_here / 2, 0.0)):

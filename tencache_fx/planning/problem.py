@@ -302,8 +302,10 @@ class Problem:
     place among the runtime ops is sure in the code that will run: a compiler that fuses may move the other steps
     between two barriers. Without any, every step is one. `copies_parameters` says that graphs read copies of all
     offloaded parameters: of one that stays on the device, too. A whole step runs the ops `accumulation` times before an
-    update: gradients in host memory are added up there. `collectives` are in the order in which they begin. With
-    `updates_in_backward` a parameter is updated as soon as its gradient is there, and else after the last backward.
+    update: gradients in host memory are added up there. Those of parameters that stay on the device may be added up
+    there, too, where `sums_stay`: in a region that is planned alone, on one device. `collectives` are in the order in
+    which they begin. With `updates_in_backward` a parameter is updated as soon as its gradient is there, and else after
+    the last backward.
     """
 
     ops: tuple[Op, ...]
@@ -321,6 +323,7 @@ class Problem:
     accumulation: Positive = 1
     collectives: tuple[Collective, ...] = ()
     updates_in_backward: bool = False
+    sums_stay: bool = True
 
     def check(self) -> None:
         """Raise `ValueError` for a step that there is not, for two things of one name, and for sums out of range."""

@@ -171,6 +171,7 @@ def spread(problem: Problem, cluster: Cluster) -> Problem:
         problem,
         links=_shared_links(problem.links, before, cluster.here),
         budgets=_shared_budgets(problem.budgets, before, cluster),
+        sums_stay=problem.sums_stay and cluster.ranks == 1,
     )
     if before == cluster.ranks == 1:
         return parts

@@ -55,7 +55,7 @@ class Recomputed:
 Choice = Mapping[int, Recomputed]
 """What is recomputed, by region."""
 
-_TUNING = replace(TUNING, leads=(TUNING.compared_lead,), resident_shares=(0.0,), state_shares=(), gradient_shares=())
+_TUNING = replace(TUNING, leads=(TUNING.compared_lead,), resident_shares=(0.0,), state_shares=())
 _STRIDES = 8
 _GAIN_PERCENT = 1  # as much faster another choice has to be, for the regions to be compiled again
 

@@ -78,12 +78,12 @@ class Candidate:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of the state of parameters that are updated on the device."""
+        """The bytes of the state of parameters that are updated on the device, and of gradients added up there."""
         return self.problem.external_bytes - self.captured.external_bytes
 
     @property
     def external_bytes(self) -> int:
-        """The bytes on the device beside the region: those of others, and the state that is to be there."""
+        """The bytes on the device beside the region: those of others, and the state and the sums to be there."""
         return external_bytes(self.held_bytes, self.input_bytes) + self.state_bytes
 
     @property
@@ -316,7 +316,8 @@ class RegionPlanner:
             min(self._options.spill_budget - used.disk_acquired_bytes, most_bytes),
             [
                 (name, each.nbytes, each.tier, each.on_device)
-                + (each.updated_on_device, each.state_bytes, each.host_state_bytes, each.device_state_bytes)
+                + (each.updated_on_device, each.state_bytes, each.host_state_bytes)
+                + (each.device_state_bytes, each.device_gradient_bytes)
                 for name, each in sorted(self._offloaded.items())
             ],
             self.unforeseen_bytes,
@@ -360,6 +361,7 @@ class RegionPlanner:
             min_spill_bytes=least_spill_bytes(options.device_budget),
             accumulation=self.accumulation,
             updates_in_backward=self.updates_in_backward,
+            sums_stay=not (self.by_step or any(_group_of(each, capture) for each in self._offloaded.values())),
             collectives=state_collectives(known, of_gpu=self._environment.roofline.of_gpu),
         )
         formulas, entering_bytes, of_step = None, 0, self._environment.external_bytes
@@ -394,6 +396,5 @@ def _planner_of(shards: Collection[str], policy: str, *, by_step: bool) -> Calla
     """
     if by_step:
         return partial(plan_swap_points, policy=policy)
-    states = () if UNKNOWN in shards else TUNING.state_shares
-    tuning = dataclasses.replace(TUNING, state_shares=states, gradient_shares=()) if any(shards) else TUNING
+    tuning = dataclasses.replace(TUNING, state_shares=()) if UNKNOWN in shards else TUNING
     return partial(kept_plan, policy=policy, tuning=tuning)

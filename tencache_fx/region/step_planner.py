@@ -37,8 +37,7 @@ from tencache_fx.units import PAGE_BYTES, round_up
 log = logging.getLogger("tencache_fx")
 
 _ROOM = 64  # with so much of the budget more room than its plan was made for, a program is planned again
-_STEPS = replace(TUNING, gradient_shares=())  # a gradient stays with its state, or is stored
-_COPYING = replace(_STEPS, resident_shares=(0.0,), state_shares=())  # nothing more stays than was decided
+_COPYING = replace(TUNING, resident_shares=(0.0,), state_shares=())  # nothing more stays than was decided
 _PLANS = 4  # times that a program is planned at most
 
 
@@ -163,7 +162,7 @@ class StepPlanner:
         program.rounds.watch(read.first_trained)
         joined = join(program.visits, links, budgets, frozenset(self._points.shared), read.names)
         early = read.first_trained is not None and is_updated_in_backward(read.first_trained)
-        often = replace(joined.problem, accumulation=program.accumulation, updates_in_backward=early)
+        often = replace(joined.problem, accumulation=program.accumulation, updates_in_backward=early, sums_stay=False)
         joined = replace(joined, problem=often)
         plan, schedule, refusal, transfers = None, FRUGAL, None, self._points.engine.transfers
         try:
@@ -233,7 +232,7 @@ class StepPlanner:
                 plan = kept_plan(problem, policy, tuning=_COPYING)
                 plan = replace(plan, resident=decided[0], updated_here=decided[1])
         if plan is None:
-            plan = kept_plan(joined.problem, policy, tuning=_STEPS)
+            plan = kept_plan(joined.problem, policy)
         joined = replace(joined, problem=keep_resident(joined.problem, **plan.pinned))
         plan = align(joined, plan)
         verify_plan(joined.problem, plan)

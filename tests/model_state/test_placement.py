@@ -353,8 +353,9 @@ def test_sums_on_the_device_are_only_chosen_where_they_help(share: float, accumu
     took, takes = (step_ns(keep_resident(problem, **each.pinned), each.forecast) for each in (without, plan))
     assert takes <= took * 1.005
     assert plan.summed_here or accumulation < 32 or share < 0.3
-    early = make_plan(replace(problem, updates_in_backward=True), "joint")
-    assert not early.summed_here
+    lacking = replace(problem.budgets, host_lacking_bytes=1)
+    for never in ({"updates_in_backward": True}, {"sums_stay": False}, {"budgets": lacking}):
+        assert not make_plan(replace(problem, **never), "joint").summed_here
 
 
 def time_to_spare(plan: Plan) -> int:

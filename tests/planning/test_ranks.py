@@ -48,6 +48,7 @@ def test_each_rank_has_one_part_and_gathers_the_rest(ranks: int) -> None:
         each.check()
     assert ranks_of(before) == 1
     assert ranks_of(problem) == ranks
+    assert (before.sums_stay, problem.sums_stay) == (True, False)
     assert moving(problem, Kind.FETCHED) == [MIB // ranks] * 12
     assert moving(problem, Kind.STORED) == [MIB // ranks] * 6
     assert {s.state_bytes for s in problem.storages if s.kind is Kind.STORED} == {6 * MIB // ranks}

@@ -14,7 +14,7 @@ from tencache_fx.model_state.host_gradient import HostGradient
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.parameter_schedule import gradients_to_host, step_ns
 from tencache_fx.planning.problem import Kind
-from tencache_fx.planning.search import make_plan
+from tencache_fx.planning.search import make_plan, plan_region
 from tencache_fx.region.backward_counter import BackwardCounter
 from tencache_fx.runtime.engine import Engine
 
@@ -44,10 +44,10 @@ def inputs(part: int) -> Tensor:
 class Loop:
     """A loop that adds up gradients over some parts of a step, with its model compiled whole, or block by block."""
 
-    def __init__(self, *, whole: bool, budget: int = BUDGET) -> None:
+    def __init__(self, *, whole: bool, budget: int = BUDGET, host: int = 1 << 28) -> None:
         torch.manual_seed(0)
         self.model = tencache_fx.offload(nn.Sequential(*(Block(WIDTH, 4) for _ in range(DEPTH))), "cpu")
-        options = {"compiler": "eager", "device_budget": budget, "host_budget": 1 << 28, "recompute": "none"}
+        options = {"compiler": "eager", "device_budget": budget, "host_budget": host, "recompute": "none"}
         scope = {"scope": "region" if whole else "step"}
         self.run = self.model
         if whole:
@@ -67,6 +67,7 @@ class Loop:
         if most is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), most)
         self.optimizer.step()
+        self.left = [each.grad.isfinite().all().item() for each in self.model.parameters()]
         self.optimizer.zero_grad()
         return total
 
@@ -156,9 +157,25 @@ def test_sums_stay_on_the_device_where_host_memory_is_slow(
     assert all_fit == (not stored)
     sums = {each.parameter: each.nbytes for each in gradients_to_host(problem) if each.kind is Kind.GRADIENT}
     assert set(sums) == set(plan.summed_here)
+    assert all(loop.left), "a gradient is the loop's until that drops it"
     assert problem.external_bytes - record.captured.external_bytes >= sum(sums.values())
     if all_fit:
         assert copied_bytes == 3 * sum(sums.values())
+
+
+@pytest.mark.parametrize("parts_of_host", [18, 16])
+def test_sums_do_not_stay_where_an_update_has_no_host_memory_for_them(parts_of_host: int) -> None:
+    """Weights, gradients and states take five times the weights' bytes; states that are on the device leave room."""
+    pretend_slow_links(bytes_per_s=10**8, host_bytes_per_s=2 * 10**8)
+    host = parts_of_host * DEPTH * 8 * WIDTH * WIDTH  # each part is a quarter of all weights
+    with faulty_engine(host_budget_bytes=host):
+        loop = Loop(whole=True, budget=11_000_000, host=host)
+        losses = [loop.step(8) for _ in range(4)]
+        plan = tencache_fx.regions()[-1].plan
+        assert plan.summed_here == ()
+        assert plan.updated_here
+        del loop
+    assert losses == pytest.approx(expected([8] * 4), rel=1e-4)
 
 
 def test_a_loop_may_go_back_to_one_backward_a_step(slow_engine: Engine) -> None:
@@ -177,6 +194,8 @@ def test_regions_of_a_step_store_what_they_add_up(slow_engine: Engine) -> None:
     record = tencache_fx.steps()[-1]
     assert record.problem.accumulation == 8
     assert record.plan.summed_here == ()
+    for captured in (record.problem, *(each.captured for each in tencache_fx.regions())):
+        assert not plan_region(captured, "joint")[1].summed_here, "whoever plans it again finds what will run"
 
 
 class Updated:
