@@ -39,7 +39,6 @@ class WouldBeOffloaded:
     on_device: bool = False
     updated_on_device: bool = False
     device_state_bytes: int = 0
-    device_gradient_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,6 @@ from tencache_fx.model_state.backing import Backing, HostWrite
 from tencache_fx.model_state.copy_state import NEXT_STATES, CopyState, HostUpdate, Work, is_on_device
 from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.expected_gradient import ExpectedGradient
-from tencache_fx.model_state.host_gradient import HostGradient
 from tencache_fx.model_state.host_state import HeldTensors, State
 from tencache_fx.model_state.shard import Shard
 from tencache_fx.model_state.split_master import weight_set
@@ -126,12 +125,6 @@ class OffloadedParameter:
         return state.nbytes if state is not None and state.place is Tier.DEVICE else 0
 
     @property
-    def device_gradient_bytes(self) -> int:
-        """Return the bytes of a gradient on the device, of a parameter that a plan keeps there."""
-        gradient = None if self.is_dead or not self.resident else self.parameter.grad
-        return 0 if gradient is None or isinstance(gradient, HostGradient) else gradient.nbytes
-
-    @property
     def device_bytes(self) -> int:
         """Return the bytes of the device copy, and of its optimizer's state that is on the device."""
         return 0 if self.is_dead else self.device_state_bytes + (self.nbytes if self.on_device else 0)
@@ -189,11 +182,11 @@ class OffloadedParameter:
         self._for_inference = False
         if self._state is not CopyState.UPDATING:
             self._become(CopyState.HOST)
+        place = "disk" if self.tier is Tier.NVME else "host memory"
         told = (
-            f"{self.name} is offloaded to {'disk' if self.tier is Tier.NVME else 'host memory'}, and nothing has loaded"
-            " it: read it inside `with tencache_fx.summon(model):`, in a function compiled with backend='tencache', or "
-            "in the forward of the module that has it, as a module also has what its __init__ takes over, by "
-            "self.weight = other.weight."
+            f"{self.name} is offloaded to {place}, and nothing has loaded it: read it inside `with tencache_fx.summon("
+            "model):`, in a function compiled with backend='tencache', or in the forward of the module that has it, "
+            "as a module also has what its __init__ takes over, by self.weight = other.weight."
         )
         compat.take_bytes(self.parameter.untyped_storage(), told)
 
@@ -245,7 +238,10 @@ class OffloadedParameter:
             self._update = update  # no interrupt comes between these two lines: nothing is called
 
     def set_readers(self, readers: Event) -> int:
-        """Have the device copy refreshed behind `readers`, unless they are known; return bytes copied by now."""
+        """Have the device copy refreshed behind `readers`, now or once the update is done; return bytes copied.
+
+        Does nothing if the readers are known.
+        """
         with self._lock:
             if self._update.readers is None:
                 self._update.readers = readers
@@ -258,8 +254,9 @@ class OffloadedParameter:
         That is 0 without a device copy, and while the readers are not known, which leaves it to `set_readers`.
         """
         with self._lock:
-            ended = self._state is not CopyState.UPDATING  # and who ended it was interrupted
-            return 0 if ended else self._refresh_behind_readers()
+            if self._state is not CopyState.UPDATING:  # it has ended, and who ended it was interrupted
+                return 0
+            return self._refresh_behind_readers()
 
     def join_update(self) -> None:
         """Block the host until no update is under way, however the last one went."""
@@ -387,7 +384,10 @@ class OffloadedParameter:
             self._become(CopyState.SHARED)
 
     def _notice_host_writes(self) -> None:
-        """Take account of a `state_dict`'s writes, lock held; raises `UsageError` if the device copy is newer."""
+        """Take account of writes to the host copy by a `state_dict`; raises `UsageError` if the device copy is newer.
+
+        Lock held.
+        """
         if self._host_version == self.backing.version:
             return
         self._host_version = self.backing.version

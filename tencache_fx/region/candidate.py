@@ -246,12 +246,12 @@ class RegionPlanner:
         )
 
     def _held_beside(self, *, training: bool) -> int:
-        """Return the bytes on the device without offloaded parameters, and without what is planned for of these."""
+        """Return the bytes on the device without offloaded parameters, and without their state if that is planned."""
         bytes_here = 0
         for each in self._offloaded.values():
             if training or not each.updated_on_device:
                 bytes_here += each.nbytes if each.on_device else 0
-                bytes_here += each.device_state_bytes + (each.device_gradient_bytes if self.accumulation > 1 else 0)
+                bytes_here += each.device_state_bytes
         return max(0, self._environment.held_bytes - bytes_here)
 
     @property
@@ -316,8 +316,7 @@ class RegionPlanner:
             min(self._options.spill_budget - used.disk_acquired_bytes, most_bytes),
             [
                 (name, each.nbytes, each.tier, each.on_device)
-                + (each.updated_on_device, each.state_bytes, each.host_state_bytes)
-                + (each.device_state_bytes, each.device_gradient_bytes)
+                + (each.updated_on_device, each.state_bytes, each.host_state_bytes, each.device_state_bytes)
                 for name, each in sorted(self._offloaded.items())
             ],
             self.unforeseen_bytes,

@@ -40,7 +40,3 @@ class ParameterFacts(Protocol):
     @property
     def device_state_bytes(self) -> int:
         """Return the bytes of that state that are there now."""
-
-    @property
-    def device_gradient_bytes(self) -> int:
-        """Return the bytes of a gradient that is there now, because a plan keeps the parameter there."""
