@@ -146,12 +146,12 @@ def updating_bytes(problem: Problem) -> int:
     gradients = gradients_to_host(problem)
     if not gradients:
         return 0
-    # Its gradient is read, its state read and written, and its weight, which is as large as the gradient, written.
-    state_bytes = {
-        each.parameter: each.state_traffic_bytes for each in gradients
-    }  # of several gradients one is the sum
-    update_bytes = sum(2 * gradient.nbytes for gradient in gradients) + sum(state_bytes.values())
-    update_bytes += sum({each.parameter: each.nbytes for each in gradients if each.kind is Kind.GRADIENT}.values())
+    # Its gradient is read, its state read and written, and its weight, which is as large as the gradient, written. Of
+    # several gradients of a parameter one is the sum.
+    state_bytes = {each.parameter: each.state_traffic_bytes for each in gradients}
+    summed_bytes = {each.parameter: each.nbytes for each in gradients if each.kind is Kind.GRADIENT}
+    update_bytes = sum(2 * gradient.nbytes for gradient in gradients)
+    update_bytes += sum(state_bytes.values()) + sum(summed_bytes.values())
     parameters = {gradient.parameter for gradient in gradients}
     return update_bytes + sum(
         s.nbytes for s in problem.storages if s.kind is Kind.PARAMETER and s.parameter in parameters

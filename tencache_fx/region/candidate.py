@@ -395,5 +395,5 @@ def _planner_of(shards: Collection[str], policy: str, *, by_step: bool) -> Calla
     """
     if by_step:
         return partial(plan_swap_points, policy=policy)
-    tuning = dataclasses.replace(TUNING, state_shares=()) if UNKNOWN in shards else TUNING
-    return partial(kept_plan, policy=policy, tuning=tuning)
+    make = partial(kept_plan, policy=policy)
+    return partial(make, tuning=dataclasses.replace(TUNING, state_shares=())) if UNKNOWN in shards else make

@@ -169,7 +169,8 @@ def test_the_command_reports_on_this_machine(capsys, tmp_path, cache_folder):
     assert out.count("gets 50.0% of what is spilled") == 2
     assert "* No CUDA device is used" in out
     assert list(spill.iterdir()) == []
-    assert sorted(path.name.split("-")[0] for path in cache_folder.iterdir()) == ["disk", "links", "roofline"]
+    kept = sorted(path.name.split("-")[0] for path in cache_folder.iterdir())
+    assert kept == ["auto", "auto", "disk", "links", "roofline"]
     assert torch.backends.cuda.matmul.fp32_precision == precision
 
 

@@ -16,7 +16,7 @@ import tencache_fx
 from tencache_fx.hardware.cache import USES
 from tencache_fx.region.cache_uses import TencacheArtifact, show_uses
 
-OPTIONS = {"device_budget": "5MB", "compiler": "eager", "calibrate": True}
+OPTIONS = {"device_budget": "5MB", "host_budget": "64MB", "compiler": "eager", "calibrate": True}
 
 
 class Wide(nn.Module):
