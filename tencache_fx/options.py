@@ -25,8 +25,8 @@
 | inductor           | {}       | options passed on to Inductor, such as {"max_autotune": True}                        |
 
 A size is a number of bytes (`536870912`), a number with a unit ("12GiB", "12GB", "512 MiB"), a share of the tier
-("80%": of the device's memory, of the host's memory, of the disk's free space) or "auto". That is what an earlier start
-on this machine found, if that is at most a sixteenth less than what is to be had now: so kept plans are found again.
+("80%": of the device's memory, of the host's memory, of the disk's free space) or "auto". An "auto" size
+of an earlier start stays while it is at most what there is now, and at least 15/16 of that: kept plans are found again.
 
 An option is looked for in `torch.compile(..., options={...})`, then in `tencache_fx.configure(...)`, then in the
 environment (`TENCACHE_DEVICE_BUDGET=12GiB`; several directories as in PATH; `inductor` as JSON; `none` for None).

@@ -84,15 +84,15 @@ class Evaluator:
         recomputed = lru_cache(maxsize=kept)(partial(recompute, captured))
 
         @lru_cache(maxsize=2)  # the limits, the floor and the plan of one candidate are asked for in a row
-        def pinned(names: Names, *pinned: Names) -> Problem:
-            return keep_resident(recomputed(names), *pinned)
+        def pinned(names: Names, *choice: Names) -> Problem:
+            return keep_resident(recomputed(names), *choice)
 
         self._pinned = pinned
 
     def problem_for(self, candidate: Candidate) -> Problem:
         """Return the problem that is left when all that `candidate` decides is decided."""
-        pinned = candidate.resident, candidate.updated_here, candidate.summed_here
-        problem = self._pinned(candidate.recomputed, *pinned)
+        choice = candidate.resident, candidate.updated_here, candidate.summed_here
+        problem = self._pinned(candidate.recomputed, *choice)
         return problem.with_less(candidate.reserved_bytes)
 
     def limits(self, candidate: Candidate) -> Limits:

@@ -173,8 +173,8 @@ class Plan:
         """The fields that say which parameters are on the device, and what of them: for `keep_resident`."""
         return {name: getattr(self, name) for name in ("resident", "updated_here", "summed_here")}
 
-    def deciding_as(self, other: "Plan") -> "Plan":
-        """Return this plan, which is for what `other` recomputes and pins, with that."""
+    def with_decisions_of(self, other: "Plan") -> "Plan":
+        """Return this plan for what `other` recomputes and pins: that is what it was made for."""
         return replace(self, recomputed=other.recomputed, **other.pinned)  # type: ignore[arg-type]
 
     spills = Renamed("transfers")

@@ -147,7 +147,7 @@ def pays_within(budgets: Budgets, captured: Problem, problem: Problem, plan: Pla
 def correct(captured: Problem, problem: Problem, plan: Plan, scales: Scales) -> dict[str, Any]:
     """Return all three, by these names, with durations scaled: the same transfers, forecast anew."""
     scaled = scales.apply(problem)
-    again = build_plan(scaled, plan.policy, plan.transfers).deciding_as(plan)
+    again = build_plan(scaled, plan.policy, plan.transfers).with_decisions_of(plan)
     return {"captured": scales.apply(captured), "problem": scaled, "plan": again}
 
 

@@ -365,7 +365,7 @@ def align(joined: StepProblem, plan: Plan) -> Plan:
     aligned = build_plan(problem, plan.policy, transfers, plan.forecast.floor_bytes)
     if over_tiers(problem, aligned.forecast) > over_tiers(problem, plan.forecast):  # more is away at once
         return plan
-    return aligned.deciding_as(plan)
+    return aligned.with_decisions_of(plan)
 
 
 def to_schedule(joined: StepProblem, plan: Plan) -> StepSchedule:

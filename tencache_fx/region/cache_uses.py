@@ -19,8 +19,8 @@ Counts = Mapping[str, tuple[int, int]]
 """How many entries of each sort were read, and how many had to be made."""
 
 _NAMES = {
-    "auto": "budgets that are auto",
     "accumulation": "numbers of backwards before an update",
+    "auto": "automatic budgets",
     "choice": "choices of what to recompute",
     "collectives": "rates of process groups",
     "disk": "disks' rates",

@@ -77,14 +77,14 @@ class Candidate:
         return input_bytes(self.problem.storages) - input_bytes(self.captured.storages)
 
     @property
-    def state_bytes(self) -> int:
-        """The bytes of the state of parameters that are updated on the device, and of gradients added up there."""
+    def beside_bytes(self) -> int:
+        """The bytes beside the region of the state of parameters that are updated on the device, and of sums there."""
         return self.problem.external_bytes - self.captured.external_bytes
 
     @property
     def external_bytes(self) -> int:
         """The bytes on the device beside the region: those of others, and the state and the sums to be there."""
-        return external_bytes(self.held_bytes, self.input_bytes) + self.state_bytes
+        return external_bytes(self.held_bytes, self.input_bytes) + self.beside_bytes
 
     @property
     def scratch(self) -> Mapping[str, int]:

@@ -312,7 +312,7 @@ def _footprint(candidate: Candidate, plan: Plan) -> Footprint | None:
         candidate.formulas,
         candidate.problem,
         plan,
-        held_bytes=candidate.held_bytes + candidate.resident_bytes + candidate.state_bytes,
+        held_bytes=candidate.held_bytes + candidate.resident_bytes + candidate.beside_bytes,
         input_bytes=candidate.input_bytes + candidate.resident_bytes,
     )
 

@@ -1,7 +1,6 @@
 """Copies in that begin while a step waits for a number: weights and states are torch's, whatever ends the step."""
 
 import contextlib
-import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -11,12 +10,11 @@ import pytest
 import torch
 from faulty_streams import FaultyCpuStreams
 from harness import faulty_engine
-from interrupts import Interrupts
+from optimizer_steps import are_same, found, interrupt_steps
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tencache_fx
-from tencache_fx.errors import TencacheError
 from tencache_fx.model_state import offloading, scalar_reads, streamed_optimizer, streamed_update, update_chunks
 from tencache_fx.model_state.chunk_queue import ChunkQueue
 from tencache_fx.model_state.scalar_reads import ScalarReads, StepReads
@@ -106,19 +104,6 @@ def train(parameters: Any, optimizer: torch.optim.Optimizer, steps: range) -> No
     for step in steps:
         set_gradients(parameters, step)
         optimizer.step()
-
-
-def found(model: nn.ParameterList, optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:
-    saved = optimizer.state_dict()["state"]
-    return [(value.clone(), copy.deepcopy(saved.get(at, {}))) for at, value in enumerate(model.state_dict().values())]
-
-
-def are_same(one: tuple[Tensor, dict[str, Any]], other: tuple[Tensor, dict[str, Any]]) -> bool:
-    return (
-        torch.equal(one[0], other[0])
-        and one[1].keys() == other[1].keys()
-        and all(torch.equal(torch.as_tensor(one[1][name]), torch.as_tensor(other[1][name])) for name in one[1])
-    )
 
 
 @pytest.mark.parametrize("chunk_bytes", [0, 1 << 20])
@@ -220,25 +205,18 @@ def test_an_interrupt_at_any_line_leaves_no_mixture_of_steps(waiting: Waiting) -
     for step in range(2):
         train(model, optimizer, range(step, step + 1))
         expected.append(found(model, optimizer))
-    interrupts, at, whole, amid = Interrupts(INTERRUPTED), 0, 0, 0
-    told: list[str] = []
-    while True:
+    begun_meanwhile: list[bool] = []
+
+    def begin() -> tuple[nn.ParameterList, StreamedOptimizer]:
         model, optimizer = made(Scaled, 4)
         train(model, optimizer, range(1))
         set_gradients(model, 1)
         waiting.starts.clear()
-        if not interrupts.run(optimizer.step, at):
-            break
-        amid += bool(waiting.starts)
-        try:
-            for index, each in enumerate(found(model, optimizer)):
-                assert any(are_same(each, step[index]) for step in expected), interrupts.where
-            whole += 1
-        except TencacheError as error:
-            told.append(str(error))
-        at += 9
+        return model, optimizer
+
+    whole, told = interrupt_steps(begin, INTERRUPTED, 9, expected, lambda: begun_meanwhile.append(bool(waiting.starts)))
     assert all("go back to a checkpoint" in each for each in told)
-    assert amid > 10
+    assert sum(begun_meanwhile) > 10
     assert whole > len(told) / 2
 
 

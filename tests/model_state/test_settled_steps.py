@@ -9,6 +9,7 @@ import pytest
 import torch
 from faulty_streams import FaultyCpuStreams
 from interrupts import Interrupts
+from optimizer_steps import are_same, found, interrupt_steps
 from torch import Tensor, nn
 
 import tencache_fx
@@ -29,7 +30,6 @@ INTERRUPTED = (
     "host_state.py",
     "offloaded_parameter.py",
 )
-OneStep = tuple[Tensor, dict[str, Any]]
 
 
 class Renaming(torch.optim.Optimizer):
@@ -104,23 +104,6 @@ def train(model: nn.ParameterList, optimizer: torch.optim.Optimizer, steps: rang
         optimizer.step()
 
 
-def found(model: nn.ParameterList, optimizer: torch.optim.Optimizer) -> list[OneStep]:
-    """Return weights and states; no reader of a weight may wait for ever."""
-    for parameter in model:
-        offloaded = find_offloaded(parameter)
-        assert offloaded is None or not offloaded.updating
-    saved = optimizer.state_dict()["state"]
-    return [(value.clone(), copy.deepcopy(saved.get(at, {}))) for at, value in enumerate(model.state_dict().values())]
-
-
-def are_same(one: OneStep, other: OneStep) -> bool:
-    return (
-        torch.equal(one[0], other[0])
-        and one[1].keys() == other[1].keys()
-        and all(torch.equal(torch.as_tensor(one[1][name]), torch.as_tensor(other[1][name])) for name in one[1])
-    )
-
-
 @pytest.mark.filterwarnings("ignore:.*could not be updated.*:UserWarning")
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, Renaming])
 @pytest.mark.parametrize("place", PLACES, indirect=True)
@@ -132,21 +115,14 @@ def test_an_interrupt_at_any_line_leaves_no_mixture_of_steps(place: str, cls: ty
     for step in range(2):
         train(model, optimizer, range(step, step + 1))
         expected.append(found(model, optimizer))
-    interrupts, at, whole = Interrupts(INTERRUPTED), 0, 0
-    told: list[str] = []
-    while True:
+
+    def begin() -> tuple[nn.ParameterList, StreamedOptimizer]:
         model, optimizer = made(place, cls)
         train(model, optimizer, range(1))
         set_gradients(model, 1)
-        if not interrupts.run(optimizer.step, at):
-            break
-        try:
-            for index, each in enumerate(found(model, optimizer)):
-                assert any(are_same(each, step[index]) for step in expected), interrupts.where
-            whole += 1
-        except TencacheError as error:
-            told.append(str(error))
-        at += 11
+        return model, optimizer
+
+    whole, told = interrupt_steps(begin, INTERRUPTED, 11, expected)
     assert told
     assert all("go back to a checkpoint" in each for each in told)
     assert whole > len(told) / 2
