@@ -1,8 +1,12 @@
-"""When Python looks for garbage in cycles."""
+"""Python's collector of garbage: when it looks for some, and which objects it knows."""
 
 import contextlib
 import gc
 from collections.abc import Iterator
+from itertools import chain, compress, islice, repeat, starmap, tee
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _SELDOM = 1_000_000  # objects made and not freed: some hundreds of megabytes
 
@@ -23,6 +27,28 @@ def seldom_collected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+def living(kind: type[T]) -> list[T]:
+    """Return all instances of `kind` and of what inherits from it, of some of which `__init__` has not run.
+
+    Nothing is called of other objects, whatever they are. Python's list of all objects also has tuples that other
+    threads are just making of an iterator, and Python refuses to give a tuple its length while somebody else refers to
+    it: that thread would get a `SystemError`. So no other thread may run until that list is gone. None does, since all
+    is done within one call of C code, in which no bytecode runs. `kind` is an ordinary class: its metaclass has no
+    `__subclasscheck__`. Takes about 0.1 s in a process of a million objects.
+    """
+    pause = CollectorPause()
+    pause.begin()  # before Python 3.12 that call might collect garbage, and objects have bytecode run as they end
+    try:
+        # The iterators that `tee` returns hold on to the last 57 objects, and so to whatever is in a cycle with them.
+        # They are made when the list is there, or it would have them; and behind it come others that may stay.
+        lists = map(chain, starmap(gc.get_objects, [()]), [repeat(None, 64)])
+        twice = chain.from_iterable(map(tee, lists))
+        objects, again = (chain.from_iterable(islice(twice, 1)) for _ in range(2))
+        return list(compress(objects, map(issubclass, map(type, again), repeat(kind))))
+    finally:
+        pause.end()
 
 
 class CollectorPause:

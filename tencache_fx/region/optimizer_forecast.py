@@ -4,7 +4,6 @@ A region is planned in the first forward, and that state comes behind the first 
 budget by then would have to be made again, and its code generated once more.
 """
 
-import gc
 from collections.abc import Iterator
 
 import torch
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from tencache_fx.compat import has_bytes
 from tencache_fx.errors import OptionError
+from tencache_fx.garbage import living
 from tencache_fx.model_state.step_tracing import trace_step
 from tencache_fx.tensors import storage_of
 
@@ -28,10 +28,7 @@ def expected_state_bytes(device: torch.device) -> int:
 
 
 def _optimizers() -> Iterator[Optimizer]:
-    for each in gc.get_objects():
-        kind = type(each)  # `isinstance` asks some objects what they are, and they do things then
-        if issubclass(kind, Optimizer) and kind.__module__.startswith("torch.optim."):
-            yield each
+    return (each for each in living(Optimizer) if type(each).__module__.startswith("torch.optim."))
 
 
 def _missing_bytes(optimizer: Optimizer, device: torch.device) -> int:

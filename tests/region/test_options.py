@@ -412,6 +412,7 @@ def test_auto_on_cuda_is_what_this_process_can_have_less_a_margin():
     held = torch.empty(1 << 28, dtype=torch.uint8, device=device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     found = Options.resolve({}, device=device)
-    assert found.device_budget == pytest.approx(0.9 * (free_bytes + torch.cuda.memory_reserved(device)), rel=0.01)
+    most_bytes = 0.9 * (free_bytes + torch.cuda.memory_reserved(device))
+    assert 0.99 * 15 / 16 * most_bytes <= found.device_budget <= 1.01 * most_bytes  # it may be an earlier process's
     assert Options.resolve({"device_budget": "50%"}, device=device).device_budget == total_bytes // 2
     del held
