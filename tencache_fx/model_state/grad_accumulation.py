@@ -5,32 +5,121 @@ the device for the host. One pass adds and takes the norm of the sum, which clip
 """
 
 import threading
-from collections.abc import Callable
+from collections import deque
 from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from tencache_fx.model_state.sum_kernel import Addends, SumKernel
 from tencache_fx.runtime.object_buffers import ObjectBuffers
 from tencache_fx.runtime.worker import Worker
 
+_BATCH_BYTES = 256 << 20  # some milliseconds: longer, and buffers would be given back late
+
+
+class Addend(Protocol):
+    """A gradient in host memory, or on its way there."""
+
+    @property
+    def buffer_memory(self) -> Tensor:
+        """The bytes of the buffer that it is in, uint8."""
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether its copy out is over."""
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether it is in host memory, with all that is added to it, or never will be."""
+
+    def wait_copied(self) -> None:
+        """Block until its copy out is over; raises what that has raised."""
+
+    def wait_landed(self) -> None:
+        """Block until it is in host memory, with all that is added to it; raises why it never will be."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Addition:
+    """A gradient, `more`, to be added to another one, `sums`, both of so many bytes, by the kernel of their dtype.
+
+    `before` is what is added to `sums` earlier, if anything. The sum of the squares is the result of `done`.
+    """
+
+    kernel: SumKernel
+    sums: Addend | None
+    more: Addend | None
+    nbytes: int
+    before: "Addition | None"
+    done: Future[float] = field(default_factory=Future[float])
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it could be carried out without waiting, behind those that were begun before it."""
+        assert self.sums is not None
+        assert self.more is not None
+        return self.sums.is_copied and self.more.has_landed
+
+    def prepare(self) -> Addends:
+        """Return what is to be added. Blocks until it is there; raises why it never will be.
+
+        Of `before`, which is carried out first, this looks only at how it went, if it is over.
+        """
+        assert self.sums is not None
+        assert self.more is not None
+        self.sums.wait_copied()
+        before, self.before = self.before, None
+        if before is not None and before.done.done():
+            before.done.result()
+        self.more.wait_landed()
+        return Addends(self.sums.buffer_memory, self.more.buffer_memory, self.nbytes)
+
+    def norm(self) -> Tensor:
+        """Return the sum's norm, fp32, of the CPU. Blocks until it is known; raises why it never will be."""
+        return torch.tensor(self.done.result(), dtype=torch.float64, device="cpu").sqrt().float()
+
+    def succeed(self, squares: float) -> None:
+        """Give the result to those that wait."""
+        self._let_go()
+        self.done.set_result(squares)
+
+    def fail(self, error: BaseException) -> None:
+        """Give the error to those that wait."""
+        self._let_go()
+        self.done.set_exception(error)
+
+    def _let_go(self) -> None:
+        """Forget the gradients first: the memory of one that nobody else has is free by the time that this is known."""
+        self.sums = self.more = self.before = None
+
 
 class GradientAccumulator:
-    """Additions that have begun, carried out in their order. Thread-safe."""
+    """Additions that have begun, carried out in their order. Thread-safe.
+
+    Several that are ready are one call of native code. Between two calls the thread needs Python's lock, for which it
+    may wait five milliseconds while the training loop's thread works, as long as the addition of 100 MB takes.
+    """
 
     def __init__(self, buffers: ObjectBuffers) -> None:
         self.buffers = buffers
         self._thread = Worker("tencache-add")
+        self._waiting: deque[Addition] = deque()
         self._lock = threading.Lock()
         self._closed = False
 
-    def begin(self, work: Callable[[], Tensor]) -> "Future[Tensor] | None":
-        """Have `work` done, behind all that has begun; None once this is stopped."""
+    def begin(self, addition: Addition) -> bool:
+        """Have an addition carried out, behind all that have begun; False once this is stopped."""
         with self._lock:
             if self._closed:
-                return None
-            begun = self._thread.begin(work)
-            self.buffers.expect(begun)  # it gives the second gradient's buffer back
-            return begun
+                return False
+            self._thread.start()
+            self._waiting.append(addition)
+            self._thread.submit(self._carry_out)
+            self.buffers.expect(addition.done)  # it gives the second gradient's buffer back
+        return True
 
     @property
     def closed(self) -> bool:
@@ -42,3 +131,39 @@ class GradientAccumulator:
         with self._lock:
             self._closed = True
         self._thread.stop()
+
+    def _carry_out(self) -> None:
+        """Carry out all that waits, also what an interrupted `begin` has left behind."""
+        while self._waiting:
+            if batch := self._prepare_some():
+                _add(batch)
+
+    def _prepare_some(self) -> list[tuple[Addition, Addends]]:
+        """Take the first that waits, once it is ready, and those behind it that are ready and of the same kernel.
+
+        One that cannot be prepared has failed.
+        """
+        batch: list[tuple[Addition, Addends]] = []
+        nbytes = 0
+        while self._waiting and nbytes < _BATCH_BYTES:
+            addition = self._waiting[0]
+            if batch and not (addition.kernel is batch[0][0].kernel and addition.is_ready):
+                break
+            self._waiting.popleft()
+            try:
+                batch.append((addition, addition.prepare()))
+            except BaseException as error:  # in a thread of its own: whoever waits for it is told
+                addition.fail(error)
+            nbytes += addition.nbytes
+        return batch
+
+
+def _add(batch: list[tuple[Addition, Addends]]) -> None:
+    try:
+        results = batch[0][0].kernel([addends for _, addends in batch])
+    except BaseException as error:
+        for addition, _ in batch:
+            addition.fail(error)
+        return
+    for (addition, _), squares in zip(batch, results, strict=True):
+        addition.succeed(squares)

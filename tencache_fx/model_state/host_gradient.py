@@ -3,8 +3,8 @@
 `HostGradient` is what a compiled backward returns for an offloaded parameter: a tensor of the parameter's device whose
 bytes are in a pinned buffer. Autograd's own bookkeeping (accumulation, hooks, `zero_grad`) works on it as on any other,
 and so do the norms and factors of gradient clipping and loss scaling, without a byte coming back: a gradient's norm is
-computed on the device before it is offloaded, or as it is added to another one, and factors wait for the next reader
-next. All other operations are carried out on a copy on the device.
+computed on the device before it is offloaded, or as it is added to another one, and factors wait for the next reader.
+All other operations are carried out on a copy on the device.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from tencache_fx import compat
 from tencache_fx.errors import InvariantError, UsageError
-from tencache_fx.model_state.grad_accumulation import GradientAccumulator
+from tencache_fx.model_state.grad_accumulation import Addition, GradientAccumulator
 from tencache_fx.model_state.shard import UNKNOWN, whole_norms
 from tencache_fx.model_state.sum_kernel import kernel_of
 from tencache_fx.runtime.buffers import Buffer, Use
@@ -31,8 +31,8 @@ _aten = torch.ops.aten
 class HostGradientBuffer:
     """The buffer that a gradient is in, for as long as anybody has the gradient.
 
-    The gradient has yet to be multiplied by `factor`. `shard` names the process group
-    of which other ranks have the other parts of it: none for one that is whole, `UNKNOWN` where nobody knows.
+    It has yet to be multiplied by `factor`. `shard` names the process group of which other ranks have the other parts
+    of it: none for one that is whole, `UNKNOWN` where nobody knows.
     """
 
     def __init__(self, additions: GradientAccumulator, layout: Layout, shard: str) -> None:
@@ -40,7 +40,7 @@ class HostGradientBuffer:
         self.layout, self.shard = layout, shard
         self.factor: Tensor | None = None
         self._norm: Tensor | None = None  # fp32 on the device, with the factor; None if it is not known
-        self._sum: Future[Tensor] | None = None  # until it is done, more is added; it gives the norm
+        self._sum: Addition | None = None  # until it is done, more is added; it gives the sum of the squares
         self._readers: list[Future[Any]] = []  # somebody reads `_host` until these are done
         self._on_device: Tensor | None = None
         self._landed: Event | None = None
@@ -80,9 +80,8 @@ class HostGradientBuffer:
         if self.changes:
             return norm_of(self.device())
         if self._norm is None:
-            landed = self.landed()
-            norm = norm_of(landed) if self._sum is None else self._sum.result()
-            norm = norm.to(self.layout.device)
+            self.wait_landed()
+            norm = (norm_of(self._memory) if self._sum is None else self._sum.norm()).to(self.layout.device)
             self._norm = norm if self.factor is None else norm * self.factor.abs().to(norm.device)
         return self._norm
 
@@ -94,24 +93,11 @@ class HostGradientBuffer:
         if not (alike and plain and mine.dtype.is_floating_point) or self is other:
             return False
         self._end_readers()
-        kernel, before, buffers = kernel_of(mine.dtype), self._sum, [self, other]
-
-        def work() -> Tensor:
-            try:
-                value, more = (each._memory for each in buffers)
-                buffers[0]._wait()
-                if before is not None:
-                    before.result()
-                buffers[1].landed()
-                return kernel(*(each.as_strided((each.numel(),), (1,)) for each in (value, more)))
-            finally:
-                buffers.clear()  # a buffer that nobody else has is free by the time that this is known to be done
-
-        begun = self._additions.begin(work)
-        if begun is None:
+        addition = Addition(kernel=kernel_of(mine.dtype), sums=self, more=other, nbytes=mine.nbytes, before=self._sum)
+        if not self._additions.begin(addition):
             return False
-        other.note_reader(begun)
-        self._sum, self._norm, self.shard = begun, None, self.shard or other.shard
+        other.note_reader(addition.done)
+        self._sum, self._norm, self.shard = addition, None, self.shard or other.shard
         return True
 
     def note_reader(self, reader: "Future[Any]") -> None:
@@ -119,24 +105,37 @@ class HostGradientBuffer:
         self._readers = [*(each for each in self._readers if not each.done()), reader]
 
     @property
+    def buffer_memory(self) -> Tensor:
+        """Return the bytes of the buffer that the gradient is in, uint8."""
+        return self._buffers[-1].memory
+
+    @property
+    def is_copied(self) -> bool:
+        """Return whether the copy out is over."""
+        return self._landed is None or self._landed.query()
+
+    @property
     def has_landed(self) -> bool:
         """Return whether the gradient is in host memory, with all that is added to it, or never will be."""
-        return (self._landed is None or self._landed.query()) and (self._sum is None or self._sum.done())
+        return self.is_copied and (self._sum is None or self._sum.done.done())
 
     def landed(self) -> Tensor:
         """Return the gradient in host memory, but for its factor, to read only. Blocks the host.
 
         Raises `BudgetError` for one that was on the device alone if the host budget has no room for it.
         """
-        self._wait()
-        error = None if self._sum is None else self._sum.exception()
-        if error is not None:  # raised anew: its traceback will hold the gradient, which holds the old one
-            size = tuple(self.layout.size)
-            raise InvariantError(
-                f"a gradient of size {size} is lost, another one could not be added to it: {error!r}; set it to None, "
-                "and repeat the step."
-            ) from error
+        self.wait_landed()
         return self._memory
+
+    def wait_landed(self) -> None:
+        """Block until it is in host memory, with all that is added to it; raises `InvariantError` if it is lost."""
+        self.wait_copied()
+        error = None if self._sum is None else self._sum.done.exception()
+        if error is not None:  # raised anew: its traceback will hold the gradient, which holds the old one
+            raise InvariantError(
+                f"a gradient of size {tuple(self.layout.size)} is lost, another one could not be added to it: "
+                f"{error!r}; set it to None, and repeat the step."
+            ) from error
 
     def host(self) -> Tensor:
         """Return the gradient in host memory, with its factor. Blocks the host."""
@@ -180,7 +179,8 @@ class HostGradientBuffer:
             self._host = host
         return host
 
-    def _wait(self) -> None:
+    def wait_copied(self) -> None:
+        """Block until the copy out is over; raises what that has raised."""
         if self._landed is not None:
             self._landed.synchronize()
 

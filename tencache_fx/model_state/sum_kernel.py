@@ -1,4 +1,4 @@
-"""Adds one gradient to another in host memory, and takes the norm of the sum in the same pass.
+"""Adds gradients to others in host memory, and takes the norm of each sum in the same pass.
 
 It is native code that builds in a fraction of a second. Inductor's, the first in a process to be made for a CPU, takes
 40 s on some machines, in the middle of a backward.
@@ -7,27 +7,38 @@ It is native code that builds in a fraction of a second. Inductor's, the first i
 import ctypes
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tencache_fx.model_state.cpp_prelude import FROM_STORED, PRELUDE, STORED, TO_STORED
 from tencache_fx.native_code import BuildError, Library, library_of
+from tencache_fx.tensors import ordinary_tensors
 from tencache_fx.thread_safe import threads_beside_others
 
 log = logging.getLogger("tencache_fx")
 
-SumKernel = Callable[[Tensor, Tensor], Tensor]
-"""Adds the second of two tensors of the CPU, both [n], to the first; returns the sum's Euclidean norm, fp32, []."""
+
+@dataclass(frozen=True, slots=True)
+class Addends:
+    """Two arrays of numbers, each the first `nbytes` of some bytes of host memory, uint8, [at least `nbytes`]."""
+
+    sums: Tensor
+    more: Tensor
+    nbytes: int
+
+
+SumKernel = Callable[[Sequence[Addends]], list[float]]
+"""Adds `more` to `sums` of each pair, in this order; returns the sum of the squares of each of the sums."""
 
 # Squares are added up in double precision, as `norm_of` does on a CPU.
 _CODE = """
 #include <algorithm>
 
-extern "C" double add(void* const* arrays, std::int64_t count, int threads) {{
-  auto* sums = static_cast<{stored}*>(arrays[0]);
-  const auto* more = static_cast<const {stored}*>(arrays[1]);
+static double add_one({stored}* sums, const {stored}* more, std::int64_t count, int threads) {{
   constexpr std::int64_t most = 1 << 13;
   const std::int64_t blocks = (count + most - 1) / most;
   double squares = 0;
@@ -45,46 +56,66 @@ extern "C" double add(void* const* arrays, std::int64_t count, int threads) {{
   }}
   return squares;
 }}
+
+extern "C" void add(void* const* sums, void* const* more, const std::int64_t* counts, double* squares, int pairs,
+                    int threads) {{
+  for (int pair = 0; pair < pairs; ++pair)
+    squares[pair] = add_one(static_cast<{stored}*>(sums[pair]), static_cast<const {stored}*>(more[pair]), counts[pair],
+                            threads);
+}}
 """
 
 
 @functools.cache
 def kernel_of(dtype: torch.dtype) -> SumKernel:
     """Return what adds gradients of `dtype`; its code is being built, and the first call waits for that."""
+    by_torch = partial(_add_by_torch, dtype)
     if dtype not in STORED:
-        return _add_by_torch
+        return by_torch
     casts = {"to_stored": TO_STORED.get(dtype, ""), "from_stored": FROM_STORED.get(dtype, "")}
     library = library_of(PRELUDE + _CODE.format(stored=STORED[dtype], **casts))
     library.start()
     threads = threads_beside_others()
 
     @functools.cache
-    def built() -> Callable[..., float] | None:
+    def built() -> Callable[..., None] | None:
         return _load(library)
 
-    def add(value: Tensor, more: Tensor) -> Tensor:
+    def add(pairs: Sequence[Addends]) -> list[float]:
         function = built()
         if function is None:
-            return _add_by_torch(value, more)
-        arrays = (ctypes.c_void_p * 2)(value.data_ptr(), more.data_ptr())
-        squares = function(arrays, ctypes.c_int64(len(value)), ctypes.c_int(threads))
-        return torch.tensor(squares, dtype=torch.float64, device="cpu").sqrt().float()
+            return by_torch(pairs)
+        count = len(pairs)
+        squares = (ctypes.c_double * count)()
+        function(
+            (ctypes.c_void_p * count)(*[each.sums.data_ptr() for each in pairs]),
+            (ctypes.c_void_p * count)(*[each.more.data_ptr() for each in pairs]),
+            (ctypes.c_int64 * count)(*[each.nbytes // dtype.itemsize for each in pairs]),
+            squares,
+            ctypes.c_int(count),
+            ctypes.c_int(threads),
+        )
+        return list(squares)
 
     return add
 
 
-def _load(library: Library) -> Callable[..., float] | None:
+def _load(library: Library) -> Callable[..., None] | None:
     """Return the function once it is built; None, with a log line, if it cannot be."""
     try:
         function = library.load().add
     except BuildError as error:
         log.info("gradients in host memory are added up by torch, which takes longer: %s", error)
         return None
-    function.restype = ctypes.c_double
+    function.restype = None
     return function
 
 
-def _add_by_torch(value: Tensor, more: Tensor) -> Tensor:
-    value.add_(more)
-    norm: Tensor = torch.linalg.vector_norm(value, dtype=torch.float64)
-    return norm.float()
+def _add_by_torch(dtype: torch.dtype, pairs: Sequence[Addends]) -> list[float]:
+    squares = []
+    with ordinary_tensors():
+        for each in pairs:
+            value = each.sums[: each.nbytes].view(dtype)
+            value.add_(each.more[: each.nbytes].view(dtype))
+            squares.append(torch.linalg.vector_norm(value, dtype=torch.float64).item() ** 2)
+    return squares

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.host_gradient import HostGradient
 from tencache_fx.model_state.parameter_store import parameters_of
 from tencache_fx.model_state.stored_form import FP32
-from tencache_fx.model_state.sum_kernel import kernel_of
+from tencache_fx.model_state.sum_kernel import Addends, SumKernel, kernel_of
 from tencache_fx.model_state.update import send_to_host
 from tencache_fx.native_code import Library
 from tencache_fx.optim import AdamW
@@ -42,11 +42,11 @@ class Gate:
         self.opened = threading.Event()
         self.begun = 0
 
-    def kernel_of(self, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
-        def add(value: Tensor, more: Tensor) -> Tensor:
+    def kernel_of(self, dtype: torch.dtype) -> SumKernel:
+        def add(pairs: Sequence[Addends]) -> list[float]:
             self.begun += 1
             assert self.opened.wait(20)
-            return kernel_of(dtype)(value, more)
+            return kernel_of(dtype)(pairs)
 
         return add
 
@@ -69,6 +69,10 @@ def engine(new_engine: Callable[..., Engine]) -> Engine:
 
 def numbers(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(COUNT, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def addends(sums: Tensor, more: Tensor) -> Addends:
+    return Addends(sums.view(torch.uint8), more.view(torch.uint8), sums.nbytes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -101,6 +105,58 @@ def other_default(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_default_dtype(kept)
 
 
+class Counted:
+    """Adds, and notes how many pairs each call had."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate, self.pairs = gate, list[int]()
+
+    def __call__(self, pairs: Sequence[Addends]) -> list[float]:
+        self.pairs.append(len(pairs))
+        assert self.gate.opened.wait(20)
+        return kernel_of(torch.float32)(pairs)
+
+
+def test_additions_that_are_ready_are_one_call(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also two to the same sum, in their order, and one of which another part is added meanwhile."""
+    counted = Counted(gate := Gate())
+    monkeypatch.setattr(host_gradient, "kernel_of", lambda _: counted)
+    first, second = (send_to_host(engine, numbers(seed)) for seed in range(2))
+    first.add_(send_to_host(engine, numbers(2)))
+    while not counted.pairs:
+        time.sleep(0.001)
+    first.add_(send_to_host(engine, numbers(3)))
+    second.add_(send_to_host(engine, numbers(4)))
+    first.add_(send_to_host(engine, numbers(5)))
+    second.add_(first)  # only once the others are there
+    gate.opened.set()
+    expected = sum((numbers(seed) for seed in (2, 3, 5)), numbers(0))
+    torch.testing.assert_close(first.clone(), expected)
+    torch.testing.assert_close(second.clone(), numbers(1) + numbers(4) + expected)
+    torch.testing.assert_close(second.buffer.norm(), (numbers(1) + numbers(4) + expected).norm(), rtol=1e-3, atol=0)
+    assert counted.pairs == [1, 3, 1]
+
+
+def test_one_addition_of_several_may_fail(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise InvariantError("injected")
+
+    counted = Counted(gate := Gate())
+    monkeypatch.setattr(host_gradient, "kernel_of", lambda _: counted)
+    sums = [send_to_host(engine, numbers(seed)) for seed in range(3)]
+    for seed, gradient in enumerate(sums):
+        more = send_to_host(engine, numbers(seed + 3))
+        if seed == 1:
+            more.buffer.wait_landed = broken
+        gradient.add_(more)
+    del more
+    gate.opened.set()
+    for seed in (0, 2):
+        torch.testing.assert_close(sums[seed].clone(), numbers(seed) + numbers(seed + 3))
+    with pytest.raises(InvariantError, match="is lost.*injected"):
+        sums[1].clone()
+
+
 @pytest.mark.usefixtures("other_default")
 def test_the_norm_does_not_depend_on_the_default_dtype(engine: Engine) -> None:
     kernel_of.cache_clear()
@@ -122,9 +178,9 @@ def test_the_kernel_is_one_of_the_cpu_whatever_the_default_device() -> None:
     with torch.device("meta"):
         kernel = kernel_of(torch.float32)
         value, more = (torch.full((3,), number, device="cpu") for number in (1.0, 2.0))
-        norm = kernel(value, more)
+        squares = kernel([addends(value, more)])
     assert torch.equal(value, torch.full((3,), 3.0))
-    torch.testing.assert_close(norm, torch.tensor(27.0).sqrt())
+    assert squares == [27.0]
 
 
 @pytest.mark.parametrize("count", [0, 1, 1000, 100_003])
@@ -142,20 +198,19 @@ def test_the_kernel_adds_as_torch_does(
     generator = torch.Generator().manual_seed(count)
     value, more = (100 * torch.randn(count, generator=generator).to(dtype) for _ in range(2))
     expected = value + more
-    norm = kernel_of(dtype)(value, more)
+    (squares,) = kernel_of(dtype)([addends(value, more)])
     assert torch.equal(value, expected)
-    assert norm.dtype == torch.float32
-    torch.testing.assert_close(norm, expected.double().norm().float(), rtol=1e-6, atol=0)
+    assert squares == pytest.approx(expected.double().square().sum().item(), rel=1e-6)
     if count > 1:
         for special in (float("inf"), float("nan"), 60000.0):
             odd, others = (torch.full((count,), 1.0, dtype=dtype) for _ in range(2))
             odd[count // 2] = others[count // 2] = special
             expected = odd + others
-            norm = kernel_of(dtype)(odd, others)
+            (squares,) = kernel_of(dtype)([addends(odd, others)])
             assert torch.equal(odd.isnan(), expected.isnan())
             assert torch.equal(odd.nan_to_num(), expected.nan_to_num())
-            wanted = expected.double().norm().float()
-            torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0, equal_nan=True)
+            wanted = expected.double().square().sum().item()
+            assert squares == pytest.approx(wanted, rel=1e-6, nan_ok=True)
     kernel_of.cache_clear()
 
 
@@ -173,9 +228,9 @@ def test_buffers_to_be_reserved_wait_for_additions(
     engine = new_engine(host_budget_bytes=2 * page_bytes)
     kernel = kernel_of(torch.float32)
 
-    def late(value: Tensor, more: Tensor) -> Tensor:
+    def late(pairs: Sequence[Addends]) -> list[float]:
         time.sleep(0.1)
-        return kernel(value, more)
+        return kernel(pairs)
 
     monkeypatch.setattr(host_gradient, "kernel_of", lambda _: late)
     gradient = send_to_host(engine, numbers(0))
@@ -254,9 +309,9 @@ def test_new_gradients_take_the_place_of_those_being_added(
     engine = new_engine()
     kernel = kernel_of(torch.float32)
 
-    def late(value: Tensor, more: Tensor) -> Tensor:
+    def late(pairs: Sequence[Addends]) -> list[float]:
         time.sleep(0.01)
-        return kernel(value, more)
+        return kernel(pairs)
 
     monkeypatch.setattr(host_gradient, "kernel_of", lambda _: late)
     sums = [send_to_host(engine, numbers(seed)) for seed in range(4)]
@@ -272,7 +327,7 @@ def test_new_gradients_take_the_place_of_those_being_added(
 
 
 def test_an_addition_that_fails_is_raised_by_whoever_reads(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(value: Tensor, more: Tensor) -> Tensor:
+    def failing(pairs: Sequence[Addends]) -> list[float]:
         raise RuntimeError("injected")
 
     gradient, more = send_to_host(engine, numbers(0)), send_to_host(engine, numbers(1))
@@ -353,9 +408,9 @@ def test_updates_wait_for_additions(monkeypatch: pytest.MonkeyPatch, clip: bool)
     expected = trained(home=False, **how)
     kernel = kernel_of(torch.float32)
 
-    def late(value: Tensor, more: Tensor) -> Tensor:
+    def late(pairs: Sequence[Addends]) -> list[float]:
         time.sleep(0.003)
-        return kernel(value, more)
+        return kernel(pairs)
 
     monkeypatch.setattr(host_gradient, "kernel_of", lambda _: late)
     found = trained(home=True, **how)
@@ -363,7 +418,7 @@ def test_updates_wait_for_additions(monkeypatch: pytest.MonkeyPatch, clip: bool)
 
 
 def test_a_step_with_an_addition_that_failed_leaves_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(value: Tensor, more: Tensor) -> Tensor:
+    def failing(pairs: Sequence[Addends]) -> list[float]:
         raise RuntimeError("injected")
 
     monkeypatch.setattr(host_gradient, "kernel_of", lambda _: failing)
