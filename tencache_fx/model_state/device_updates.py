@@ -136,7 +136,8 @@ def _run(updates: list[DeviceUpdate], numbers: Tensor, most_bytes: int) -> list[
     Copies take `most_bytes` at most, but for that of one gradient alone that has other strides than its weight.
     """
     columns = list(zip(*((each.change(), each.weight, *each.state.arrays) for each in updates), strict=True))
-    change, weight, *arrays = (torch.cat(column) if len(column) > 1 else column[0] for column in columns)
+    with torch.autocast(updates[0].weight.device.type, enabled=False):  # it refuses `cat` of some dtypes
+        change, weight, *arrays = (torch.cat(column) if len(column) > 1 else column[0] for column in columns)
     if updates[0].fresh:
         set_master(arrays[0], weight, max(_LEAST_MASTERS, most_bytes // MASTER_BYTES))
     updates[0].step.kernel.compiled(weight.dtype, weight.device)(change, weight, *arrays, numbers)

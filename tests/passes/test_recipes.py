@@ -310,7 +310,6 @@ class HalfCheckpointed(nn.Module):
     [
         pytest.param(case("gpt2-dropout"), id="dropout"),
         pytest.param(only(HalfCheckpointed), id="half checkpointed"),
-        pytest.param(case("gpt2-checkpoint-dropout"), id="checkpoint and dropout", marks=pytest.mark.slow),
     ],
 )
 def test_numbers_stay_as_they_are(each: Case, slow_links: None) -> None:
