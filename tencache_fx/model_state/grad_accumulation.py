@@ -4,8 +4,10 @@ Autograd asks for the sum while it still issues the backward; a host that added 
 the device for the host. One pass adds and takes the norm of the sum, which clipping may ask for.
 """
 
+import contextlib
 import threading
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -150,20 +152,25 @@ class GradientAccumulator:
             if batch and not (addition.kernel is batch[0][0].kernel and addition.is_ready):
                 break
             self._waiting.popleft()
-            try:
+            with contextlib.suppress(BaseException), _told(addition):
                 batch.append((addition, addition.prepare()))
-            except BaseException as error:  # in a thread of its own: whoever waits for it is told
-                addition.fail(error)
             nbytes += addition.nbytes
         return batch
 
 
 def _add(batch: list[tuple[Addition, Addends]]) -> None:
-    try:
+    with contextlib.suppress(BaseException), _told(*(addition for addition, _ in batch)):
         results = batch[0][0].kernel([addends for _, addends in batch])
+        for (addition, _), squares in zip(batch, results, strict=True):
+            addition.succeed(squares)
+
+
+@contextlib.contextmanager
+def _told(*additions: Addition) -> Iterator[None]:
+    """Have those that wait for these told of an error: nobody else hears of it, in a thread of its own."""
+    try:
+        yield
     except BaseException as error:
-        for addition, _ in batch:
-            addition.fail(error)
-        return
-    for (addition, _), squares in zip(batch, results, strict=True):
-        addition.succeed(squares)
+        for each in additions:
+            each.fail(error)
+        raise
