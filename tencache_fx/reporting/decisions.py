@@ -82,13 +82,16 @@ def _recomputed(timeline: Timeline, captured: Problem, most: int) -> Iterator[De
     names = frozenset(timeline.plan.recomputed) & {recipe.name for recipe in captured.recipes}
     storages = {storage.name: storage for storage in captured.storages}
     alone = {each.name: sum(captured.ops[step].duration_ns for step in each.steps) for each in captured.recipes}
+    layers = {bar.name: bar.note for bar in timeline.lane(Lane.COMPUTE) if bar.note}
     all_ns = recompute(captured, names).recompute_ns
     for name in sorted(names, key=lambda name: (-alone[name], name))[: most * _LOOKED_AT]:
+        maker = captured.ops[storages[name].birth].name
+        told = (str(storages[name].kind), layers.get(maker, ""), f"made by {maker}")
         yield Decision(
             name=name,
             deed="recomputed",
             nbytes=storages[name].nbytes,
-            note=f"{storages[name].kind}, made by {captured.ops[storages[name].birth].name}",
+            note=", ".join(filter(None, told)),
             price_ns=all_ns - recompute(captured, names - {name}).recompute_ns,
         )
 

@@ -33,7 +33,7 @@ from tencache_fx.planning.planner import plan_transfers
 from tencache_fx.planning.problem import Links, Problem
 from tencache_fx.planning.search import plan_region
 from tencache_fx.planning.simulator import simulate
-from tencache_fx.records import RegionRecord, StepRecord
+from tencache_fx.records import Listing, NodeRow, RegionRecord, StepRecord
 from tencache_fx.reporting import page
 from tencache_fx.reporting.decisions import dearest_decisions
 from tencache_fx.reporting.dump import read_regions, read_steps, write_measured, write_region, write_step
@@ -232,6 +232,16 @@ def test_decisions_are_priced_by_the_replay_without_them(crowded: RegionRecord) 
     assert first.price_ns == record.plan.forecast.makespan_ns - without
     recomputed = dearest_decisions(region_timeline(crowded), crowded.captured, most=100)
     assert {each.name for each in recomputed if each.deed == "recomputed"} == set(crowded.plan.recomputed)
+
+
+def test_a_decision_to_recompute_names_the_layer(crowded: RegionRecord) -> None:
+    makers = [op.name for op in crowded.captured.ops]
+    rows = tuple(NodeRow(name=m, op="call_function", target="", inputs=(), type="", layer=f"of {m}") for m in makers)
+    record = dataclasses.replace(crowded, listings=(Listing(phase="forward", nodes=rows),))
+    found = dearest_decisions(region_timeline(record), record.captured, most=100)
+    notes = [each.note for each in found if each.deed == "recomputed"]
+    assert notes
+    assert all(re.fullmatch(r"activation, of (.+), made by \1", note) for note in notes)
 
 
 def test_a_page_of_too_many_plans_names_how_many_are_left_out(
