@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import tencache_fx.backend  # registers the ops' kernels
 from tencache_fx.hardware.devices import resolve_device
+from tencache_fx.model_state.parameter_store import find_offloaded
 from tencache_fx.planning.plan import PoolClass
 from tencache_fx.runtime.engine_registry import open_engine, swap_points
 
@@ -44,9 +45,12 @@ class Clock:
         return results
 
 
-def run_round(clock: Clock, server: int, parameters: list[Tensor], tensors: list[Tensor]) -> None:
-    """Load all parameters, swap all tensors out and in, and store each as a gradient."""
+def run_round(
+    clock: Clock, server: int, parameters: list[Tensor], staying: list[Tensor], tensors: list[Tensor]
+) -> None:
+    """Load all parameters, but for those `staying`, swap all tensors out and in, and store each as a gradient."""
     labels = [f"value_{index}" for index in range(len(tensors))]
+    clock.calls("sync_param", _OPS.sync_param, ((p, server, label) for p, label in zip(staying, labels, strict=True)))
     like = [(list(each.size()), list(each.stride()), each.dtype, each.device, server) for each in tensors]
     tickets = clock.calls(
         "fetch_param", _OPS.fetch_param, ((p, server, label) for p, label in zip(parameters, labels, strict=True))
@@ -79,8 +83,12 @@ def main() -> None:
     device, count, rows = resolve_device(torch.device(arguments.device)), arguments.count, arguments.rows
     torch.set_num_threads(1)
     tencache_fx.configure(host_budget=8 * count * rows * rows * 4)
-    model = nn.ModuleList(nn.Linear(rows, rows, bias=False) for _ in range(count))
-    parameters = list(tencache_fx.offload(model, device).parameters())
+    model = nn.ModuleList(nn.Linear(rows, rows, bias=False) for _ in range(2 * count))
+    both = list(tencache_fx.offload(model, device).parameters())
+    parameters, staying = both[:count], both[count:]
+    for parameter in staying:
+        if (offloaded := find_offloaded(parameter)) is not None:
+            offloaded.pin()
     tensors = [torch.zeros(rows, rows, device=device) for _ in range(count)]
     engine = open_engine(device, host_budget_bytes=0)
     engine.reserve(pool=[PoolClass(nbytes=rows * rows * 4, count=count)], staging=[], disk_bytes=0)
@@ -91,7 +99,7 @@ def main() -> None:
         for _ in range(arguments.rounds):
             if server == points.id:
                 points.begin(0, 0, backward=False)
-            run_round(clock, server, parameters, tensors)
+            run_round(clock, server, parameters, staying, tensors)
             if server == points.id:
                 points.end()
         found = {op: [round(us, 1) for us in least] for op, least in clock.least_us.items()}

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from tencache_fx import compat
 from tencache_fx.errors import InvariantError, UsageError
 from tencache_fx.model_state.grad_accumulation import Addition, GradientAccumulator
+from tencache_fx.model_state.gradient_norm import norm_of
 from tencache_fx.model_state.shard import UNKNOWN, whole_norms
 from tencache_fx.model_state.sum_kernel import kernel_of
 from tencache_fx.runtime.buffers import Buffer, Use
@@ -35,27 +36,30 @@ class HostGradientBuffer:
     of it: none for one that is whole, `UNKNOWN` where nobody knows.
     """
 
+    factor: Tensor | None = None
+    _norm: Tensor | None = None  # fp32 on the device, with the factor; None if it is not known
+    _sum: Addition | None = None  # until it is done, more is added; it gives the sum of the squares
+    _on_device: Tensor | None = None
+    _landed: Event | None = None
+    _host: Tensor | None = None  # made when it is read: the thread that runs the backward has no time for it
+    _readers: "Sequence[Future[Any]]" = ()  # somebody reads `_host` until these are done
+
     def __init__(self, additions: GradientAccumulator, layout: Layout, shard: str) -> None:
         self._buffers: list[Buffer] = []  # one, once there is one; of two threads that asked at once each has its own
-        self.layout, self.shard = layout, shard
-        self.factor: Tensor | None = None
-        self._norm: Tensor | None = None  # fp32 on the device, with the factor; None if it is not known
-        self._sum: Addition | None = None  # until it is done, more is added; it gives the sum of the squares
-        self._readers: list[Future[Any]] = []  # somebody reads `_host` until these are done
-        self._on_device: Tensor | None = None
-        self._landed: Event | None = None
-        self._host: Tensor | None = None  # made when it is read: the thread that runs the backward has no time for it
-        self._additions = additions
+        self._additions, self.layout, self.shard = additions, layout, shard
 
-    @classmethod
-    def copied_out(
-        cls, additions: GradientAccumulator, layout: Layout, shard: str, buffer: Buffer, landed: Event, norm: Tensor
-    ) -> "HostGradientBuffer":
-        """Return what is in `buffer` once `landed` has passed; this gives the buffer back."""
-        made = cls(additions, layout, shard)
-        made._buffers.append(buffer)
-        made._landed, made._norm = landed, norm
-        return made
+    def hold(self, buffer: Buffer, landed: Event, norm: Tensor | None) -> None:
+        """Be what is in `buffer` once `landed` has passed, and give the buffer back.
+
+        Without a `norm`, that is taken there, if somebody asks for it.
+        """
+        self._landed, self._norm = landed, norm
+        self._buffers.append(buffer)
+
+    @property
+    def holds(self) -> bool:
+        """Return whether there is a buffer to give back."""
+        return bool(self._buffers)
 
     @classmethod
     def on_device(cls, additions: GradientAccumulator, value: Tensor, shard: str) -> "HostGradientBuffer":
@@ -187,19 +191,12 @@ class HostGradientBuffer:
     def _end_readers(self) -> None:
         for reader in self._readers:
             reader.exception()
-        self._readers = []
+        self._readers = ()
 
     @property
     def changes(self) -> bool:
         """Return whether what is in host memory may be out of date."""
         return self._on_device is not None
-
-
-def norm_of(value: Tensor) -> Tensor:
-    """Return the Euclidean norm of a tensor, fp32, on its device."""
-    wide = torch.float64 if value.device.type == "cpu" else torch.float32  # a CPU adds up in the order of memory
-    norm: Tensor = torch.linalg.vector_norm(value, dtype=torch.promote_types(value.dtype, wide))
-    return norm.float()
 
 
 class HostGradient(Tensor):

@@ -25,10 +25,12 @@ from torch.autograd.graph import increment_version
 from tencache_fx import compat
 from tencache_fx.errors import InvariantError, UsageError
 from tencache_fx.model_state.backing import Backing, HostWrite
+from tencache_fx.model_state.copy_refusals import lost_write_to, refusal_of
 from tencache_fx.model_state.copy_state import NEXT_STATES, CopyState, HostUpdate, Work, is_on_device
 from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.expected_gradient import ExpectedGradient
 from tencache_fx.model_state.host_state import HeldTensors, State
+from tencache_fx.model_state.last_read import LastRead
 from tencache_fx.model_state.shard import Shard
 from tencache_fx.model_state.split_master import weight_set
 from tencache_fx.planning.problem import STATE_BYTES, Tier, host_state_bytes
@@ -44,7 +46,7 @@ class OffloadedParameter:
         self.resident = self.summoned = False
         self.planned_by_step = False  # it is resident by the plans of steps
         self.gradient = ExpectedGradient()
-        self.last_read: Event | None = None  # of the last copy in
+        self.last_read = LastRead(streams)
         self.updated_on_device = False  # it is resident, and so are its gradient and its optimizer's state
         self.state_bytes = STATE_BYTES * parameter.numel()  # of its optimizer's state, as that has told
         self.host_state_bytes = host_state_bytes(parameter.numel(), split=parameter.dtype == torch.bfloat16)
@@ -150,6 +152,14 @@ class OffloadedParameter:
             fill(write.shaped)  # in order with what computed it: a synchronous copy
             write.commit()
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether `load` has nothing to do: the caller's compute stream runs behind all that wrote the value there."""
+        with self._lock:
+            here = self._state is CopyState.SHARED or self._state is CopyState.DEVICE_NEWER
+            settled = here and self._update.work is None and self._host_version == self.backing.version
+            return settled and self.last_read.is_followed
+
     def load(self) -> bool:
         """Have a device copy with the value, behind its last update, in order with the caller's compute stream.
 
@@ -163,8 +173,8 @@ class OffloadedParameter:
                 undo.callback(self.free_device_copy)  # without a value, the bytes are nobody's to read
             if absent or self._state is CopyState.HOST_NEWER:
                 self.refresh()
-            elif self.last_read is not None:
-                self._streams.wait_compute(self.last_read)
+            else:
+                self.last_read.follow()
             undo.pop_all()
         return absent
 
@@ -173,8 +183,7 @@ class OffloadedParameter:
         with self._lock:
             if not self.resident and not self.summoned and self.on_device:
                 self.sync_host()
-                if self.last_read is not None:
-                    self._streams.wait_compute(self.last_read)  # the allocator hands it out in that stream's order
+                self.last_read.follow()  # the allocator hands it out in that stream's order
                 self.free_device_copy()
 
     def free_device_copy(self) -> None:
@@ -182,19 +191,14 @@ class OffloadedParameter:
         self._for_inference = False
         if self._state is not CopyState.UPDATING:
             self._become(CopyState.HOST)
-        place = "disk" if self.tier is Tier.NVME else "host memory"
-        told = (
-            f"{self.name} is offloaded to {place}, and nothing has loaded it: read it inside `with tencache_fx.summon("
-            "model):`, in a function compiled with backend='tencache', or in the forward of the module that has it, "
-            "as a module also has what its __init__ takes over, by self.weight = other.weight."
-        )
-        compat.take_bytes(self.parameter.untyped_storage(), told)
+        compat.take_bytes(self.parameter.untyped_storage(), refusal_of(self.name, self.tier))
 
     def refresh(self) -> None:
         """Copy the host copy over the device copy, in order with the caller's compute stream."""
         with self._lock:
             after = self._streams.record_compute()
-            self._streams.wait_compute(self.copy_in(self.parameter.detach(), (after,)))
+            self.copy_in(self.parameter.detach(), (after,))
+            self.last_read.follow()
             self._host_version = self.backing.version
             self._become(CopyState.SHARED)
 
@@ -223,8 +227,7 @@ class OffloadedParameter:
     def copy_in(self, dst: Tensor, after: tuple[Event, ...]) -> Event:
         """Issue the copy of the host copy to `dst`, device bytes that are there behind `after`. Blocks for a disk."""
         with self._lock:  # so that the last copy noted is the last one issued
-            self.last_read = self.backing.copy_in(dst, after)
-            return self.last_read
+            return self.last_read.renew(self.backing.copy_in(dst, after))
 
     def begin_update(self, work: Work, readers: Event | None) -> None:
         """Note an update of the host copy that is about to be handed in; it ends with `finish_update`.
@@ -392,9 +395,6 @@ class OffloadedParameter:
             return
         self._host_version = self.backing.version
         if self._state is CopyState.DEVICE_NEWER:
-            raise UsageError(
-                f"{self.name} was written to by a tensor of a state_dict that is older than its last update, which was "
-                "on the device; what was written is dropped: call state_dict() anew after step(), or use summon."
-            )
+            raise UsageError(lost_write_to(self.name))
         if self._state is CopyState.SHARED:
             self._become(CopyState.HOST_NEWER)

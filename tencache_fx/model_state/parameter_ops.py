@@ -7,7 +7,6 @@ offload_grad   acquire a buffer; copy a gradient out, behind what compute has qu
 take_grad      hand out the gradient in host memory
 """
 
-import contextlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +16,15 @@ import torch
 from torch import Tensor
 
 from tencache_fx.errors import UsageError
-from tencache_fx.model_state.host_gradient import HostGradient, HostGradientBuffer, norm_of
+from tencache_fx.model_state.gradient_norm import norm_of
+from tencache_fx.model_state.host_gradient import HostGradient, HostGradientBuffer
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import parameters_of
 from tencache_fx.model_state.shard import UNKNOWN
 from tencache_fx.ops import LIBRARY
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
-from tencache_fx.runtime.engine import Engine, named_range
+from tencache_fx.runtime.engine import Engine, begin_range, profiles
 from tencache_fx.runtime.engine_registry import engine_by_id, server_by_id
 from tencache_fx.runtime.streams import Event
 from tencache_fx.runtime.swap_points import SwapPoints
@@ -40,27 +40,32 @@ def fetch_param(engine: Engine, parameter: Tensor, label: str = "") -> Tensor:
     engine.enter()
     label = label or "a parameter"
     lifecycle, streams = engine.transfers, engine.streams
-    with lifecycle.lock, named_range("fetch", label):
-        engine.check_open()
-        offloaded = parameters_of(engine).find(parameter)
-        kept = None if offloaded is None else offloaded.layout
-        layout = kept if kept is not None and kept.is_of(parameter) else Layout.of(parameter, label)
-        dst = layout.empty()
-        allocated = streams.record_compute()
-        transfer = ActiveTransfer(
-            lifecycle.table.next_key(), label, Tier.HOST, layout, allocated, None, None, Stage.PREFETCHING
-        )
-        if stays := offloaded is None or offloaded.on_device:
-            if offloaded is not None:
-                _load(engine, offloaded)
-            transfer.dst = dst.copy_(parameter.detach())
-            transfer.copied_in = streams.record_compute()
-        elif offloaded.blocks:
-            lifecycle.start_copy_in_later(transfer, dst, lambda: _copy_in(offloaded, dst, allocated))
-        else:
-            transfer.dst, transfer.copied_in = dst, _copy_in(offloaded, dst, allocated)
-        ticket = lifecycle.table.ticket(transfer)
-    engine.stats.add(prefetches=1, h2d_bytes=0 if stays else layout.nbytes)
+    named = begin_range("fetch", label) if profiles() else None
+    try:
+        with lifecycle.lock:
+            engine.check_open()
+            offloaded = parameters_of(engine).find(parameter)
+            kept = None if offloaded is None else offloaded.layout
+            layout = kept if kept is not None and kept.is_of(parameter) else Layout.of(parameter, label)
+            dst = layout.empty()
+            allocated = streams.record_compute()
+            transfer = ActiveTransfer(
+                lifecycle.table.next_key(), label, Tier.HOST, layout, allocated, None, None, Stage.PREFETCHING
+            )
+            if stays := offloaded is None or offloaded.on_device:
+                if offloaded is not None:
+                    _load(engine, offloaded)
+                transfer.dst = dst.copy_(parameter.detach())
+                transfer.copied_in = streams.record_compute()
+            elif offloaded.blocks:
+                lifecycle.start_copy_in_later(transfer, dst, partial(_copy_in, offloaded, dst, allocated))
+            else:
+                transfer.dst, transfer.copied_in = dst, _copy_in(offloaded, dst, allocated)
+            ticket = lifecycle.table.ticket(transfer)
+    finally:
+        if named is not None:
+            named.__exit__(None, None, None)
+    engine.stats.add_copy("prefetches", "h2d_bytes", 0 if stays else layout.nbytes)
     return ticket
 
 
@@ -73,7 +78,8 @@ def _copy_in(offloaded: OffloadedParameter, dst: Tensor, allocated: Event) -> Ev
 def sync_param(engine: Engine, parameter: Tensor) -> Tensor:
     """Load a parameter that stays on the device, behind its last update; return a token."""
     engine.enter()
-    if (offloaded := parameters_of(engine).find(parameter)) is not None:
+    offloaded = parameters_of(engine).find(parameter)
+    if offloaded is not None and not offloaded.is_loaded:
         _load(engine, offloaded)
     return new_token()
 
@@ -108,24 +114,37 @@ def offload_grad(engine: Engine, src: Tensor, label: str = "", param: str = "", 
     engine.enter()
     label = label or "a gradient"
     layout, store, lifecycle = Layout.of(src, label), parameters_of(engine), engine.transfers
-    with named_range("offload", label), contextlib.ExitStack() as undo:
+    named = begin_range("offload", label) if profiles() else None
+    host_buffer = None
+    try:
         buffer = engine.object_buffers.acquire(layout.nbytes, Use.GRADIENT)
-        undo.callback(engine.pool.release, buffer)
-        norm = norm_of(src.detach())
-        with lifecycle.lock:
-            engine.check_open()
-            transfer = lifecycle.begin(src, layout, label, Tier.HOST, buffer)
-            undo.pop_all()
-            host_buffer = HostGradientBuffer.copied_out(
-                store.additions, layout, shard, buffer, transfer.copied_out, norm
-            )
-            transfer.buffer, transfer.payload = None, host_buffer
-            handle = lifecycle.table.add(transfer)
-    engine.stats.add(offloads=1, d2h_bytes=layout.nbytes)
+        try:
+            norm = None if param and _is_added(store.pending.find(param)) else norm_of(src.detach())
+            with lifecycle.lock:
+                if engine.closed:
+                    engine.check_open()
+                transfer = lifecycle.begin(src, layout, label, Tier.HOST, buffer)
+                host_buffer = HostGradientBuffer(store.additions, layout, shard)
+                host_buffer.hold(buffer, transfer.copied_out, norm)
+                transfer.buffer, transfer.payload = None, host_buffer
+                handle = lifecycle.table.add(transfer)
+        except BaseException:
+            if host_buffer is None or not host_buffer.holds:
+                engine.pool.release(buffer)
+            raise
+    finally:
+        if named is not None:
+            named.__exit__(None, None, None)
+    engine.stats.add_copy("offloads", "d2h_bytes", layout.nbytes)
     whole = store.pending.whole(param) if param else None
     if whole is not None and whole.gradient.update_now is not None:
         whole.gradient.update_now(host_buffer)
     return handle
+
+
+def _is_added(owner: OffloadedParameter | None) -> bool:
+    """Return whether a parameter's new gradient is added to one it has, so that only the norm of the sum is of use."""
+    return owner is not None and not owner.is_dead and owner.parameter.grad is not None
 
 
 def take_grad(engine: Engine, handle: Tensor) -> HostGradient:
@@ -208,9 +227,10 @@ def _take_grad(
     handle: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, engine: int
 ) -> Tensor:
     server = server_by_id(engine)
-    if isinstance(server, SwapPoints) and (gradient := server.take(handle)) is not None:
-        return gradient
-    return take_grad(engine_by_id(engine), handle)
+    if not isinstance(server, SwapPoints):
+        return take_grad(server, handle)
+    gradient = server.take(handle)
+    return take_grad(server.engine, handle) if gradient is None else gradient
 
 
 _KERNELS = (

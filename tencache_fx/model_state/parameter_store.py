@@ -87,7 +87,8 @@ class ParameterStore:
         offloaded = self._by_storage.get(key)
         if offloaded is None:
             return None
-        parameter = offloaded.parameter
+        parameter = offloaded._parameter()
+        assert parameter is not None, "its end removes it"
         if parameter is tensor or parameter.untyped_storage()._cdata == key:
             return offloaded
         del self._by_storage[key]  # somebody has given the parameter another storage
@@ -107,16 +108,17 @@ class ParameterStore:
         """
         kept_bytes = added_bytes = largest_bytes = largest_early_bytes = state_bytes = 0
         for offloaded in self:
-            if offloaded.updated_on_device or not offloaded.parameter.requires_grad:
+            parameter = offloaded.parameter
+            if offloaded.updated_on_device or not parameter.requires_grad:
                 continue
-            nbytes = round_up(offloaded.nbytes, PAGE_BYTES)
+            nbytes = round_up(offloaded.layout.nbytes, PAGE_BYTES)
             largest_bytes = max(largest_bytes, nbytes)
             if is_updated_in_backward(offloaded):
                 largest_early_bytes = max(largest_early_bytes, nbytes)
                 state_bytes += 0 if has_state(offloaded) else round_up(offloaded.host_state_bytes, PAGE_BYTES)
             else:
                 kept_bytes += nbytes
-                added_bytes += 0 if offloaded.parameter.grad is None else nbytes
+                added_bytes += 0 if parameter.grad is None else nbytes
         there_bytes = self._engine.pool.acquired_for(Use.GRADIENT)
         set_bytes = max(largest_bytes, self._engine.gradient_set_bytes)
         gradient_bytes = max(0, kept_bytes + min(added_bytes, set_bytes) - there_bytes) + largest_early_bytes
@@ -218,7 +220,9 @@ class ParameterStore:
     def _without_state(self) -> Iterator[OffloadedParameter]:
         """Yield the parameters that are trained and have no state yet, which would be in host memory."""
         for key, offloaded in self._by_storage.copy().items():  # for each gradient: in most steps all have their state
-            if offloaded.updated_on_device or has_state(offloaded):
+            if offloaded.updated_on_device or (
+                (state := offloaded.optimizer_state) is not None and state() is not None
+            ):
                 continue
             parameter = offloaded._parameter()
             if parameter is not None and parameter.requires_grad and parameter.untyped_storage()._cdata == key:
@@ -260,7 +264,8 @@ def value_of(weights: WeightSlice | None, value: Tensor) -> Callable[[Tensor], o
 
 def parameters_of(engine: Engine) -> ParameterStore:
     """Return the offloaded parameters of an engine; the first call attaches an empty store."""
-    if (found := _attached_to(engine)) is not None:
+    found = engine.attachment
+    if isinstance(found, ParameterStore):
         return found
     with engine.transfers.lock:
         if (found := _attached_to(engine)) is None:

@@ -70,7 +70,10 @@ def is_hooked_once(parameter: Tensor) -> bool:
 
 def is_updated_in_backward(offloaded: OffloadedParameter) -> bool:
     """Return whether an optimizer updates a parameter as soon as its gradient is there."""
-    return not offloaded.is_dead and not all(hook.is_dead for hook in step_hooks(offloaded.parameter))
+    parameter = offloaded._parameter()
+    if parameter is None or not getattr(parameter, "_post_accumulate_grad_hooks", None):
+        return False  # as of most: this is asked of each parameter as a tensor is offloaded without a plan
+    return not all(hook.is_dead for hook in step_hooks(parameter))
 
 
 def check_updates_in_backward(all_offloaded: Iterable[OffloadedParameter]) -> None:

@@ -307,7 +307,7 @@ class UpdateStream:
         try:
             for offloaded in written:
                 offloaded.begin_update(departure.begin_write(offloaded), computed)
-            reading = [each.last_read for each in written if each.last_read is not None]
+            reading = [event for each in written if (event := each.last_read.event) is not None]
             departure.event = event = self._streams.copy_all(Lane.UPDATE_OUT, pairs, (computed, *reading))
         except BaseException as error:
             if departure.event is None:

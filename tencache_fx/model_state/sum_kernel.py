@@ -34,7 +34,7 @@ class Addends:
 SumKernel = Callable[[Sequence[Addends]], list[float]]
 """Adds `more` to `sums` of each pair, in this order; returns the sum of the squares of each of the sums."""
 
-# Squares are added up in double precision, as `norm_of` does on a CPU.
+# Squares are added up in double precision, as `gradient_norm.py` does on a CPU.
 _CODE = """
 #include <algorithm>
 

@@ -5,7 +5,7 @@ import mmap
 import os
 import warnings
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -41,20 +41,26 @@ class Buffer:
     requested_bytes: int = 0
     holders: int = 0
     stuck: bool = False
+    nbytes: int = field(init=False)
+    """The size class."""
 
-    @property
-    def nbytes(self) -> int:
-        """Return the size class."""
-        return self.view.nbytes
+    def __post_init__(self) -> None:
+        """Ask for the size once: the pool does so several times for each buffer that it hands out."""
+        self.nbytes = self.view.nbytes
 
     def first(self, nbytes: int) -> torch.Tensor:
         """Return the memory of its first bytes."""
-        return self.memory if nbytes == self.memory.numel() else self.memory[:nbytes]
+        return self.memory if nbytes == self.nbytes else self.memory[:nbytes]
 
     @property
     def idle(self) -> bool:
         """Return whether nobody has it and no copy touches it."""
-        return self.holders == 0 and all(event.query() for event in self.after)
+        if self.holders:
+            return False
+        for event in self.after:  # noqa: SIM110 - no generator: this is asked of each buffer that is handed out
+            if not event.query():
+                return False
+        return True
 
     def piece(self, start: int, nbytes: int, use: Use) -> "Buffer":
         """Return a part of the buffer as one by itself, whose memory has a storage of its own, too."""

@@ -8,6 +8,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,11 @@ from tencache_fx.tensors import raw_bytes
 from tencache_fx.units import PAGE_BYTES
 
 _TOUCH_THREADS = 8
+# What the methods of `torch.cuda.Event` call, themselves; a build of torch without CUDA has none of them.
+_EVENT_BASE: Any = torch._C._CudaEventBase
+_new_event: Any = _EVENT_BASE.__new__
+_record_event: Any = getattr(_EVENT_BASE, "record", None)
+_wait_for_event: Any = getattr(_EVENT_BASE, "wait", None)
 
 Memcpy = Callable[[int, int, int, int], None]
 """Issues the copy to an address, from another one, of so many bytes, in a stream given by its handle."""
@@ -40,11 +46,11 @@ class CudaWatch:
             self._events = spare.pop()
         except IndexError:
             self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        self._events[0].record(compute())
+        _record_event(self._events[0], compute())
 
     def stop(self) -> None:
         """Record the second event on the caller's current stream."""
-        self._events[1].record(self._compute())
+        _record_event(self._events[1], self._compute())
         self._stopped = True
 
     def elapsed_ns(self) -> int | None:
@@ -64,6 +70,7 @@ class CudaStreams(Streams):
         self._beside = torch.cuda.Stream(device=device, priority=-1)
         self._index = self._beside.device_index
         self._by_handle: dict[int, torch.cuda.Stream] = {}  # the caller's streams that were seen
+        self._lasting: set[int] = set()  # the handles of those that are torch's own
         self._spare: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._memcpy = find_memcpy()
 
@@ -75,9 +82,16 @@ class CudaStreams(Streams):
         """Queue asynchronous copies on the lane's stream."""
         stream = self.lanes[lane]
         for event in after:
-            assert isinstance(event, torch.cuda.Event)
-            event.wait(stream)
+            _wait_for_event(event, stream)
         self.transfer(lane, pairs)
+        return self._record(stream)
+
+    def copy(self, lane: Lane, dst: Tensor, src: Tensor, after: Sequence[Event] = ()) -> Event:
+        """Queue one, as `copy_all` does."""
+        stream = self.lanes[lane]
+        for event in after:
+            _wait_for_event(event, stream)
+        self.transfer(lane, ((dst, src),))
         return self._record(stream)
 
     def record(self, lane: Lane) -> Event:
@@ -90,8 +104,14 @@ class CudaStreams(Streams):
 
     def wait_compute(self, event: Event) -> None:
         """Let the current stream wait."""
-        assert isinstance(event, torch.cuda.Event)
-        event.wait(self._compute())
+        _wait_for_event(event, self._compute())
+
+    def compute_key(self) -> object:
+        """Return the current stream's handle, if it is a stream of torch's: the handle of another may be used again."""
+        handle = torch._C._cuda_getCurrentRawStream(self._index)
+        if handle not in self._by_handle:
+            self._compute()
+        return handle if handle in self._lasting else None
 
     def wait_host(self, events: Iterable[Event]) -> None:
         """Block the calling thread; the events sleep instead of spinning."""
@@ -153,11 +173,13 @@ class CudaStreams(Streams):
         handle = torch._C._cuda_getCurrentRawStream(self._index)
         if (stream := self._by_handle.get(handle)) is None:
             stream = self._by_handle[handle] = torch.cuda.current_stream(self.device)
+            if not handle or stream.stream_id != handle:  # torch knows streams of others by their handles alone
+                self._lasting.add(handle)
         return stream
 
     def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)  # workers that wait for it sleep instead of spinning
-        event.record(stream)
+        event: torch.cuda.Event = _new_event(torch.cuda.Event, blocking=True)  # who waits for it sleeps, not spins
+        _record_event(event, stream)
         return event
 
 

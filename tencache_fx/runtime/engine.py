@@ -35,7 +35,8 @@ from tencache_fx.runtime.transfer_lifecycle import TransferLifecycle
 from tencache_fx.runtime.transfers import Layout, Stage, new_token
 from tencache_fx.units import PAGE_BYTES, round_up
 
-_NO_RANGE = contextlib.nullcontext()
+profiles = torch._C._autograd._profiler_enabled
+"""Returns whether a profiler is on."""
 
 
 class Attachment(ToCome, Protocol):
@@ -74,6 +75,8 @@ class Engine:
     """Whether its budgets are meant for the whole process; else they are those that regions have asked for so far."""
     gradient_set_bytes = 0
     """The bytes of the largest set of gradients in host memory that one backward makes."""
+    closed = False
+    """Whether `close` was called: no property, for each op asks."""
     attachment: Attachment | None = None
     """The offloaded parameters of this device, if there are any."""
 
@@ -96,7 +99,6 @@ class Engine:
         self._swap_buffers = SwapBuffers(self.pool, self.transfers, self.streams, self.stats, lambda: self.attachment)
         self._lock = self.transfers.lock
         self._table = self.transfers.table
-        self._closed = False
         self._pid = os.getpid()
         if spill_dirs:
             self.attach_store(Store(spill_dirs, spill_budget_bytes, checksum=checksum))
@@ -105,11 +107,6 @@ class Engine:
     def store(self) -> Store | None:
         """Return the spill store, if there is one."""
         return self.transfers.store
-
-    @property
-    def closed(self) -> bool:
-        """Return whether `close` was called."""
-        return self._closed
 
     @property
     def inherited(self) -> bool:
@@ -188,40 +185,53 @@ class Engine:
         if src.device != self.device or tier is Tier.DEVICE:
             raise InvariantError(f"cannot offload {label} from {src.device} to {tier} on {self.device}.")
         layout = Layout.of(src, label)
-        with named_range("offload", label), contextlib.ExitStack() as undo:
+        named = begin_range("offload", label) if profiles() else None
+        transfer, transfers = None, self.transfers
+        try:
             buffer, extent = self._swap_buffers.acquire(layout.nbytes, tier, label, or_disk=or_disk, planned=planned)
-            undo.callback(self.pool.release, buffer)
-            if extent is not None:
-                undo.callback(self.transfers.need_store().free, extent)
-                tier = Tier.NVME
-            with self._lock:
-                self.check_open()
-                transfer = self.transfers.begin(src, layout, label, tier, buffer)
-                transfer.extent = extent
-                if extent is not None:
-                    self.transfers.start_write(transfer, buffer, extent)
-                undo.pop_all()
-                handle = self._table.add(transfer)
-        self.stats.add(offloads=1, d2h_bytes=layout.nbytes)
+            try:
+                with self._lock:
+                    if self.closed:
+                        self.check_open()
+                    transfer = transfers.begin(src, layout, label, tier, buffer, extent)
+                    if extent is not None:
+                        transfers.start_write(transfer, buffer, extent)
+                    handle = self._table.add(transfer)
+            except BaseException:
+                if transfer is not None:
+                    transfers.abandon(transfer)
+                else:
+                    self.pool.release(buffer)
+                    if extent is not None:
+                        transfers.need_store().free(extent)
+                raise
+        finally:
+            if named is not None:
+                named.__exit__(None, None, None)
+        self.stats.add_copy("offloads", "d2h_bytes", layout.nbytes)
         return handle
 
     def release(self, handle: Tensor, src: Tensor, *, donated: bool = False) -> Tensor:
         """Let compute wait for the copy out of `src`; its memory is free then, or its caller's if it was `donated`."""
         self.enter()
+        streams, watch = self.streams, None
         with self._lock:
             transfer = self._table.find(handle, "release")
-        with named_range("release", transfer.label):
-            watch = None
-            if transfer.copied_out.query():
-                self.streams.check(transfer.copied_out)
+        named = begin_range("release", transfer.label) if profiles() else None
+        try:
+            copied_out = transfer.copied_out
+            if copied_out.query():
+                streams.check(copied_out)
             else:
-                watch = self.streams.watch()
-                self.streams.wait_compute(transfer.copied_out)
+                watch = streams.watch()
+                streams.wait_compute(copied_out)
                 watch.stop()
-            with self._lock:
-                transfer.src = None
+            transfer.src = None
             if not donated:
-                self.streams.after_release(src)
+                streams.after_release(src)
+        finally:
+            if named is not None:
+                named.__exit__(None, None, None)
         if watch is not None:
             self.stats.add_stall(watch, "stall_out_ns")
         return new_token()
@@ -233,17 +243,22 @@ class Engine:
         """
         self.enter()
         with self._lock:
-            self.check_open()
+            if self.closed:
+                self.check_open()
             transfer = self._table.find(handle, "prefetch")
             if transfer.stage is not Stage.OFFLOADED:
                 raise UsageError(transfer.refusal())
-            with named_range("prefetch", transfer.label):
+            named = begin_range("prefetch", transfer.label) if profiles() else None
+            try:
                 dst = transfer.layout.empty()
                 allocated = self.streams.record_compute()
                 self.transfers.start_copy_in(transfer, dst, allocated)
                 transfer.stage = Stage.PREFETCHING
                 ticket = self._table.ticket(transfer)
-        self.stats.add(prefetches=1, h2d_bytes=transfer.layout.nbytes)
+            finally:
+                if named is not None:
+                    named.__exit__(None, None, None)
+        self.stats.add_copy("prefetches", "h2d_bytes", transfer.layout.nbytes)
         return ticket
 
     def destination(self, ticket: Tensor) -> Tensor | None:
@@ -269,16 +284,16 @@ class Engine:
         with self._lock:
             transfer = self._table.find(ticket, "wait for")
             ready = self.transfers.arrived(transfer)
-        with named_range("wait", transfer.label):
-            reading = self.streams.watch() if transfer.read is not None and not ready else None
-            self.transfers.finish_read(transfer)
-            with self._lock:
-                if transfer.stage is not Stage.PREFETCHING:
-                    raise UsageError(transfer.refusal())
-                dst, copied_in = transfer.dst, transfer.copied_in
-                assert dst is not None
-                assert copied_in is not None
-                transfer.stage, transfer.dst, transfer.copied_in = Stage.ENDED, None, None
+            issued = transfer.hand_out() if transfer.read is None else None
+        named = begin_range("wait", transfer.label) if profiles() else None
+        try:
+            reading = None
+            if issued is None:
+                reading = None if ready else self.streams.watch()
+                self.transfers.finish_read(transfer)
+                with self._lock:
+                    issued = transfer.hand_out()
+            dst, copied_in = issued
             if ready:
                 self.streams.check(copied_in)
                 self.stats.add_ready(transfer.layout.nbytes)
@@ -287,6 +302,9 @@ class Engine:
             watch = reading or self.streams.watch()
             self.streams.wait_compute(copied_in)
             watch.stop()
+        finally:
+            if named is not None:
+                named.__exit__(None, None, None)
         self.stats.add_stall(watch, "stall_in_ns", wanted_bytes=transfer.layout.nbytes)
         return dst
 
@@ -299,9 +317,9 @@ class Engine:
         if self.inherited:
             return
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
         with contextlib.ExitStack() as steps:  # runs last first, and every step even if one raises
             if self.store is not None:
                 steps.callback(self.store.close)
@@ -320,15 +338,16 @@ class Engine:
 
     def enter(self) -> None:
         """Begin a call: release what dead objects owned. Raises `TencacheError` for a closed engine."""
-        self.check_open()
+        if self.closed or os.getpid() != self._pid:
+            self.check_open()
         self.transfers.drain()
         self.object_buffers.drain()
 
     def check_open(self) -> None:
         """Raise `TencacheError` for a closed engine, `UsageError` for one that a forked process has inherited."""
-        if not self._closed and os.getpid() == self._pid:
+        if not self.closed and os.getpid() == self._pid:
             return
-        if self._closed:
+        if self.closed:
             raise TencacheError(f"the engine of {self.device} is closed; compile the model again to open a new one.")
         raise UsageError(
             f"process {os.getpid()} was forked from process {self._pid}, which compiled this region, and has "
@@ -336,7 +355,7 @@ class Engine:
         )
 
     def _gauges(self) -> dict[str, int]:
-        if not self._closed and not self.inherited:
+        if not self.closed and not self.inherited:
             self.transfers.drain()
             self.object_buffers.drain()
         pool, store = self.pool, self.store
@@ -355,8 +374,11 @@ class Engine:
         }
 
 
-def named_range(deed: str, label: str) -> contextlib.AbstractContextManager[object]:
-    """Return a context: a named range for a profiler that is on, else nothing."""
-    if torch._C._autograd._profiler_enabled():
-        return torch.profiler.record_function(f"tencache::{deed} {label}".rstrip())
-    return _NO_RANGE
+def begin_range(deed: str, label: str) -> torch.profiler.record_function:
+    """Begin a named range for a profiler that is on (`profiles()`); it ends with its `__exit__`.
+
+    An op asks for each call: a context for the case that none is on would take longer than all else it does for that.
+    """
+    named = torch.profiler.record_function(f"tencache::{deed} {label}".rstrip())
+    named.__enter__()
+    return named

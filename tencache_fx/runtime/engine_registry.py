@@ -58,13 +58,14 @@ class Registry:
 
     def by_id(self, index: int) -> Engine | SwapPoints:
         """Return an open engine, or the swap points of one; raises `TencacheError` when it was closed."""
-        engine = self._points.get(index) or self._engines.get(index)
+        points = self._points.get(index)
+        engine = self._engines.get(index) if points is None else points.engine
         if engine is None or engine.closed:
             raise TencacheError(
                 f"engine {index}, which this compiled graph uses, is closed; "
                 "call torch.compiler.reset() and compile again."
             )
-        return engine
+        return points or engine
 
     def open_engines(self) -> tuple[Engine, ...]:
         """Return the open engines, oldest first; in a forked child, those that it opened itself."""

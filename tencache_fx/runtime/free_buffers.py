@@ -60,7 +60,11 @@ class FreeBuffers:
         """Take off and return a buffer of `nbytes` to `most_bytes`: of the smallest class that has one, an idle one
         first.
         """
-        for free in (self._free[use, size] for size in self.sizes(use, nbytes, most_bytes)):
+        sizes = self._sizes[use]
+        for at in range(bisect.bisect_left(sizes, nbytes), len(sizes)):
+            if (size := sizes[at]) > most_bytes:
+                return None
+            free = self._free[use, size]
             for i, buffer in enumerate(free):
                 if buffer.idle:
                     buffer.after = ()

@@ -9,9 +9,11 @@ from tencache_fx.ops import LIBRARY
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.engine_registry import server_by_id
 
+_TIERS = {tier.value: tier for tier in Tier}  # `Tier(...)` takes several times as long
+
 
 def _offload(src: Tensor, engine: int, tier: str, label: str) -> Tensor:
-    return server_by_id(engine).offload(src, Tier(tier), label)
+    return server_by_id(engine).offload(src, _TIERS[tier], label)
 
 
 def _release(handle: Tensor, src: Tensor, engine: int, donated: bool = False) -> Tensor:  # noqa: FBT001

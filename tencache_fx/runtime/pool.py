@@ -23,11 +23,10 @@ with budget to spare they get parts of free transfer buffers (`suballocator.py`)
 buffer is opened for that only while all that was reserved could be mapped beside the open ones: transfers never wait.
 """
 
-import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from tencache_fx.errors import BudgetError, OptionError, TencacheError
 from tencache_fx.planning.plan import PoolClass
@@ -37,11 +36,11 @@ from tencache_fx.runtime.mapped_ahead import MappedAhead
 from tencache_fx.runtime.reserved_buffers import Classes, ReservedBuffers
 from tencache_fx.runtime.streams import STUCK_S, Event, Streams
 from tencache_fx.runtime.suballocator import Suballocator
+from tencache_fx.runtime.waiters import Waiters
 from tencache_fx.stages import STAGES
 from tencache_fx.units import PAGE_BYTES, at_least, round_up
 
 _ROOMY = 2  # a buffer this many times too large serves only when the budget leaves no better one
-_POLL_S = 0.02  # CUDA events do not notify; a waiter looks again this often
 
 
 class Pool:
@@ -50,7 +49,7 @@ class Pool:
     def __init__(self, streams: Streams, budget_bytes: int, *, patience_s: float = STUCK_S) -> None:
         self._streams, self._patience_s, self._budget_bytes = streams, patience_s, budget_bytes
         self._lock = threading.RLock()  # taken by itself: an interrupt in `Condition.__enter__` would leave it taken
-        self._cond = threading.Condition(self._lock)
+        self._waiters = Waiters(self._lock)
         self._free = FreeBuffers()
         self._buffers: dict[Buffer, None] = {}
         self._counts: Classes = Counter()
@@ -60,6 +59,7 @@ class Pool:
         self._returns = 0
         self._warned = self._closed = False
         self.ahead = MappedAhead(streams, self._lock, lambda: self.room_bytes)
+        self._acquired_by_use = dict.fromkeys(Use, 0)
         self.allocated_bytes = self.acquired_bytes = self.requested_bytes = 0
         self.high_water_bytes = self.high_water_requested_bytes = 0
 
@@ -70,9 +70,7 @@ class Pool:
 
     def acquired_for(self, use: Use) -> int:
         """Return the bytes of the buffers acquired for `use`."""
-        with self._lock:
-            every = itertools.chain(self._buffers, self._suballocator.parts())
-            return sum(buffer.nbytes for buffer in every if buffer.use is use and buffer.holders)
+        return self._acquired_by_use[use]
 
     def held_for(self, use: Use) -> int:
         """Return the bytes of all buffers for `use`: acquired, free, or promised."""
@@ -98,7 +96,7 @@ class Pool:
         """Raise the budget to this at least; a waiting `acquire` gets a buffer that it has room for."""
         with self._lock:
             self._budget_bytes = max(self._budget_bytes, budget_bytes)
-            self._cond.notify_all()
+            self._waiters.wake()
 
     def resize_budget(self, budget_bytes: int) -> None:
         """Set the budget. If need be idle buffers are unmapped, and mapped again when they are wanted.
@@ -115,7 +113,7 @@ class Pool:
                 )
             self._budget_bytes = budget_bytes
             self.ahead.trim(budget_bytes - self.allocated_bytes)
-            self._cond.notify_all()
+            self._waiters.wake()
 
     def make_room(self, sizes: Iterable[int], use: Use) -> None:
         """See that new buffers of these sizes fit, all of them; nothing is reserved. Raises `BudgetError` if not."""
@@ -161,8 +159,7 @@ class Pool:
         within the budget; staging does not while a reserved buffer that fits will be released, since the plan counts
         on their number. Else the caller waits; raises `BudgetError` when none can come, or none came for a minute.
         """
-        waiting_since = time.monotonic()
-        returns = -1
+        returns, waiting_since = -1, 0.0
         with self._lock:
             while not self._closed:
                 if buffer := self._obtain(nbytes, use):
@@ -176,7 +173,7 @@ class Pool:
                         f"{self._budget_bytes} bytes has {self._budget_bytes - self.allocated_bytes} left "
                         f"({self.acquired_bytes} in use); raise host_budget to {at_least(least_bytes)} or more."
                     )
-                self._cond.wait(_POLL_S)
+                self._waiters.wait()
         raise TencacheError("the engine was closed while a copy waited for a pinned buffer.")
 
     def acquire_reserved(self, nbytes: int, use: Use) -> Buffer | None:
@@ -200,6 +197,7 @@ class Pool:
             if buffer.holders:
                 return
             self.acquired_bytes -= buffer.nbytes
+            self._acquired_by_use[buffer.use] -= buffer.nbytes
             self.requested_bytes -= buffer.requested_bytes
             buffer.stuck = False
             self._returns += 1
@@ -208,7 +206,7 @@ class Pool:
                 free = buffer if buffer.block is None else self._suballocator.free(buffer)
                 if free is not None:
                     self._free.put(free)
-            self._cond.notify_all()
+            self._waiters.wake()
 
     def discard(self, buffer: Buffer) -> None:
         """Release a buffer for good: its memory goes with the last tensor that shares it."""
@@ -218,22 +216,23 @@ class Pool:
             assert buffer.block is None, "a part is released to its block"
             buffer.holders = 0
             self.acquired_bytes -= buffer.nbytes
+            self._acquired_by_use[buffer.use] -= buffer.nbytes
             self.requested_bytes -= buffer.requested_bytes
             self._returns += 1
             self._unmap(buffer)
-            self._cond.notify_all()
+            self._waiters.wake()
 
     def mark_stuck(self, buffer: Buffer) -> None:
         """Note that a staging buffer will not be released by itself: nobody should wait for it."""
         with self._lock:
             buffer.stuck = True
-            self._cond.notify_all()
+            self._waiters.wake()
 
     def stop(self) -> None:
         """Refuse `acquire` from now on; one that waits for a buffer raises `TencacheError`."""
         with self._lock:
             self._closed = True
-            self._cond.notify_all()
+            self._waiters.wake()
 
     def close(self) -> None:
         """Unmap all memory. Every copy must be over; buffers still in use become invalid."""
@@ -282,8 +281,8 @@ class Pool:
         transfer gets a new one before a much larger one. A gradient without a fitting buffer gets a part of another
         rather than a new one. Without `grow`, only buffers that are reserved are new.
         """
-        size = round_up(max(1, nbytes), PAGE_BYTES)
-        roomy = size * _ROOMY if use in (Use.SWAP, Use.GRADIENT) else self._budget_bytes
+        size = round_up(nbytes or 1, PAGE_BYTES)
+        roomy = size * _ROOMY if use is Use.SWAP or use is Use.GRADIENT else self._budget_bytes
         short = self._short_class(size, use)
         if buffer := self._free.take(nbytes, use, short or roomy):
             return buffer
@@ -311,11 +310,12 @@ class Pool:
     def _short_class(self, size: int, use: Use) -> int | None:
         """Return the reserved class of a request, if some of its buffers are promised, made way, or are open now."""
         key = use, self._class_of(size, use) or 0
-        return key[1] if self._counts[key] - self._suballocator.opened[key] < self._reserved.planned[key] else None
+        here = self._counts.get(key, 0) - self._suballocator.opened.get(key, 0)
+        return key[1] if here < self._reserved.planned.get(key, 0) else None
 
     def _class_of(self, size: int, use: Use) -> int | None:
         """Return the reserved class that a request of `size` belongs to."""
-        return next((s for s in self._free.sizes(use, size, size * _ROOMY) if self._reserved.planned[use, s]), None)
+        return self._reserved.first_of(use, self._free.sizes(use, size, size * _ROOMY))
 
     def _suballocate(self, size: int) -> Buffer | None:
         """Return a part of a transfer buffer: of an open one, else of an idle one, else of one that will be idle."""
@@ -328,22 +328,22 @@ class Pool:
 
     def _may_open(self, size: int) -> bool:
         """Return whether all that was reserved could still be mapped if a transfer buffer were never released."""
-        opened = self._suballocator.opened.copy()
-        opened[Use.SWAP, size] += 1
+        opened = {**(now := self._suballocator.opened), (Use.SWAP, size): now[Use.SWAP, size] + 1}
         left_bytes = self._budget_bytes - self.allocated_bytes - self._owed_bytes(opened)
         return left_bytes >= 0 and left_bytes >= self._to_come()
 
-    def _owed_bytes(self, opened: Classes) -> int:
+    def _owed_bytes(self, opened: Mapping[tuple[Use, int], int]) -> int:
         return self._reserved.owed_bytes(self._counts, opened)
 
     def _acquired(self, buffer: Buffer, nbytes: int) -> Buffer:
-        buffer.holders = 1
-        buffer.requested_bytes = nbytes
+        buffer.holders, buffer.requested_bytes = 1, nbytes
         if buffer.block is None:
             key = buffer.use, buffer.nbytes
-            acquired = self._counts[key] - self._suballocator.opened[key] - len(self._free.of(*key))
-            self._reserved.most[key] = max(self._reserved.most[key], acquired)
+            acquired = self._counts[key] - self._suballocator.opened.get(key, 0) - len(self._free.of(*key))
+            if acquired > self._reserved.most.get(key, 0):
+                self._reserved.most[key] = acquired
         self.acquired_bytes += buffer.nbytes
+        self._acquired_by_use[buffer.use] += buffer.nbytes
         self.requested_bytes += nbytes
         if self.acquired_bytes > self.high_water_bytes:
             self.high_water_bytes = self.acquired_bytes
@@ -362,7 +362,7 @@ class Pool:
         while not (fits := self._make_room(needed_bytes(), keep, budget_bytes)):
             if time.monotonic() >= until or self._free.all_idle:
                 break
-            self._cond.wait(_POLL_S)
+            self._waiters.wait()
         return fits
 
     def _make_room(self, nbytes: int, keep: Classes, budget_bytes: int | None = None) -> bool:

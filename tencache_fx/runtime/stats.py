@@ -3,12 +3,13 @@
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from tencache_fx.renames import new_name
 from tencache_fx.runtime.streams import Watch
 
+_UNRESOLVED = 32
+"""So many stalls may wait to be looked at."""
 READY_NS = 20_000
 """A stall shorter than this is what it costs to ask: between two marks on a GPU there is never no time at all."""
 
@@ -59,8 +60,7 @@ def no_counts() -> Counts:
     return Counts({**dict.fromkeys((*_COUNTERS, "stall_ns"), 0), "hit_rate": 1.0, **dict.fromkeys(GAUGES, 0)})
 
 
-@dataclass(frozen=True, slots=True)
-class _Stall:
+class _Stall(NamedTuple):
     watch: Watch
     counter: str
     wanted_bytes: int
@@ -81,15 +81,24 @@ class Stats:
             for name, amount in amounts.items():  # `Counter.update` takes three times as long
                 self._counts[name] += amount
 
+    def add_copy(self, counter: str, bytes_counter: str, nbytes: int) -> None:
+        """Add one to a counter, and bytes to another, as each op of a graph does: in half the time of `add`."""
+        with self._lock:
+            self._counts[counter] += 1
+            self._counts[bytes_counter] += nbytes
+
     def add_ready(self, wanted_bytes: int) -> None:
         """Count bytes that were there when their reader asked: no stall, whatever the asking itself took."""
-        self.add(wanted_bytes=wanted_bytes, hit_bytes=wanted_bytes)
+        with self._lock:
+            self._counts["wanted_bytes"] += wanted_bytes
+            self._counts["hit_bytes"] += wanted_bytes
 
     def add_stall(self, watch: Watch, counter: str, wanted_bytes: int = 0) -> None:
         """Add a stall whose length may be known only later; `wanted_bytes` count for the hit rate."""
         with self._lock:
             self._stalls.append(_Stall(watch, counter, wanted_bytes))
-            self._resolve()
+            if len(self._stalls) > _UNRESOLVED:  # the device may not have come to it: to ask each time takes long
+                self._resolve()
 
     def take(self) -> Counts:
         """Return the counters since the last call, and the gauges; never waits for the device.

@@ -96,6 +96,10 @@ class Streams(ABC):
     def wait_compute(self, event: Event) -> None:
         """Make the caller's compute stream wait for `event`; raises what the copy raised, where copies can."""
 
+    def compute_key(self) -> object:
+        """Return what tells the caller's compute stream from all others there ever are; None where nothing does."""
+        return None
+
     def check(self, event: Event) -> None:  # noqa: B027 - an optional hook
         """Raise what the copy of an event that has happened has raised, where copies can: nobody has to wait for it."""
 
@@ -221,6 +225,10 @@ class CpuStreams(Streams):
     def wait_compute(self, event: Event) -> None:
         """Block the calling thread."""
         event.synchronize()
+
+    def compute_key(self) -> object:
+        """Return the same for every thread: what one has waited for is over."""
+        return self.device
 
     def check(self, event: Event) -> None:
         """Raise what the job has raised."""

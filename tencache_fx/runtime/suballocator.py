@@ -106,4 +106,6 @@ class Suballocator:
 
 
 def _pending(events: tuple[Event, ...]) -> tuple[Event, ...]:
-    return events and tuple(event for event in dict.fromkeys(events) if not event.query())
+    if len(events) < 2:  # most often: no generator for these
+        return () if not events or events[0].query() else events
+    return tuple(event for event in dict.fromkeys(events) if not event.query())

@@ -8,7 +8,6 @@ Writers and readers are separate threads, and neither waits for a staging buffer
 the end, unless writes failed: then their buffers are marked stuck, and the pool does not wait for those.
 """
 
-import contextlib
 import threading
 import warnings
 from collections import deque
@@ -60,28 +59,41 @@ class TransferLifecycle:
             raise OptionError("a tensor was sent to disk, but there is no spill_dir; name one.")
         return self.store
 
-    def begin(self, src: Tensor, layout: Layout, label: str, tier: Tier, buffer: Buffer) -> ActiveTransfer:
-        """Issue the copy of `src` to its buffer; return the transfer. Lock held."""
-        source, after = src.detach(), (self._streams.record_compute(), *buffer.after)
-        copied_out = self._streams.copy(Lane.OUT, buffer.first(layout.nbytes), source, after)
+    def begin(
+        self, src: Tensor, layout: Layout, label: str, tier: Tier, buffer: Buffer, extent: Extent | None = None
+    ) -> ActiveTransfer:
+        """Issue the copy of `src` to its buffer; return the transfer, which owns that, and the extent. Lock held."""
+        streams, source = self._streams, src.detach()
+        copied_out = streams.copy(
+            Lane.OUT, buffer.first(layout.nbytes), source, (streams.record_compute(), *buffer.after)
+        )
         buffer.after = (copied_out,)
-        return ActiveTransfer(self.table.next_key(), label, tier, layout, copied_out, source, buffer)
+        key, tier = self.table.next_key(), tier if extent is None else Tier.NVME
+        return ActiveTransfer(key, label, tier, layout, copied_out, source, buffer, Stage.OFFLOADED, extent)
+
+    def abandon(self, transfer: ActiveTransfer) -> None:
+        """End a transfer that has failed as it began, unless it has a handle, whose end does that. Lock not held."""
+        with self.lock:
+            if not transfer.owners:
+                self._drop(transfer)
 
     def start_write(self, transfer: ActiveTransfer, buffer: Buffer, extent: Extent) -> None:
         """Let a worker write the buffer once its copy out has landed. Lock held."""
-        with contextlib.ExitStack() as undo:
-            self._pool.retain(buffer)
-            undo.callback(self._pool.release, buffer)
-            transfer.written = self._writers.begin(self._write, transfer, buffer, extent)
+        self._pool.retain(buffer)
+        try:
             transfer.writing = True
-            undo.pop_all()
+            transfer.written = self._writers.begin(self._write, transfer, buffer, extent)
+        except BaseException:
+            transfer.writing = False
+            self._pool.release(buffer)
+            raise
 
     def start_copy_in(self, transfer: ActiveTransfer, dst: Tensor, allocated: Event) -> None:
         """Issue the copy in from where the value is: the buffer, even while it is written, or the disk. Lock held."""
         if (buffer := transfer.buffer) is not None:
             after = (allocated, transfer.copied_out)
             transfer.copied_in = self._streams.copy(Lane.IN, dst, buffer.first(transfer.layout.nbytes), after)
-            buffer.after = (transfer.copied_out, transfer.copied_in)
+            buffer.after = (transfer.copied_in,)  # it is behind the copy out, too
             self._end_use(transfer, buffer)
         else:
             assert transfer.extent is not None
@@ -163,14 +175,15 @@ class TransferLifecycle:
 
     def drain(self) -> None:
         """Release what dead handles and tickets owned; warn, once, if a write failed meanwhile. Lock not held."""
-        if not (self.table.any_dead or self._pending_frees or self._failures):
+        if not (self.table.dead or self._pending_frees or self._failures):
             return
         with self.lock:
             while dead := self.table.pop_dead():
                 transfer, owner = dead
                 if transfer.stage is (Stage.OFFLOADED if owner == "handle" else Stage.PREFETCHING):
                     self._drop(transfer)
-            self._pending_frees = [(event, tensor) for event, tensor in self._pending_frees if not event.query()]
+            if self._pending_frees:
+                self._pending_frees = [(event, tensor) for event, tensor in self._pending_frees if not event.query()]
         while self._failures:
             message = self._failures.popleft()
             if not self._warned:
@@ -253,7 +266,7 @@ class TransferLifecycle:
         if transfer.writing and transfer.written is not None and transfer.written.cancel():
             transfer.writing = False
             self._pool.release(buffer)
-        if not transfer.writing:
+        if transfer.extent is not None and not transfer.writing:
             self._free_extent(transfer)
         self._pool.release(buffer)
 

@@ -17,6 +17,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +28,6 @@ from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Buffer
 from tencache_fx.runtime.store import Extent
 from tencache_fx.runtime.streams import Event
-from tencache_fx.tensors import ordinary_tensors
 
 _REMEMBERED = 4096
 """How many transfers that are over can still be named in an error."""
@@ -42,8 +42,7 @@ class Stage(Enum):
     DROPPED = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """Size, strides, dtype and device of a tensor, which it has again after its transfer."""
 
     nbytes: int
@@ -62,7 +61,7 @@ class Layout:
             )
         if src.is_conj() or src.is_neg():
             raise InvariantError(f"cannot offload {label}, a lazy conjugate or negative view; resolve it first.")
-        return Layout(src.numel() * src.itemsize, src.size(), src.stride(), src.dtype, src.device)
+        return tuple.__new__(Layout, (src.nbytes, src.size(), src.stride(), src.dtype, src.device))
 
     def is_of(self, tensor: Tensor) -> bool:
         """Return whether a tensor has these sizes and strides."""
@@ -70,8 +69,10 @@ class Layout:
 
     def empty(self) -> Tensor:
         """Allocate such a tensor on the caller's current stream: an ordinary one, which a copy lane may write to."""
-        with ordinary_tensors():
-            return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False):
+                return self.empty()
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +96,16 @@ class ActiveTransfer:
     copied_in: Event | None = None
     payload: object | None = None  # owns the value in host memory instead of this: a gradient's buffer
     owners: int = 0  # how many of handle and ticket live
+
+    def hand_out(self) -> tuple[Tensor, Event]:
+        """End it; return the tensor, and the event of its copy in. Raises `UsageError` the second time."""
+        if self.stage is not Stage.PREFETCHING:
+            raise UsageError(self.refusal())
+        dst, copied_in = self.dst, self.copied_in
+        assert dst is not None
+        assert copied_in is not None
+        self.stage, self.dst, self.copied_in = Stage.ENDED, None, None
+        return dst, copied_in
 
     def refusal(self) -> str:
         """Return the message for a second request for the value."""
@@ -129,16 +140,11 @@ class TransferTable:
         self._keys = itertools.count(1)
         self._transfers: dict[int, ActiveTransfer] = {}
         self._owners: dict[int, _Owner] = {}  # by address, up to the next one there, or to `pop_dead`
-        self._dead: deque[_Owner] = deque()
+        self.dead: deque[_Owner] = deque()  # those of which nobody has taken account
         self._past: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
 
     def __len__(self) -> int:
         return len(self._transfers)
-
-    @property
-    def any_dead(self) -> bool:
-        """Return whether a handle or ticket has died since the last `pop_dead`."""
-        return bool(self._dead)
 
     def next_key(self) -> int:
         """Return a key never used before."""
@@ -170,9 +176,9 @@ class TransferTable:
 
     def pop_dead(self) -> tuple[ActiveTransfer, str] | None:
         """Return a transfer and which of its owners ("handle", "ticket") died, or None when no more did."""
-        if not self._dead:
+        if not self.dead:
             return None
-        owner = self._dead.popleft()
+        owner = self.dead.popleft()
         if self._owners.get(owner.address) is owner:
             del self._owners[owner.address]
         transfer = self._transfers[owner.key]
@@ -187,13 +193,13 @@ class TransferTable:
         table = tuple(self._transfers.values())
         self._transfers.clear()
         self._owners.clear()
-        self._dead = deque()
+        self.dead = deque()
         return table
 
     def _issue(self, transfer: ActiveTransfer, kind: str) -> Tensor:
         array = np.array([transfer.key], dtype=np.int64)
         tensor, owner = torch.from_numpy(array), _Owner(array, _note_end)
-        owner.address, owner.dead, owner.key, owner.kind = tensor.data_ptr(), self._dead, transfer.key, kind
+        owner.address, owner.dead, owner.key, owner.kind = tensor.data_ptr(), self.dead, transfer.key, kind
         # Nothing is called from here on, so no interrupt leaves a transfer without an owner, whose end nobody notes.
         self._transfers[transfer.key] = transfer
         self._owners[owner.address] = owner

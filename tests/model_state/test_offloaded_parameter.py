@@ -15,8 +15,10 @@ from torch import nn
 
 from tencache_fx.errors import InvariantError, UsageError
 from tencache_fx.model_state.copy_state import CopyState
+from tencache_fx.model_state.parameter_ops import sync_param
 from tencache_fx.model_state.parameter_store import parameters_of
 from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.streams import Event
 
 COUNT = 1 << 14
 
@@ -69,6 +71,12 @@ class CopyMachine(RuleBasedStateMachine):
     @rule()
     def load(self) -> None:
         self.blocking(self.offloaded.load)
+        self.check_device()
+
+    @rule()
+    def sync(self) -> None:
+        self.blocking(lambda: sync_param(self.engine, self.parameter))
+        assert self.offloaded.is_loaded
         self.check_device()
 
     @rule()
@@ -220,4 +228,76 @@ def test_a_change_of_state_that_is_not_in_the_table_is_refused() -> None:
         offloaded.mark_device_newer()
     with pytest.raises(AssertionError, match="weight has no device copy"):
         offloaded.write_back()
+    engine.close()
+
+
+class ManyStreams(FaultyCpuStreams):
+    """Has the compute stream `key`, and notes which one was told to wait; the host waits as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key: object = "first"
+        self.waits: list[object] = []
+
+    def compute_key(self) -> object:
+        return self.key
+
+    def wait_compute(self, event: Event) -> None:
+        self.waits.append(self.key)
+        super().wait_compute(event)
+
+
+def test_each_compute_stream_waits_once_for_each_copy_in() -> None:
+    streams = ManyStreams()
+    engine = Engine(torch.device("cpu"), host_budget_bytes=1 << 20, streams=streams)
+    parameter = nn.Parameter(torch.zeros(COUNT))
+    offloaded = parameters_of(engine).offload(parameter, "weight", torch.device("cpu"))
+
+    def waits(*keys: object) -> list[object]:
+        streams.waits.clear()
+        for streams.key in keys:
+            sync_param(engine, parameter)
+        return streams.waits
+
+    offloaded.pin()
+    assert waits("first", "second", "first", "second", "third") == ["second", "third"]
+    assert waits(None, None) == [None, None], "another stream may have the key of one that nobody can tell from it"
+    with offloaded.begin_write(read=False) as write:
+        write.wait_readers()
+        done = Future[None]()
+        offloaded.begin_update(done, streams.record_compute())
+        write.elements.fill_(1.0)
+        offloaded.finish_update()
+        done.set_result(None)
+    assert waits("first", "first", "second") == ["first", "second"], "there is another copy"
+    assert bool((parameter.detach() == 1.0).all())
+    offloaded.backing.value().fill_(2.0)  # as by a tensor of a state_dict
+    assert waits("second", "first", "second") == ["second", "first"]
+    assert bool((parameter.detach() == 2.0).all())
+    streams.key = "fourth"
+    streams.waits.clear()
+    offloaded.unpin()
+    assert streams.waits == ["fourth"], "who has its memory next goes on behind the copy"
+    engine.close()
+
+
+def test_a_copy_in_that_fails_is_told_to_each_who_asks() -> None:
+    streams = FaultyCpuStreams(failing=[0])
+    engine = Engine(torch.device("cpu"), host_budget_bytes=1 << 20, streams=streams)
+    parameter = nn.Parameter(torch.zeros(COUNT))
+    offloaded = parameters_of(engine).offload(parameter, "weight", torch.device("cpu"))
+    offloaded.summoned = True
+    with pytest.raises(InvariantError, match="injected copy failure"):
+        sync_param(engine, parameter)
+    sync_param(engine, parameter)
+    assert bool((parameter.detach() == 0.0).all())
+    done = Future[None]()
+    streams._failing = frozenset((streams.copies,))
+    offloaded.begin_update(done, streams.record_compute())
+    offloaded.finish_update()
+    done.set_result(None)
+    for _ in range(2):
+        with pytest.raises(InvariantError, match="injected copy failure"):
+            sync_param(engine, parameter)
+    offloaded.refresh()
     engine.close()

@@ -21,7 +21,7 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from tencache_fx.errors import BudgetError, OptionError, TencacheError
 from tencache_fx.planning.plan import PoolClass
-from tencache_fx.runtime import pool as pool_module
+from tencache_fx.runtime import waiters
 from tencache_fx.runtime.buffers import Buffer, Use
 from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.streams import CpuStreams, Event
@@ -522,7 +522,7 @@ def test_who_waits_for_a_buffer_gets_it_when_the_budget_is_raised(
     change: Callable[[Pool, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is told: it would look again by itself only once the test is over."""
-    monkeypatch.setattr(pool_module, "_POLL_S", 60.0)
+    monkeypatch.setattr(waiters, "_POLL_S", 60.0)
     pool, found = Pool(CpuStreams(), 4096), []
     first = pool.acquire(1, Use.STAGING)
     thread = threading.Thread(target=lambda: found.append(pool.acquire(1, Use.STAGING)))

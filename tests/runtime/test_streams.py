@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tencache_fx.errors import InvariantError
-from tencache_fx.runtime.cuda_streams import find_memcpy, open_streams
+from tencache_fx.runtime.cuda_streams import CudaStreams, find_memcpy, open_streams
 from tencache_fx.runtime.streams import CpuStreams, Lane
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -146,3 +147,26 @@ def test_a_copy_that_cuda_refuses_is_an_error() -> None:
     assert memcpy is not None
     with pytest.raises(RuntimeError, match=r"CUDA error: a copy of 8 bytes could not be issued: .*cudaError"):
         memcpy(0, 0, 8, 0)
+
+
+@pytest.mark.parametrize(
+    ("handle", "stream_id", "lasts"), [(0, 0, True), (1 << 40, 35, True), (1 << 40, 1 << 40, False)]
+)
+def test_the_handle_of_somebody_elses_stream_does_not_stand_for_it_for_good(
+    handle: int,
+    stream_id: int,
+    lasts: bool,  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch's own streams never end: the default one, and those of its pools, which it knows by other numbers."""
+
+    class Seen(CudaStreams):
+        def __init__(self) -> None:
+            self.device, self._index = torch.device("cuda", 0), 0
+            self._by_handle, self._lasting = {}, set()
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: handle, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(stream_id=stream_id))
+    streams = Seen()
+    for _ in range(2):
+        assert streams.compute_key() == (handle if lasts else None)

@@ -12,7 +12,7 @@ class Interrupts:
     """Counts the lines that this thread runs in files of some names, and raises `KeyboardInterrupt` at some of them.
 
     Lines with a `with` do not count. Python's own interrupts never come between the end of its body and its exit, and
-    a trace function is called there.
+    a trace function is called there. Nor do those with a `try`, where nothing is called.
     """
 
     def __init__(self, files: Collection[str]) -> None:
@@ -43,9 +43,8 @@ class Interrupts:
         return self._passed if self._is_counted(frame) else None
 
     def _passed(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
-        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(
-            "with "
-        ):
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip() if event == "line" else "with "
+        if not line.startswith(("with ", "try:")):
             self.lines += 1
             if self.lines - 1 in self._at:
                 self.where.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
