@@ -25,7 +25,7 @@ from torch._inductor.utils import BoxedBool
 from torch.fx.graph import _BoxedCodeGen
 
 from tencache_fx.errors import OptionError
-from tencache_fx.kept_code import KeptCode, loaded_codes
+from tencache_fx.kept_code import Foresee, KeptCode, loaded_codes
 from tencache_fx.ops import arguments_of
 from tencache_fx.option_values import nearest
 from tencache_fx.stages import STAGES
@@ -121,13 +121,15 @@ def compile_inductor(
     lower: Lower,
     lazy_backward: bool,
     key: str | None = None,
+    foresee: Foresee = bool,
 ) -> tuple[Callable[..., Any], list[KeptCode]]:
     """Compile through Inductor with `partition` as its partitioner and `lower` around each graph.
 
     The backward is lowered before this returns, unless `lazy_backward`: then, as torch does it, when it first runs.
 
     If there is a `key`, and AOTAutograd's cache has what was compiled with it, neither is called: the graphs' codes are
-    returned as well. `lower` is then to return a `KeptCode`, and the backward cannot be lazy.
+    returned as well, and `foresee` is called with the facts of each before it is loaded. `lower` is then to return a
+    `KeptCode`, and the backward cannot be lazy.
 
     Inductor's graph cache is used as ever: the plan is in the graph, and so in its key. Graphs with a plan keep the
     planned order: pinned by `planned`, and without Inductor's own reordering for peak memory, which knows of no copies.
@@ -160,7 +162,7 @@ def compile_inductor(
     with (
         STAGES.stage("tracing"),
         functorch_config.patch(force_non_lazy_backward_lowering=not lazy_backward, **caching, **_ALONE),
-        loaded_codes() as codes,
+        loaded_codes(foresee) as codes,
     ):
         compiled: Any = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=settings)
     return compiled, codes

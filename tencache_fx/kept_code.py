@@ -24,7 +24,10 @@ from torch._inductor.utils import BoxedBool
 
 Phase = Literal["forward", "backward", "inference"]
 
-_LOADED: ContextVar[list["KeptCode"] | None] = ContextVar("loaded", default=None)
+Foresee = Callable[[object], object]
+"""Is told the facts of a graph, before its code is loaded."""
+
+_LOADED: ContextVar[tuple[list["KeptCode"], Foresee] | None] = ContextVar("loaded", default=None)
 
 
 class KeptCode(OutputCode):
@@ -57,7 +60,7 @@ class KeptCode(OutputCode):
             raise BypassAOTAutogradCache("a region that tencache cannot take up again is not kept")
         code = copy.copy(self.code)
         code.prepare_for_serialization()
-        code._triton_bundle = without_loaded(code._triton_bundle)
+        code._triton_bundle = without_loaded(code)
         self._content = pickle.dumps((code, self.phase, self.planned, facts))
         self.code = self.facts = self.run = None  # type: ignore[assignment]
 
@@ -69,9 +72,12 @@ class KeptCode(OutputCode):
         self, example_inputs: Sequence[Any], constants: CompiledFxGraphConstants, graph_kwargs: Any
     ) -> None:
         """Load the code, as torch does for its own (`BundledOutputCodeLoadable`), and tell who waits for it."""
-        loaded = _LOADED.get()
-        if loaded is None:
+        waiting = _LOADED.get()
+        if waiting is None:
             raise BypassAOTAutogradCache("tencache's code was kept for tencache")
+        loaded, foresee = waiting
+        if self.facts is not None:
+            foresee(self.facts())
         code, _ = FxGraphCache.cache_hit_post_compile(self.code, {}, constants)
         if code is None:
             raise BypassAOTAutogradCache("the generated code cannot be written to Inductor's folder")
@@ -86,15 +92,19 @@ class KeptCode(OutputCode):
         """Do nothing: Inductor's code has its own."""
 
 
-def without_loaded(bundle: TritonBundle | None) -> TritonBundle | None:
-    """Return the Triton kernels of a graph without the launchers that this process has loaded.
+def without_loaded(code: CompiledFxGraph) -> TritonBundle | None:
+    """Return the Triton kernels of a graph as they were before this process has loaded any.
 
     Code that came from Inductor's cache launches those of its bundle themselves. Then they cannot be written: they name
-    addresses of this process. Who reads the entry makes launchers from the kernels' binaries, which are in the bundle,
-    too.
+    addresses of this process. They are as they were in the entry of that cache, which is read again. If it is gone they
+    are left out: who reads what is written compiles each of them by Triton, which has their binaries from the bundle.
     """
-    if bundle is None:
-        return None
+    bundle, key = code._triton_bundle, code._fx_graph_cache_key
+    if bundle is None or not any(each.kernel.launchers for each in bundle.static_autotuners):
+        return bundle
+    for graph, *_ in () if key is None else FxGraphCache.iterate_over_candidates(True, None, key):
+        if graph.source_code == code.source_code and graph._triton_bundle is not None:
+            return graph._triton_bundle
     unloaded = [each for each in bundle.static_autotuners if not each.kernel.launchers]
     return dataclasses.replace(bundle, static_autotuners=unloaded)
 
@@ -107,10 +117,13 @@ def _read(content: bytes, digest: str) -> KeptCode:
 
 
 @contextlib.contextmanager
-def loaded_codes() -> Iterator[list[KeptCode]]:
-    """Yield a list of the codes that AOTAutograd's cache has while this is entered: none, if it has not got them."""
+def loaded_codes(foresee: Foresee) -> Iterator[list[KeptCode]]:
+    """Yield a list of the codes that AOTAutograd's cache has while this is entered: none, if it has not got them.
+
+    `foresee` is called with the facts of each before it is loaded.
+    """
     codes: list[KeptCode] = []
-    token = _LOADED.set(codes)
+    token = _LOADED.set((codes, foresee))
     try:
         yield codes
     finally:

@@ -43,6 +43,7 @@ class State(Remainder):
         self.counted = CountedScalars()
         self.directory: Path | None = None  # where what `decode` returns may be
         self.place = Tier.DEVICE if on_device else Tier.HOST
+        self.is_zero = False  # whether all arrays were when they were made
         count, parts = parameter.numel(), named_parts(forms)
         starts = _starts_of(forms, count)
         self.nbytes = starts.pop()
@@ -52,6 +53,7 @@ class State(Remainder):
         else:
             buffer = buffers.acquire_settled(self.nbytes, Use.STATE)
             weakref.finalize(self, buffers.discard_later, buffer).atexit = False
+            self.is_zero = buffer.is_zero
             self.arrays = tuple(
                 own_storage(buffer.memory[start : start + part.nbytes(count)], part.dtype)
                 for start, part in zip(starts, parts.values(), strict=True)

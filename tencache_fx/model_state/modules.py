@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from tencache_fx import compat
 from tencache_fx.errors import OptionError
+from tencache_fx.garbage import seldom_collected
 from tencache_fx.hardware.collective_rates import agree_on_rates
 from tencache_fx.hardware.devices import resolve_device
 from tencache_fx.model_state.arguments import find_device, need_model
@@ -49,6 +50,7 @@ _BAR_DELAY_S = 1.0  # what is done sooner needs no progress bar
 
 
 @RankStage("offload")
+@seldom_collected()
 def offload(
     model: nn.Module,
     device: torch.device | str | None = None,

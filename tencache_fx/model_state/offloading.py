@@ -27,6 +27,7 @@ from tencache_fx.runtime.engine import Engine
 LEAST_BYTES = 64 << 10
 """Smaller parameters stay on the device: their copies would cost more in time than they save in memory."""
 
+_LEAST_AHEAD_BYTES = 1 << 20  # less is mapped at once
 _FEW = 32  # one part in so many: with gradients, and masters and moments in fp32, that is up to eight times as much
 
 
@@ -106,6 +107,7 @@ class Offloading:
         more = parameters_of(engine).passing.missing_sizes(max(on_disk)) if on_disk else []
         engine.pool.make_room([*in_memory, *more], Use.PARAMETER)
         self._largest_bytes = max(on_disk, default=0)
+        self._large_sizes = [nbytes for nbytes in in_memory if nbytes >= _LEAST_AHEAD_BYTES]
 
     def __enter__(self) -> "Offloading":
         self._undo.callback(self._engine.object_buffers.drain)
@@ -113,11 +115,13 @@ class Offloading:
             passing = parameters_of(self._engine).passing
             passing.join(self._largest_bytes)
             self._joined.callback(passing.leave)
+        self._engine.map_ahead(self._large_sizes, Use.PARAMETER, compiles=False)  # while others are copied
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         in_place = {each.weights for each in self._places.values() if each.weights is not None and each.in_file}
         with self._joined:
+            self._joined.callback(self._engine.map_ahead, (), Use.PARAMETER)
             if kind is None:
                 self._undo.pop_all()
             else:

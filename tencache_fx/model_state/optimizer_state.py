@@ -17,9 +17,10 @@ from tencache_fx.model_state.counted_scalars import on_cpu, write_counts
 from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.group_rule import GroupRule, KindRule
 from tencache_fx.model_state.host_state import State
+from tencache_fx.model_state.modules import engine_of
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.optimizer_checks import find_misfit
-from tencache_fx.model_state.parameter_store import find_offloaded
+from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.placement import (
     StatePlacement,
     decoded_of,
@@ -87,7 +88,10 @@ class OptimizerState(torch.optim.Optimizer):
             self._place(group)
 
     def _place(self, group: dict[str, Any]) -> None:
-        """Take note of the parameters of a group, behind all others; the kernels of their first steps are begun."""
+        """Take note of the parameters of a group, behind all others.
+
+        Their kernels are begun, and the host memory of their state as far as an earlier start of the program tells.
+        """
         for parameter in group["params"]:
             self._urgency[parameter] = len(self._urgency)
             dim, count, split = parameter.dim(), parameter.numel(), will_be_split(parameter)
@@ -98,6 +102,8 @@ class OptimizerState(torch.optim.Optimizer):
         }
         for dim, dtype, elements, split in kinds:
             self._rule.begin(group, dim, dtype, elements, split=split)
+        for device in {p.device for p in group["params"] if p.requires_grad and find_offloaded(p) is not None}:
+            parameters_of(engine_of(device)).map_state_as_before()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, once the updates under way are done, as torch does.

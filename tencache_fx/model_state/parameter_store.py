@@ -21,6 +21,7 @@ from tencache_fx.model_state.backing import Backing, HostBacking
 from tencache_fx.model_state.disk_backing import DiskBacking, Place
 from tencache_fx.model_state.disk_state import DiskLine
 from tencache_fx.model_state.grad_accumulation import GradientAccumulator
+from tencache_fx.model_state.mapped_state import keep_sizes, kept_sizes
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.passing_buffers import PassingBuffers
 from tencache_fx.model_state.pending_backwards import PendingBackwards
@@ -208,10 +209,22 @@ class ParameterStore:
                     f"{offloaded.name} is on the CPU now: {self._engine.device} has no room for it.", stacklevel=2
                 )
 
-    def map_state_ahead(self, on_device: Container[OffloadedParameter] = ()) -> None:
-        """Begin to map host memory for the state that optimizers will make of all parameters but those `on_device`."""
-        sizes = [each.state_buffer_bytes for each in self._without_state() if each not in on_device]
-        self._engine.map_ahead([nbytes for nbytes in sizes if nbytes >= _LEAST_AHEAD_BYTES], Use.STATE)
+    def map_state_ahead(self, on_device: Container[OffloadedParameter] = (), *, compiles: bool = True) -> None:
+        """Begin to map host memory for the state that optimizers will make of all parameters but those `on_device`.
+
+        The next start of the same program begins with that as soon as it has the optimizers. If nothing `compiles`
+        meanwhile, it takes more of the CPU.
+        """
+        stateless = list(self._without_state())
+        wanted = (each.state_buffer_bytes for each in stateless if each not in on_device)
+        sizes = [nbytes for nbytes in wanted if nbytes >= _LEAST_AHEAD_BYTES]
+        self._engine.map_ahead(sizes, Use.STATE, compiles=compiles)
+        keep_sizes(self._engine.device, stateless, sizes)
+
+    def map_state_as_before(self) -> None:
+        """Begin to map what the last start of the same program has mapped of state; `map_state_ahead` corrects it."""
+        if sizes := kept_sizes(self._engine.device, self._without_state()):
+            self._engine.map_ahead(sizes, Use.STATE, compiles=False)
 
     def state_to_come(self) -> int:
         """Return the bytes of host memory that optimizers may yet acquire for state that they have not made."""

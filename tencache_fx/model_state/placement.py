@@ -106,7 +106,7 @@ def hold_state(
             held.directory = None if engine.store is None else engine.store.directories[0]
             arrays = {name: values[name] for name in forms}
             flattened = {name: flat_as(v, parameter) if isinstance(v, Tensor) else v for name, v in arrays.items()}
-            store_values(forms, held.arrays, flattened)
+            store_values(forms, held.arrays, flattened, are_zero=held.is_zero)
             return held
     label = "a parameter" if offloaded is None else offloaded.name
     return DiskState(parameters_of(engine).disk_line, parameter, forms, values, label)

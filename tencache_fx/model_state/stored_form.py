@@ -127,9 +127,16 @@ def by_form(forms: Sequence[StoredForm], arrays: Sequence[Tensor]) -> list[Seque
 
 
 def store_values(
-    forms: Mapping[str, StoredForm], arrays: Sequence[Tensor], values: Mapping[str, Tensor | Stored | float]
+    forms: Mapping[str, StoredForm],
+    arrays: Sequence[Tensor],
+    values: Mapping[str, Tensor | Stored | float],
+    *,
+    are_zero: bool = False,
 ) -> None:
-    """Set the parts of all arrays to values by name: elements [n], parts that keep them, or one number for all."""
+    """Set the parts of all arrays to values by name: elements [n], parts that keep them, or one number for all.
+
+    Where the arrays `are_zero` already, a number that is kept as zeros takes no time.
+    """
     for (name, form), parts in zip(forms.items(), by_form(tuple(forms.values()), arrays), strict=True):
         value = values[name]
         if isinstance(value, Tensor):
@@ -141,7 +148,8 @@ def store_values(
         block = [torch.empty(part.count(BLOCK), dtype=part.dtype, device="cpu") for part in form.parts]
         form.store(torch.full((BLOCK,), value, dtype=torch.float32, device="cpu"), block)
         for array, items in zip(parts, block, strict=True):
-            array.fill_(items[0].item())
+            if not are_zero or items[:1].view(torch.uint8).any():  # its bytes: -0.0 is no zero
+                array.fill_(items[0].item())
 
 
 def round_by_hash(value: Tensor, other: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ _NAMES = {
     "plan": "plans",
     "roofline": "compute rates",
     "scales": "corrections of forecasts",
+    "state": "sizes of optimizers' state",
     "stepchoice": "choices for steps",
 }
 _NONE = (0, 0)

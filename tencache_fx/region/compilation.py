@@ -48,7 +48,7 @@ region/budget_check.py         does the plan fit at the sizes of this call, besi
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -56,7 +56,7 @@ from torch import fx
 from tencache_fx import compat
 from tencache_fx.errors import BudgetError
 from tencache_fx.garbage import seldom_collected
-from tencache_fx.kept_code import KeptCode, Phase
+from tencache_fx.kept_code import Phase
 from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import open_update_room
 from tencache_fx.model_state.step_hooks import is_updated_in_backward
@@ -118,9 +118,9 @@ def compile_region(
                 recomputed=request.recomputed,
             )
             key = cache_key(source, request, names, planner)
-            lowering = PlannedLowering(source, request, monitors, planner, keeps=key is not None)
+            lowering = PlannedLowering(source, request, monitors, planner, names, keeps=key is not None)
             compilation = Compilation(source, planner, names, request.donated, lowering)
-            compiled = lowering.finish(compilation.run(inputs, key, lowering.take_up), Placement(names=names))
+            compiled = lowering.finish(compilation.run(inputs, key, lowering), Placement(names=names))
             over_bytes = 0 if request.by_step else _over_bytes(source, compiled.record)
             if over_bytes <= 0:
                 planner.earlier.keep_margin(planner.unforeseen_bytes)
@@ -172,12 +172,10 @@ class Compilation:
             frozenset()
         )  # nodes that run again whatever the plan: these, and what is agreed on
 
-    def run(
-        self, inputs: Sequence[Any], key: str | None = None, take_up: Callable[[list[KeptCode]], bool] | None = None
-    ) -> Compiled:
+    def run(self, inputs: Sequence[Any], key: str | None = None, keeper: PlannedLowering | None = None) -> Compiled:
         """Return the compiled function. The Dynamo graph is copied: the compilers below take ownership of theirs.
 
-        With a `key`, AOTAutograd's cache is asked first; what it has is compiled again if `take_up` does not want it.
+        With a `key`, AOTAutograd's cache is asked first; what it has is compiled again if `keeper` does not take it up.
         """
         source, gm = self._source, copy_module(self._source.graph)
         if source.options.compiler == "eager":
@@ -190,9 +188,10 @@ class Compilation:
             lower=self.lower,
             lazy_backward=source.options.device_budget is None,
             key=key,
+            foresee=bool if keeper is None else keeper.foresee,
         )
         found = bool(codes) and not self._lowers  # else an entry was damaged, and its first part was read
-        if take_up is not None and found and not take_up(codes):
+        if keeper is not None and found and not keeper.take_up(codes):
             return self.run(inputs)
         return run
 

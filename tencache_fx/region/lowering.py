@@ -49,7 +49,7 @@ from tencache_fx.region.step_recorder import StepRecorder, recorder_of
 from tencache_fx.region.timers import PhaseClock
 from tencache_fx.reporting.structured import log_artifacts
 from tencache_fx.runtime.engine import Engine
-from tencache_fx.runtime.engine_registry import RankStage, open_engine, swap_points
+from tencache_fx.runtime.engine_registry import RankStage, find_engine, open_engine, swap_points
 
 log = logging.getLogger("tencache_fx")
 
@@ -65,7 +65,8 @@ class Lowering(Protocol):
 
 
 class PlannedLowering:
-    """Carries plans out, for one attempt to compile a region; its `monitors` watch what runs.
+    """Carries plans out, for one attempt to compile a region; its `monitors` watch what runs, `names` are the offloaded
+    parameters'.
 
     With `keeps`, code is returned as AOTAutograd's cache keeps it.
     """
@@ -76,10 +77,11 @@ class PlannedLowering:
         request: Request,
         monitors: Sequence[Monitor],
         planner: RegionPlanner,
+        names: Mapping[int, str],
         *,
         keeps: bool,
     ) -> None:
-        self._source, self._request, self._monitors = source, request, monitors
+        self._source, self._request, self._monitors, self._names = source, request, monitors, names
         self._planner, self._earlier, self._keeps = planner, planner.earlier, keeps
         self._candidate: Candidate | None = None
         self._written = WrittenPlan()
@@ -112,7 +114,7 @@ class PlannedLowering:
         self._written = self._watched_plan(donated, recorder, is_timeable=self._is_timeable(plan))
         self._candidate = candidate
         if capture.backward is not None and self._request.offloaded:
-            self._map_state_ahead(frozenset(plan.updated_here), capture.offloaded)
+            self._map_state_ahead(frozenset(plan.updated_here), compiles=True)
 
     def lower(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiled, *, phase: Phase) -> Any:
         """Lower one graph with `compile_graph`; graphs of ours are pinned in order first, and checked afterwards."""
@@ -136,8 +138,25 @@ class PlannedLowering:
         kept.run = self._watch(phase, run)
         return kept
 
+    def foresee(self, facts: object) -> None:
+        """Begin to map the host memory that a kept region will want, while its code is loaded."""
+        if not isinstance(facts, KeptRegion):
+            return
+        if facts.server is not None:
+            fits = _as_far_as_it_fits(facts.record.problem, facts.record.plan, by_step=facts.swap_region is not None)
+            open_for(self._source).reserve_ahead(fits.pool)
+        if facts.placement.updated_here is not None and self._request.offloaded:
+            self._map_state_ahead(facts.placement.updated_here, compiles=False)
+
     def take_up(self, codes: Sequence[KeptCode]) -> bool:
         """Go on with what AOTAutograd's cache had; return False if it does not do here, and is to be made anew."""
+        if self._take_up(codes):
+            return True
+        if (engine := find_engine(self._source.device)) is not None:
+            engine.reserve_ahead(())  # nobody reserves what was foreseen
+        return False
+
+    def _take_up(self, codes: Sequence[KeptCode]) -> bool:
         facts = [code.facts() for code in codes if code.facts is not None]
         kept = next((each for each in facts if isinstance(each, KeptRegion)), None)
         if kept is None:
@@ -226,8 +245,7 @@ class PlannedLowering:
 
         Where host memory has no room for what one call of a step has away, calls take what there is.
         """
-        fits = plan.forecast.host_bytes <= problem.budgets.host_bytes
-        engine = reserve(self._source, plan if fits or not by_step else replace(plan, pool=()))
+        engine = reserve(self._source, _as_far_as_it_fits(problem, plan, by_step=by_step))
         stored = [each.nbytes for each in plan.transfers if each.kind is TransferKind.STORE]
         engine.reserve_gradients(stored, adds=self._request.adds)
         if not by_step:
@@ -242,11 +260,11 @@ class PlannedLowering:
         """
         return is_planned(plan) and not self._request.offloaded
 
-    def _map_state_ahead(self, updated_here: frozenset[str], names: Mapping[int, str]) -> None:
-        """Begin to map what the first step needs for the optimizer's state, while code is generated."""
+    def _map_state_ahead(self, updated_here: frozenset[str], *, compiles: bool) -> None:
+        """Begin to map what the first step needs for the optimizer's state, while code is generated or loaded."""
         offloaded = self._request.offloaded
-        on_device = {each for index, each in offloaded.items() if names[index] in updated_here}
-        parameters_of(engine_of(self._source.device)).map_state_ahead(on_device)
+        on_device = {each for index, each in offloaded.items() if self._names[index] in updated_here}
+        parameters_of(engine_of(self._source.device)).map_state_ahead(on_device, compiles=compiles)
 
     def _watched_plan(
         self, donated: frozenset[int], recorder: StepRecorder | None, *, is_timeable: bool
@@ -266,8 +284,15 @@ class PlannedLowering:
 
 def reserve(source: RegionSource, plan: Plan) -> Engine:
     """Return the device's engine, holding the buffers and the disk space that `plan` needs."""
+    engine = open_for(source)
+    engine.reserve(pool=plan.pool, staging=plan.staging, disk_bytes=plan.forecast.disk_bytes)
+    return engine
+
+
+def open_for(source: RegionSource) -> Engine:
+    """Return the device's engine, with the budgets that the region has."""
     options = source.options
-    engine = open_engine(
+    return open_engine(
         source.device,
         host_budget_bytes=options.host_budget,
         spill_dirs=options.spill_dir,
@@ -275,8 +300,12 @@ def reserve(source: RegionSource, plan: Plan) -> Engine:
         spill_write_bytes_per_day=options.spill_write_budget,
         checksum=options.checksum,
     )
-    engine.reserve(pool=plan.pool, staging=plan.staging, disk_bytes=plan.forecast.disk_bytes)
-    return engine
+
+
+def _as_far_as_it_fits(problem: Problem, plan: Plan, *, by_step: bool) -> Plan:
+    """Return the plan, without buffers for a step's transfers where host memory has no room for all of a call."""
+    fits = plan.forecast.host_bytes <= problem.budgets.host_bytes
+    return plan if fits or not by_step else replace(plan, pool=())
 
 
 def about(source: RegionSource) -> dict[str, Any]:

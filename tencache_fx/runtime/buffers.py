@@ -41,6 +41,7 @@ class Buffer:
     requested_bytes: int = 0
     holders: int = 0
     stuck: bool = False
+    times_acquired: int = 0
     nbytes: int = field(init=False)
     """The size class."""
 
@@ -51,6 +52,11 @@ class Buffer:
     def first(self, nbytes: int) -> torch.Tensor:
         """Return the memory of its first bytes."""
         return self.memory if nbytes == self.nbytes else self.memory[:nbytes]
+
+    @property
+    def is_zero(self) -> bool:
+        """Return whether who has it now got it with zeros: nobody had it before, nor a part of it, as of others."""
+        return self.use is Use.STATE and self.times_acquired == 1
 
     @property
     def idle(self) -> bool:

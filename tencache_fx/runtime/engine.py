@@ -140,15 +140,23 @@ class Engine:
         self.enter()
         self.transfers.reserve(pool, Use.SWAP)
         self.transfers.reserve(staging, Use.STAGING)
+        self.reserve_ahead(())
         if disk_bytes:
             self.transfers.need_store().reserve(disk_bytes)
 
-    def map_ahead(self, sizes: Iterable[int], use: Use) -> None:
+    def map_ahead(self, sizes: Iterable[int], use: Use, *, compiles: bool = True) -> None:
         """Begin to map buffers of these sizes for later calls of `acquire`, in room that is not promised to others.
 
-        Only the last call for a `use` counts.
+        Only the last call for a `use` counts. If nothing `compiles` meanwhile, it takes more of the CPU.
         """
-        self.pool.ahead.begin(sizes, use)
+        self.pool.ahead.begin(sizes, use, compiles=compiles)
+
+    def reserve_ahead(self, pool: Sequence[PoolClass]) -> None:
+        """Begin to map what `reserve` will map of these buffers, in room that is not promised to others.
+
+        Only the last call counts, up to `reserve`.
+        """
+        self.pool.ahead.begin(self.pool.missing_sizes(pool, Use.SWAP), Use.SWAP, compiles=False)
 
     def forget_reserved(self) -> None:
         """Hold no buffers for plans any more: of what was compiled nothing is left."""

@@ -290,7 +290,7 @@ def usage(device: torch.device) -> Usage:
         return Usage()
     pool, store = engine.pool, engine.store
     return Usage(
-        host_bytes=pool.allocated_bytes,
+        host_bytes=pool.allocated_bytes + pool.ahead.mapped_bytes,
         host_acquired_bytes=pool.acquired_bytes,
         gradient_acquired_bytes=pool.acquired_for(Use.GRADIENT),
         state_acquired_bytes=pool.acquired_for(Use.STATE),

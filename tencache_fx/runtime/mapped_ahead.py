@@ -13,6 +13,7 @@ from tencache_fx.runtime.worker import Worker
 from tencache_fx.units import PAGE_BYTES, round_up
 
 _THREADS = 2  # that touch pages: compilers want the others
+_MORE_THREADS = 4  # where none are expected
 
 
 class MappedAhead:
@@ -32,10 +33,17 @@ class MappedAhead:
         """Return the bytes of all that are mapped or being mapped."""
         return sum(size * len(coming) for (_, size), coming in self._coming.copy().items())
 
-    def begin(self, sizes: Iterable[int], use: Use) -> None:
+    @property
+    def mapped_bytes(self) -> int:
+        """Return about how many bytes are in memory by now: half of those that are being mapped."""
+        with self._lock:
+            futures = [(size, each) for (_, size), coming in self._coming.items() for each in coming]
+            return sum(size if each.done() else size // 2 for size, each in futures if each.done() or each.running())
+
+    def begin(self, sizes: Iterable[int], use: Use, *, compiles: bool = True) -> None:
         """Begin to map a buffer of each size that has none yet, as far as the pool has room for all.
 
-        Those that nobody wants any more are unmapped.
+        Those that nobody wants any more are unmapped. If nothing `compiles` meanwhile, more threads touch pages.
         """
         wanted = Counter(round_up(max(1, size), PAGE_BYTES) for size in sizes)
         with self._lock:
@@ -47,12 +55,13 @@ class MappedAhead:
             if not missing or self._closed:
                 return
             worker = Worker("tencache-map")  # its thread ends with it, once all are mapped
+            threads = _THREADS if compiles else _MORE_THREADS
             left_bytes = self._room() - self.nbytes
             for size in missing.elements():
                 if size <= left_bytes:
                     left_bytes -= size
                     self._coming.setdefault((use, size), deque()).append(
-                        worker.begin(partial(map_buffer, size, use, self._streams, warn=False, threads=_THREADS))
+                        worker.begin(partial(map_buffer, size, use, self._streams, warn=False, threads=threads))
                     )
 
     def take(self, size: int, use: Use) -> Buffer | None:

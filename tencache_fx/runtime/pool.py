@@ -33,7 +33,7 @@ from tencache_fx.planning.plan import PoolClass
 from tencache_fx.runtime.buffers import Buffer, Use, map_buffer
 from tencache_fx.runtime.free_buffers import FreeBuffers
 from tencache_fx.runtime.mapped_ahead import MappedAhead
-from tencache_fx.runtime.reserved_buffers import Classes, ReservedBuffers
+from tencache_fx.runtime.reserved_buffers import Classes, ReservedBuffers, counted
 from tencache_fx.runtime.streams import STUCK_S, Event, Streams
 from tencache_fx.runtime.suballocator import Suballocator
 from tencache_fx.runtime.waiters import Waiters
@@ -75,9 +75,8 @@ class Pool:
     def held_for(self, use: Use) -> int:
         """Return the bytes of all buffers for `use`: acquired, free, or promised."""
         with self._lock:
-            return sum(
-                size * count for (each, size), count in (self._counts | self._reserved.planned).items() if each is use
-            )
+            held = (self._counts | self._reserved.planned).items()
+            return sum(size * count for (each, size), count in held if each is use)
 
     @property
     def room_bytes(self) -> int:
@@ -127,6 +126,11 @@ class Pool:
                     "more."
                 )
 
+    def missing_sizes(self, classes: Iterable[PoolClass], use: Use) -> list[int]:
+        """Return the sizes of the buffers that `reserve` would map now."""
+        with self._lock:
+            return [size for _, size in self._missing(counted(classes, use)).elements()]
+
     def reserve(self, classes: Iterable[PoolClass], use: Use) -> None:
         """Map at least `count` buffers of each class, acquired ones included; evict idle ones of other classes.
 
@@ -134,9 +138,8 @@ class Pool:
         under way if their buffers must make way. Raises `BudgetError` when the host budget does not allow it.
         """
         with self._lock:
-            for (_, size), count in self._set_aside(classes, use).items():
-                for _ in range(count):
-                    self._map(size, use)
+            for _, size in self._set_aside(classes, use).elements():
+                self._map(size, use)
 
     def promise(self, classes: Iterable[PoolClass], use: Use) -> None:
         """As `reserve`, but map buffers only when they are wanted."""
@@ -246,9 +249,7 @@ class Pool:
 
     def _set_aside(self, classes: Iterable[PoolClass], use: Use) -> Classes:
         """Make room for the buffers of `classes` that are missing, and remember them all; return the missing ones."""
-        wanted: Classes = Counter()
-        for each in classes:
-            wanted[use, round_up(max(1, each.nbytes), PAGE_BYTES)] += each.count
+        wanted = counted(classes, use)
         opened = self._suballocator.opened
         aside_bytes = self._owed_bytes(opened) - self._owed_bytes(Counter())  # to do without open buffers
 
@@ -336,12 +337,11 @@ class Pool:
         return self._reserved.owed_bytes(self._counts, opened)
 
     def _acquired(self, buffer: Buffer, nbytes: int) -> Buffer:
-        buffer.holders, buffer.requested_bytes = 1, nbytes
+        buffer.holders, buffer.requested_bytes, buffer.times_acquired = 1, nbytes, buffer.times_acquired + 1
         if buffer.block is None:
             key = buffer.use, buffer.nbytes
             acquired = self._counts[key] - self._suballocator.opened.get(key, 0) - len(self._free.of(*key))
-            if acquired > self._reserved.most.get(key, 0):
-                self._reserved.most[key] = acquired
+            self._reserved.most[key] = max(acquired, self._reserved.most.get(key, 0))
         self.acquired_bytes += buffer.nbytes
         self._acquired_by_use[buffer.use] += buffer.nbytes
         self.requested_bytes += nbytes

@@ -3,7 +3,9 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
+from tencache_fx.planning.plan import PoolClass
 from tencache_fx.runtime.buffers import Use
+from tencache_fx.units import PAGE_BYTES, round_up
 
 Classes = Counter[tuple[Use, int]]
 """Numbers of buffers, by use and size."""
@@ -40,3 +42,11 @@ class ReservedBuffers:
         for counts in (self.planned, self.most):
             for key in [key for key in counts if key[0] in uses]:
                 del counts[key]
+
+
+def counted(classes: Iterable[PoolClass], use: Use) -> Classes:
+    """Return the numbers of these buffers by their class."""
+    wanted: Classes = Counter()
+    for each in classes:
+        wanted[use, round_up(max(1, each.nbytes), PAGE_BYTES)] += each.count
+    return wanted

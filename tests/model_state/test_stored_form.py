@@ -23,6 +23,16 @@ def test_one_number_for_all_is_stored_like_as_many(form: StoredForm, number: flo
     assert torch.equal(one, other) or (one.isnan() & other.isnan()).all()
 
 
+@pytest.mark.parametrize("number", [0.0, -0.0, 0.1, float("nan")])
+@pytest.mark.parametrize("form", [FP32, BF16, SPLIT, SIGNED_8BIT, UNSIGNED_8BIT], ids=lambda form: form.name)
+def test_one_number_for_all_is_stored_like_as_many_where_zeros_were(form: StoredForm, number: float) -> None:
+    sevens, zeros = ([torch.full((part.count(COUNT),), n, dtype=part.dtype) for part in form.parts] for n in (7, 0))
+    store_values({"array": form}, sevens, {"array": number})
+    store_values({"array": form}, zeros, {"array": number}, are_zero=True)
+    for one, other in zip(sevens, zeros, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("form", [SPLIT, SIGNED_8BIT, UNSIGNED_8BIT], ids=lambda form: form.name)
 def test_what_moves_to_a_device_and_back_has_the_same_values(

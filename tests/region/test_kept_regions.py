@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch._inductor.codecache import FxGraphCache
 from torch._inductor.triton_bundler import StaticallyLaunchedAutotuner, TritonBundle, TritonKernelArtifacts
 from torch.compiler._cache import CacheArtifactManager
 
@@ -366,7 +368,8 @@ def test_an_entry_of_which_only_a_part_could_be_read_is_no_hit(monkeypatch: pyte
 
     planner: Any = None
     compilation = Compilation(source, planner, {}, frozenset(), lowers)
-    assert compilation.run([], "key", take_up) == "function"
+    keeper: Any = SimpleNamespace(take_up=take_up, foresee=bool)
+    assert compilation.run([], "key", keeper) == "function"
     assert taken == ([] if damaged else [code])
 
 
@@ -387,12 +390,42 @@ def test_code_from_inductors_cache_is_kept(start: Any) -> None:
     assert begin("9GB") == ((1, 0, 0), loss)
 
 
-def test_kernels_that_are_loaded_are_not_written() -> None:
+@pytest.mark.parametrize("found", [True, False])
+def test_kernels_that_are_loaded_are_written_as_inductors_cache_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+    found: bool,  # noqa: FBT001
+) -> None:
     kernels = [SimpleNamespace(launchers=launchers) for launchers in ([], [object()])]
     autotuners = [StaticallyLaunchedAutotuner(str(at), "kernel", kernel) for at, kernel in enumerate(kernels)]
     bundle = TritonBundle([TritonKernelArtifacts("hash", 0, [])], autotuners)
-    written = without_loaded(bundle)
+    before = TritonBundle(bundle.kernel_artifacts, [replace(each, kernel="unloaded") for each in autotuners])
+    entries = [("other code", bundle), ("code", None), ("code", before)] if found else []
+
+    def candidates(local: bool, remote: object, key: str) -> list[tuple[Any, bytes, bool]]:  # noqa: FBT001
+        assert (local, remote, key) == (True, None, "key")
+        return [(SimpleNamespace(source_code=code, _triton_bundle=each), b"", True) for code, each in entries]
+
+    monkeypatch.setattr(FxGraphCache, "iterate_over_candidates", candidates)
+    code: Any = SimpleNamespace(source_code="code", _triton_bundle=bundle, _fx_graph_cache_key="key")
+    written = without_loaded(code)
+    assert written is not None
     assert written.kernel_artifacts == bundle.kernel_artifacts
-    assert written.static_autotuners == autotuners[:1]
+    assert written.static_autotuners == (before.static_autotuners if found else autotuners[:1])
     assert bundle.static_autotuners == autotuners  # this process goes on with it
-    assert without_loaded(None) is None
+    code._fx_graph_cache_key = None
+    assert without_loaded(code).static_autotuners == autotuners[:1]
+    code._triton_bundle = None
+    assert without_loaded(code) is None
+
+
+def test_code_that_is_kept_is_in_inductors_cache_by_its_key(
+    hollow_kernels: None, monkeypatch: pytest.MonkeyPatch, start: Any
+) -> None:
+    """What `without_loaded` reads there."""
+    codes: list[Any] = []
+    monkeypatch.setattr("tencache_fx.kept_code.without_loaded", codes.append)
+    start()
+    assert len(codes) == 2
+    for code in codes:
+        found = FxGraphCache.iterate_over_candidates(True, None, code._fx_graph_cache_key)
+        assert [graph.source_code for graph, *_ in found] == [code.source_code]

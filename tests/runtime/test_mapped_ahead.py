@@ -1,5 +1,6 @@
 """Buffers that are mapped before they are wanted."""
 
+import contextlib
 import gc
 import signal
 import threading
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import tencache_fx
+from tencache_fx.model_state.offloading import Offloading
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine_registry import find_engine
 from tencache_fx.runtime.pool import Pool
@@ -230,3 +232,31 @@ def test_state_is_mapped_while_the_model_is_compiled(scope: str) -> None:
     assert engine.pool.ahead.nbytes == 0
     assert engine.pool.acquired_for(Use.STATE) >= ahead_bytes
     assert engine.pool.allocated_bytes >= before_bytes + ahead_bytes
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_parameters_are_mapped_while_those_before_them_are_copied(
+    monkeypatch: pytest.MonkeyPatch,
+    fails: bool,  # noqa: FBT001
+) -> None:
+    by: list[str] = []
+
+    def pin(_: object, memory: object, threads: int | None = None) -> bool:
+        by.append(threading.current_thread().name)
+        return True
+
+    def move_buffers(_: object, module: nn.Module) -> None:
+        wait_idle()  # the next parameter is mapped by now
+        if fails and module is model[2]:
+            raise Stop
+
+    monkeypatch.setattr(CpuStreams, "pin", pin)
+    monkeypatch.setattr(Offloading, "move_buffers", move_buffers)
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+    with pytest.raises(Stop) if fails else contextlib.nullcontext():
+        tencache_fx.offload(model, "cpu")
+    engine = find_engine(torch.device("cpu"))
+    assert engine is not None
+    assert len(by) == 4
+    assert sum(name.startswith("tencache-map") for name in by) >= 3
+    assert engine.pool.ahead.nbytes == 0
