@@ -7,7 +7,7 @@ from functools import partial
 from types import MappingProxyType
 
 import torch
-from models import Decoder, ResNet, Stack, VisionTransformer
+from models import Decoder, ResNet, Stack, UNet, VisionTransformer
 from torch import Tensor
 
 Batch = tuple[Tensor, Tensor]
@@ -42,6 +42,12 @@ def images(batch: int, pixels: int, classes: int) -> Batch:
     """Return random images in channels-last order and labels."""
     pictures = torch.randn(batch, 3, pixels, pixels).to(memory_format=torch.channels_last)
     return pictures, torch.randint(classes, (batch,))
+
+
+def noisy_images(batch: int, pixels: int) -> Batch:
+    """Return random images in channels-last order, and noise."""
+    first, second = (torch.randn(batch, 3, pixels, pixels).to(memory_format=torch.channels_last) for _ in range(2))
+    return first, second
 
 
 CASES: Mapping[str, Case] = MappingProxyType(
@@ -107,6 +113,22 @@ CASES: Mapping[str, Case] = MappingProxyType(
             dtype=torch.bfloat16,
             ways=("plain", *CHECKPOINTS, *(f"tencache:all@{way}" for way in CHECKPOINTS)),
             unbeaten=tuple(f"tencache:joint@{way}" for way in CHECKPOINTS),
+        ),
+        "long": Case(
+            title="16 decoder layers of hidden 2048, one sequence of 65536 tokens, bf16",
+            model=partial(Decoder, layers=16, hidden=2048, vocabulary=4096),
+            batch=partial(tokens, 1, 65536, 4096),
+            dtype=torch.bfloat16,
+            ways=("plain", *CHECKPOINTS, *(f"tencache:joint@{way}" for way in ("peak/2", "checkpoint-compiled"))),
+            unbeaten=("tencache:joint@checkpoint-compiled",),
+        ),
+        "unet": Case(
+            title="UNet of 4 levels from 128 to 512 channels, batch 32 x 256 x 256, bf16",
+            model=UNet,
+            batch=partial(noisy_images, 32, 256),
+            dtype=torch.bfloat16,
+            ways=("plain", *CHECKPOINTS, *(f"tencache:joint@{way}" for way in ("peak/1.5", "checkpoint-compiled"))),
+            unbeaten=("tencache:joint@checkpoint-compiled",),
         ),
         "tiny": Case(
             title="2 decoder layers of hidden 128, batch 4 x 256, fp32",

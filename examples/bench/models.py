@@ -1,6 +1,7 @@
 """The benchmark's models, in plain torch. Each returns its loss, so that all of the step is in the compiled region."""
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -182,3 +183,31 @@ class ResNet(Stack):
         """Return the mean cross entropy of `labels` [B] given `images` [B, 3, pixels, pixels]."""
         x = self.run_blocks(self.blocks, self.stem(images))
         return F.cross_entropy(self.head(x.mean((2, 3))).float(), labels)
+
+
+class UNet(Stack):
+    """A diffusion model's UNet, of two convolutions a level; trained to tell the way from noise to the image."""
+
+    def __init__(self, *, widths: tuple[int, ...] = (128, 256, 512, 512)) -> None:
+        super().__init__()
+        self.start, self.end = nn.Conv2d(4, widths[0], 3, 1, 1), nn.Conv2d(widths[0], 3, 3, 1, 1)
+        below = list(pairwise(widths))
+        self.down = nn.ModuleList(_two_convolutions(a, b, stride=2) for a, b in below)
+        self.up = nn.ModuleList(_two_convolutions(a + b, a, stride=1) for a, b in reversed(below))
+
+    def forward(self, images: Tensor, noise: Tensor) -> Tensor:
+        """Return the mean squared error for `images` and `noise`, both [B, 3, pixels, pixels], mixed."""
+        time = torch.linspace(0, 1, len(images), device=images.device, dtype=images.dtype)[:, None, None, None]
+        mixed = torch.cat((images * (1 - time) + noise * time, time.expand(-1, 1, *images.shape[2:])), 1)
+        kept = [self.start(mixed)]
+        for block in self.down:
+            kept.append(self.run_blocks([block], kept[-1]))
+        x = kept.pop()
+        for block in self.up:
+            x = self.run_blocks([block], torch.cat((kept.pop(), F.interpolate(x, scale_factor=2)), 1))
+        return F.mse_loss(self.end(x).float(), (noise - images).float())
+
+
+def _two_convolutions(channels_in: int, channels: int, stride: int) -> nn.Sequential:
+    first, second = nn.Conv2d(channels_in, channels, 3, stride, 1), nn.Conv2d(channels, channels, 3, 1, 1)
+    return nn.Sequential(first, nn.GroupNorm(8, channels), nn.SiLU(), second, nn.GroupNorm(8, channels), nn.SiLU())
