@@ -7,9 +7,10 @@ the device for the host. One pass adds and takes the norm of the sum, which clip
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from traceback import clear_frames
+from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -63,7 +64,9 @@ class Addition:
         """Whether it could be carried out without waiting, behind those that were begun before it."""
         assert self.sums is not None
         assert self.more is not None
-        return self.sums.is_copied and self.more.has_landed
+        with contextlib.suppress(BaseException):  # of a device that has failed: `prepare` raises it, too, and tells
+            return self.sums.is_copied and self.more.has_landed
+        return False
 
     def prepare(self) -> Addends:
         """Return what is to be added. Blocks until it is there; raises why it never will be.
@@ -137,8 +140,7 @@ class GradientAccumulator:
     def _carry_out(self) -> None:
         """Carry out all that waits, also what an interrupted `begin` has left behind."""
         while self._waiting:
-            if batch := self._prepare_some():
-                _add(batch)
+            _add(self._prepare_some())  # no name here: the next ones may be long in coming, and it holds memory
 
     def _prepare_some(self) -> list[tuple[Addition, Addends]]:
         """Take the first that waits, once it is ready, and those behind it that are ready and of the same kernel.
@@ -152,25 +154,47 @@ class GradientAccumulator:
             if batch and not (addition.kernel is batch[0][0].kernel and addition.is_ready):
                 break
             self._waiting.popleft()
-            with contextlib.suppress(BaseException), _told(addition):
-                batch.append((addition, addition.prepare()))
+            batch.extend(_prepared(addition))
             nbytes += addition.nbytes
         return batch
 
 
+def _prepared(addition: Addition) -> list[tuple[Addition, Addends]]:
+    """Return the addition with what is to be added; nothing if it has failed."""
+    with _Told([addition]):
+        return [(addition, addition.prepare())]
+    del addition  # which has the error, whose traceback has this frame
+    return []
+
+
 def _add(batch: list[tuple[Addition, Addends]]) -> None:
-    with contextlib.suppress(BaseException), _told(*(addition for addition, _ in batch)):
+    if not batch:
+        return
+    with _Told([addition for addition, _ in batch]):
         results = batch[0][0].kernel([addends for _, addends in batch])
         for (addition, _), squares in zip(batch, results, strict=True):
             addition.succeed(squares)
+        return
+    batch.clear()  # as in `_prepared`
 
 
-@contextlib.contextmanager
-def _told(*additions: Addition) -> Iterator[None]:
-    """Have those that wait for these told of an error: nobody else hears of it, in a thread of its own."""
-    try:
-        yield
-    except BaseException as error:
-        for each in additions:
+class _Told:
+    """Has those that wait for additions told of an error, and ends it: nobody else hears of it in a thread of its own.
+
+    The frames in its traceback forget what they have, such as gradients, for whoever waits has the error.
+    """
+
+    def __init__(self, additions: list[Addition]) -> None:
+        self._additions = additions
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> bool:
+        """Tell them, if there is an error."""
+        if error is None:
+            return False
+        clear_frames(trace)
+        for each in self._additions:
             each.fail(error)
-        raise
+        return True

@@ -310,6 +310,10 @@ class Engine:
             watch = reading or self.streams.watch()
             self.streams.wait_compute(copied_in)
             watch.stop()
+        except BaseException:
+            if issued is not None:  # compute does not wait for the copy, and would have its memory for something else
+                self.transfers.free_behind(issued[1], issued[0])
+            raise
         finally:
             if named is not None:
                 named.__exit__(None, None, None)

@@ -250,11 +250,11 @@ class Pool:
     def _set_aside(self, classes: Iterable[PoolClass], use: Use) -> Classes:
         """Make room for the buffers of `classes` that are missing, and remember them all; return the missing ones."""
         wanted = counted(classes, use)
-        opened = self._suballocator.opened
-        aside_bytes = self._owed_bytes(opened) - self._owed_bytes(Counter())  # to do without open buffers
+        aside_bytes = self._owed_bytes(self._suballocator.opened) - self._owed_bytes(Counter())  # for open buffers
 
         def needed_bytes() -> int:
-            return aside_bytes + sum(size * count for (_, size), count in self._missing(wanted).items())
+            missing_bytes = sum(size * count for (_, size), count in self._missing(wanted).items())
+            return missing_bytes and aside_bytes + missing_bytes
 
         if not self._make_way(needed_bytes, wanted, self._budget_bytes):
             missing = self._missing(wanted)

@@ -149,8 +149,11 @@ def owner_of(swap: Swap) -> Tensor:
 
 
 def key_at(address: int) -> int:
-    """Return the number that a tensor of one int64 at this address holds: `item` goes through torch's dispatcher."""
-    return ctypes.c_int64.from_address(address).value
+    """Return the number that a tensor of one int64 at this address holds: `item` goes through torch's dispatcher.
+
+    That is 0, which is nobody's key, where the tensor has no memory: a hook of its caller's may have freed it.
+    """
+    return ctypes.c_int64.from_address(address).value if address else 0
 
 
 def refusal_of(swap: Swap) -> str:

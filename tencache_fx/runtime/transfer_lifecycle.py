@@ -190,6 +190,11 @@ class TransferLifecycle:
                 self._warned = True
                 warnings.warn(message, stacklevel=4)
 
+    def free_behind(self, event: Event, tensor: Tensor) -> None:
+        """Have a tensor's memory free no earlier than the copy to or from it is over. Lock not held."""
+        with self.lock:
+            self._pending_frees.append((event, tensor))
+
     def stop(self) -> None:
         """Join the workers; what they have not begun is cancelled. The lanes must still run. Lock not held."""
         self._writers.stop(cancel=True)
@@ -204,6 +209,9 @@ class TransferLifecycle:
 
     def _write(self, transfer: ActiveTransfer, buffer: Buffer, extent: Extent) -> None:
         """Write a buffer once its copy out has landed. If that fails the buffer keeps the value."""
+        with self.lock:
+            if not transfer.writing:  # an interrupt came as this was handed in: the buffer and the extent are others'
+                return
         failure = f"the copy of {transfer.label} to host memory failed, so it was not written to disk."
         done = False
         try:

@@ -2,7 +2,9 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait as wait_futures
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,11 @@ from torch import Tensor, nn
 import tencache_fx
 from tencache_fx import native_code
 from tencache_fx.errors import InvariantError
+from tencache_fx.garbage import CollectorPause
 from tencache_fx.model_state import host_gradient, sum_kernel
 from tencache_fx.model_state.disk_state import DiskState
 from tencache_fx.model_state.host_gradient import HostGradient
+from tencache_fx.model_state.parameter_ops import offload_grad, take_grad
 from tencache_fx.model_state.parameter_store import parameters_of
 from tencache_fx.model_state.stored_form import FP32
 from tencache_fx.model_state.sum_kernel import Addends, SumKernel, kernel_of
@@ -155,6 +159,85 @@ def test_one_addition_of_several_may_fail(engine: Engine, monkeypatch: pytest.Mo
         torch.testing.assert_close(sums[seed].clone(), numbers(seed) + numbers(seed + 3))
     with pytest.raises(InvariantError, match="is lost.*injected"):
         sums[1].clone()
+
+
+class BrokenEvent:
+    """As of a device that has failed: to ask it is an error, too."""
+
+    def query(self) -> bool:
+        raise RuntimeError("injected")
+
+    def synchronize(self) -> None:
+        raise RuntimeError("injected")
+
+
+def test_one_addition_of_several_may_wait_for_an_event_that_is_broken(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Counted(gate := Gate())
+    monkeypatch.setattr(host_gradient, "kernel_of", lambda _: counted)
+    sums, more = ([send_to_host(engine, numbers(seed + part)) for seed in range(4)] for part in (0, 4))
+    more[2].buffer._landed = BrokenEvent()
+    for gradient, other in zip(sums, more, strict=True):
+        gradient.add_(other)
+    while not counted.pairs:
+        time.sleep(0.001)
+    done = [gradient.buffer._sum.done for gradient in sums]
+    gate.opened.set()
+    wait_futures(done, 20)
+    assert all(each.done() for each in done)
+    for seed in (0, 1, 3):
+        torch.testing.assert_close(sums[seed].clone(), numbers(seed) + numbers(seed + 4))
+    with pytest.raises(InvariantError, match="is lost.*injected"):
+        sums[2].clone()
+
+
+def test_an_addition_that_failed_is_no_garbage_in_a_cycle(engine: Engine) -> None:
+    """Its gradients would hold buffers until Python looks for some, which it seldom does."""
+    pause = CollectorPause()
+    pause.begin()
+    try:
+        gradient, more = (send_to_host(engine, numbers(seed)) for seed in range(2))
+        more.buffer._landed = BrokenEvent()
+        gradient.add_(more)
+        assert isinstance(gradient.buffer._sum.done.exception(20), RuntimeError)
+        del gradient, more
+        until = time.monotonic() + 10  # the thread may have yet to let go
+        while engine.stats.take()["host_acquired_bytes"] and time.monotonic() < until:
+            time.sleep(0.001)
+        assert not engine.pool.acquired_for(Use.GRADIENT)
+    finally:
+        pause.end()
+
+
+def test_memory_of_additions_that_are_over_goes_while_the_thread_waits_for_others(gate: Gate) -> None:
+    streams = FaultyCpuStreams(poison=False)
+    engine = Engine(torch.device("cpu"), host_budget_bytes=1 << 20, streams=streams)
+    try:
+        engine.reserve_gradients([4 * COUNT] * 4)
+        gradient, other = (send_to_host(engine, numbers(seed)) for seed in range(2))
+        memory = [weakref.ref(each.buffer.buffer_memory) for each in (gradient, other)]
+        gradient.add_(other)
+        streams.gate = threading.Event()
+        handles = [offload_grad(engine, numbers(seed)) for seed in range(2, 4)]
+        later, more = (take_grad(engine, handle) for handle in handles)
+        later.add_(more)
+        gate.opened.set()
+        gradient.buffer.wait_landed()
+        del gradient, other
+        engine.object_buffers.drain()
+        engine.forget_reserved()
+        engine.pool.make_room([engine.pool.budget_bytes - 2 * round_up(4 * COUNT, PAGE_BYTES)], Use.STATE)
+        until = time.monotonic() + 10  # the thread may have yet to let go
+        while any(each() is not None for each in memory) and time.monotonic() < until:
+            time.sleep(0.001)
+        assert [each() for each in memory] == [None, None]
+        streams.gate.set()
+        torch.testing.assert_close(later.clone(), numbers(2) + numbers(3))
+    finally:
+        if streams.gate is not None:
+            streams.gate.set()
+        engine.close()
 
 
 @pytest.mark.usefixtures("other_default")

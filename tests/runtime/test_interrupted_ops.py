@@ -1,17 +1,23 @@
 """An interrupt as a copy out begins leaves no buffer, and no room on disk, with nobody to give it back."""
 
+import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
+from faulty_streams import FaultyCpuStreams
 from interrupts import Interrupts
 from torch import Tensor
 
 from tencache_fx.model_state.parameter_ops import offload_grad
 from tencache_fx.planning.plan import PoolClass
 from tencache_fx.planning.problem import Tier
+from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
+from tencache_fx.runtime.streams import Event, Lane
+from tencache_fx.runtime.worker import Worker
 
 FILES = (
     "engine.py",
@@ -49,3 +55,65 @@ def test_at_each_line(new_engine: Callable[..., Engine], name: str) -> None:
         if not interrupts.where:
             break
     assert at > 20
+
+
+def test_a_write_that_was_handed_in_as_an_interrupt_came(
+    new_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its buffer and its room on disk may be others' by then."""
+    engine, submit, writes = new_engine(), Worker.submit, list[object]()
+    classes = [PoolClass(nbytes=BYTES, count=1)]
+    engine.reserve(pool=(), staging=classes, disk_bytes=BYTES)
+    monkeypatch.setattr(engine.store, "write", lambda *given: writes.append(given))
+
+    def interrupted(worker: Worker, work: Callable[[], object]) -> None:
+        submit(worker, work)
+        if worker is engine.transfers._writers:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.offload(torch.ones(BYTES // 4), Tier.NVME, "mm_1")
+    buffer = engine.pool.acquire(BYTES, Use.STAGING)
+    engine.transfers._writers.begin(bool).result()
+    assert not writes
+    assert buffer.holders == 1
+    engine.pool.release(buffer)
+
+
+def test_what_was_waited_for_as_an_interrupt_came_outlives_its_copy() -> None:
+    """As nothing else on the device waits for that."""
+    streams = FaultyCpuStreams()
+    engine = Engine(torch.device("cpu"), host_budget_bytes=1 << 20, streams=streams)
+    try:
+        ticket = _prefetched(engine, streams)
+        found = weakref.ref(engine.destination(ticket))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(streams, "wait_compute", _interrupted)
+            try:
+                engine.wait(ticket)
+            except KeyboardInterrupt:
+                pass
+            else:
+                pytest.fail("nothing was waited for")
+        assert found() is not None
+        streams.gate.set()
+        streams.record(Lane.IN).synchronize()
+        engine.transfers.drain()
+        assert found() is None
+    finally:
+        streams.gate.set()
+        engine.close()
+
+
+def _prefetched(engine: Engine, streams: FaultyCpuStreams) -> Tensor:
+    value = torch.ones(BYTES // 4)
+    handle = engine.offload(value, Tier.HOST, "mm_1")
+    engine.release(handle, value)
+    streams.gate = threading.Event()
+    return engine.prefetch(handle)
+
+
+def _interrupted(event: Event) -> None:
+    raise KeyboardInterrupt

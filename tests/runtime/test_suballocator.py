@@ -17,6 +17,7 @@ from tied_model import batch, compiled, network, weights
 from torch import nn
 
 import tencache_fx
+from tencache_fx.errors import BudgetError
 from tencache_fx.optim import AdamW
 from tencache_fx.planning.plan import PoolClass
 from tencache_fx.runtime.buffers import Buffer, Use
@@ -289,3 +290,15 @@ def test_late_copies_and_dirty_buffers_change_nothing(new_engine: Callable[..., 
     late_losses, late_after, _ = trained_within("64MiB", parts=2)
     assert late_losses == losses
     assert all(torch.equal(late_after[name], value) for name, value in after.items())
+
+
+def test_buffers_that_are_there_are_reserved_without_room_for_others() -> None:
+    """Beside a gradient in a part of one, and other memory in the rest of the budget."""
+    classes = [PoolClass(nbytes=2 * PAGE_BYTES, count=1)]
+    pool = pool_of(*classes, budget_bytes=4 * PAGE_BYTES)
+    assert pool.acquire(PAGE_BYTES, Use.GRADIENT).block is not None
+    pool.acquire(2 * PAGE_BYTES, Use.STATE)
+    assert pool.allocated_bytes == pool.budget_bytes
+    pool.reserve(classes, Use.SWAP)
+    with pytest.raises(BudgetError, match="1 more pinned buffers"):
+        pool.reserve([PoolClass(nbytes=2 * PAGE_BYTES, count=2)], Use.SWAP)

@@ -11,7 +11,7 @@ from conftest import collect
 from harness import faulty_engine
 from torch import Tensor
 
-from tencache_fx.errors import BudgetError, TencacheError
+from tencache_fx.errors import BudgetError, TencacheError, UsageError
 from tencache_fx.planning.problem import Tier
 from tencache_fx.planning.step import FRUGAL, StepSchedule, SwapKey
 from tencache_fx.runtime.engine_registry import swap_points
@@ -223,3 +223,15 @@ def test_a_storage_of_an_abandoned_round_counts_no_more_once_another_has_its_pla
         del second
         collect()
         assert points.extra_bytes == 0
+
+
+def test_a_handle_whose_memory_a_hook_has_freed_is_refused() -> None:
+    with faulty_engine() as engine:
+        points = swap_points(engine)
+        freed = torch.zeros(1, dtype=torch.int64)
+        freed.untyped_storage().resize_(0)
+        points.begin(0, 0, backward=True)
+        with pytest.raises(UsageError, match="cannot prefetch a tensor"):
+            points.prefetch(freed)
+        assert points.take(freed) is None
+        points.end()
