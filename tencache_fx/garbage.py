@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import os
+import threading
 from collections.abc import Iterator
 from itertools import chain, compress, islice, repeat, starmap, tee
 from typing import TypeVar
@@ -11,22 +13,53 @@ T = TypeVar("T")
 _SELDOM = 1_000_000  # objects made and not freed: some hundreds of megabytes
 
 
+class _Threshold:
+    """How many are within `seldom_collected`, and what the collector's threshold was before. One instance exists."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal's handler may compile
+        self._within = 0
+        self._before = gc.get_threshold()
+
+    def begin(self) -> None:
+        """Raise the threshold, if it is not raised yet."""
+        with self._lock:
+            if not self._within:
+                self._before = gc.get_threshold()
+                if 0 < self._before[0] < _SELDOM:
+                    gc.set_threshold(_SELDOM, *self._before[1:])
+            self._within += 1
+
+    def end(self) -> None:
+        """Set it back behind the last one."""
+        with self._lock:
+            self._within -= 1
+            if not self._within:
+                gc.set_threshold(*self._before)
+
+    def reset_in_child(self) -> None:
+        """Have a free lock in a forked process, which lacks the thread that may hold it."""
+        self._lock = threading.RLock()
+
+
+_SELDOM_COLLECTED = _Threshold()
+os.register_at_fork(after_in_child=_SELDOM_COLLECTED.reset_in_child)
+
+
 @contextlib.contextmanager
 def seldom_collected() -> Iterator[None]:
     """Have garbage in cycles looked for seldom, for work that makes many objects and keeps most of them.
 
     Importing, tracing and compiling do. Python looks through all that is there each time that a quarter has been added;
     that takes a tenth of the time of such work, and a fifth in a process that holds a large graph. A caller who has
-    switched the collector off, or has it run more seldom, keeps that. The setting is the process's: use this in one
-    thread at a time.
+    switched the collector off, or has it run more seldom, keeps that. The setting is the process's: of several threads
+    that are in here the last one to leave sets it back.
     """
-    before = gc.get_threshold()
-    if 0 < before[0] < _SELDOM:
-        gc.set_threshold(_SELDOM, *before[1:])
+    _SELDOM_COLLECTED.begin()
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        _SELDOM_COLLECTED.end()
 
 
 def living(kind: type[T]) -> list[T]:

@@ -5,6 +5,7 @@ each part of a move says how to take it back.
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from tencache_fx.model_state.offloaded_parameter import OffloadedParameter
 from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
 from tencache_fx.model_state.shard import RankGroup, Shard
 from tencache_fx.model_state.sharded_modules import check_readers
-from tencache_fx.planning.problem import host_state_bytes
+from tencache_fx.planning.problem import Tier, host_state_bytes
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
 
@@ -28,6 +29,8 @@ LEAST_BYTES = 64 << 10
 """Smaller parameters stay on the device: their copies would cost more in time than they save in memory."""
 
 _LEAST_AHEAD_BYTES = 1 << 20  # less is mapped at once
+# As much is mapped before its value comes, and up to this share of the budget: host memory may not have a model twice.
+_MOST_AHEAD_BYTES, _AHEAD_SHARE = 1 << 30, 16
 _FEW = 32  # one part in so many: with gradients, and masters and moments in fp32, that is up to eight times as much
 
 
@@ -107,7 +110,8 @@ class Offloading:
         more = parameters_of(engine).passing.missing_sizes(max(on_disk)) if on_disk else []
         engine.pool.make_room([*in_memory, *more], Use.PARAMETER)
         self._largest_bytes = max(on_disk, default=0)
-        self._large_sizes = [nbytes for nbytes in in_memory if nbytes >= _LEAST_AHEAD_BYTES]
+        self._large_sizes = deque(nbytes for nbytes in in_memory if nbytes >= _LEAST_AHEAD_BYTES)
+        self._ahead_bytes = 0  # of these, that are yet to come before more is mapped
 
     def __enter__(self) -> "Offloading":
         self._undo.callback(self._engine.object_buffers.drain)
@@ -115,7 +119,7 @@ class Offloading:
             passing = parameters_of(self._engine).passing
             passing.join(self._largest_bytes)
             self._joined.callback(passing.leave)
-        self._engine.map_ahead(self._large_sizes, Use.PARAMETER, compiles=False)  # while others are copied
+        self._map_next()
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -128,6 +132,25 @@ class Offloading:
                 self._undo.close()
         if self._weights is not None:
             self._weights.close_unread(in_place if kind is None else set())
+
+    def _map_next(self) -> None:
+        """Begin to map the parameters that come next, while others are copied."""
+        sizes, left_bytes = [], min(_MOST_AHEAD_BYTES, self._engine.pool.budget_bytes // _AHEAD_SHARE)
+        for nbytes in self._large_sizes:
+            if nbytes > left_bytes:
+                break
+            sizes.append(nbytes)
+            left_bytes -= nbytes
+        self._engine.map_ahead(sizes, Use.PARAMETER, compiles=False)
+        self._ahead_bytes = sum(sizes) // 2
+
+    def _note_arrival(self, nbytes: int) -> None:
+        """Begin to map more once half of what was begun is there: a value that came has left its former place."""
+        if self._large_sizes and nbytes >= _LEAST_AHEAD_BYTES:
+            self._large_sizes.popleft()
+            self._ahead_bytes -= nbytes
+            if self._ahead_bytes <= 0:
+                self._map_next()
 
     def make(self, module: nn.Module) -> None:
         """Make what a module has on "meta", by itself, on the device; tied parameters only once."""
@@ -193,6 +216,8 @@ class Offloading:
                 offloaded.shard = shard
                 PartHook(parameter, store.additions, shard.group.name)
             del before  # its memory is to go
+            if offloaded.tier is Tier.HOST:
+                self._note_arrival(offloaded.nbytes)
             return offloaded.nbytes
         parameter.data = self._moved(parameter)
         self._undo.callback(setattr, parameter, "data", before)

@@ -53,8 +53,9 @@ class OptimizerState(torch.optim.Optimizer):
         self._group_of: dict[Tensor, dict[str, Any]] = {}  # as far as it has been asked for
         self._groups: list[tuple[int, int]] = []  # which groups that is of, and how large they were
         self._urgency: dict[Tensor, int] = {}  # by the order in which the next forward will read, as far as is known
-        self._rule = rule
+        self._rule, self._is_made = rule, False
         super().__init__(params, defaults)
+        self._map_ahead(self.param_groups)
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -84,14 +85,13 @@ class OptimizerState(torch.optim.Optimizer):
         self._state = self.__dict__.pop("state")  # it came with the others
         self._written, self._versions, self._states = {}, {}, {}
         self._places, self._urgency, self._group_of, self._groups = StatePlacement(), {}, {}, []
+        self._is_made = False
         for group in self.param_groups:
             self._place(group)
+        self._map_ahead(self.param_groups)
 
     def _place(self, group: dict[str, Any]) -> None:
-        """Take note of the parameters of a group, behind all others.
-
-        Their kernels are begun, and the host memory of their state as far as an earlier start of the program tells.
-        """
+        """Take note of the parameters of a group, behind all others; what their first steps need is begun."""
         for parameter in group["params"]:
             self._urgency[parameter] = len(self._urgency)
             dim, count, split = parameter.dim(), parameter.numel(), will_be_split(parameter)
@@ -102,7 +102,17 @@ class OptimizerState(torch.optim.Optimizer):
         }
         for dim, dtype, elements, split in kinds:
             self._rule.begin(group, dim, dtype, elements, split=split)
-        for device in {p.device for p in group["params"] if p.requires_grad and find_offloaded(p) is not None}:
+        if self._is_made:
+            self._map_ahead([group])
+
+    def _map_ahead(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Begin to map host memory for the state of groups, as far as an earlier start of the program tells.
+
+        Those that the optimizer begins with are looked up together: there may be one for each parameter.
+        """
+        self._is_made = True
+        trained = (p for group in groups for p in group["params"] if p.requires_grad)
+        for device in {p.device for p in trained if find_offloaded(p) is not None}:
             parameters_of(engine_of(device)).map_state_as_before()
 
     def state_dict(self) -> dict[str, Any]:

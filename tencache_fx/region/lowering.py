@@ -150,11 +150,13 @@ class PlannedLowering:
 
     def take_up(self, codes: Sequence[KeptCode]) -> bool:
         """Go on with what AOTAutograd's cache had; return False if it does not do here, and is to be made anew."""
-        if self._take_up(codes):
-            return True
-        if (engine := find_engine(self._source.device)) is not None:
-            engine.reserve_ahead(())  # nobody reserves what was foreseen
-        return False
+        taken = False
+        try:
+            taken = self._take_up(codes)
+        finally:
+            if not taken and (engine := find_engine(self._source.device)) is not None:
+                engine.reserve_ahead(())  # nobody reserves what was foreseen
+        return taken
 
     def _take_up(self, codes: Sequence[KeptCode]) -> bool:
         facts = [code.facts() for code in codes if code.facts is not None]

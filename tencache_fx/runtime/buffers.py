@@ -106,20 +106,25 @@ _MAPPINGS = Mappings()
 os.register_at_fork(after_in_child=_MAPPINGS.keep_in_child)
 
 
-def map_buffer(nbytes: int, use: Use, streams: Streams, *, warn: bool, threads: int | None = None) -> Buffer:
+def map_buffer(nbytes: int, use: Use, streams: Streams, *, threads: int | None = None) -> Buffer:
     """Return new memory, a mapping of its own, pinned, by `threads` at most, if these are given.
 
-    One that the driver refuses to pin is not, which may `warn`.
+    One that the driver refuses to pin is not; see `warn_if_unpinned`.
     """
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     _MAPPINGS.add(mapping)
     raw = np.frombuffer(mapping, dtype=np.uint8)
     pinned = streams.pin(raw, threads)
-    if not pinned and warn:
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    return Buffer(memory=memory, view=memoryview(mapping), raw=raw, use=use, pinned=pinned)
+
+
+def warn_if_unpinned(buffer: Buffer) -> bool:
+    """Return whether the driver has refused to pin a buffer, and warn of one."""
+    if not buffer.pinned:
         warnings.warn(
-            f"the driver refused to pin {nbytes} bytes of host memory; copies will be about 5x slower. "
+            f"the driver refused to pin {buffer.nbytes} bytes of host memory; copies will be about 5x slower. "
             "Raise the limit on locked memory (ulimit -l unlimited) or set a smaller host_budget.",
             stacklevel=2,
         )
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)
-    return Buffer(memory=memory, view=memoryview(mapping), raw=raw, use=use, pinned=pinned)
+    return not buffer.pinned

@@ -61,11 +61,14 @@ class MappedAhead:
                 if size <= left_bytes:
                     left_bytes -= size
                     self._coming.setdefault((use, size), deque()).append(
-                        worker.begin(partial(map_buffer, size, use, self._streams, warn=False, threads=threads))
+                        worker.begin(partial(map_buffer, size, use, self._streams, threads=threads))
                     )
 
     def take(self, size: int, use: Use) -> Buffer | None:
-        """Return a pinned buffer of a size class, once it is mapped; None if none of that size has been begun."""
+        """Return a buffer of a size class, once it is mapped; None if none of that size has been begun.
+
+        The driver may have refused to pin it, as it would again.
+        """
         with self._lock:
             coming = self._coming.get((use, size))
             return _remove(coming, coming[0]) if coming else None  # one that is not begun the caller maps as fast
@@ -84,12 +87,13 @@ class MappedAhead:
             self.trim(0)
 
     def _unmap(self, coming: "deque[Future[Buffer]]") -> None:
-        if (buffer := _remove(coming, coming[-1])) is not None:
+        buffer = _remove(coming, coming[-1])
+        if buffer is not None and buffer.pinned:
             self._streams.unpin(buffer.raw)
 
 
 def _remove(coming: "deque[Future[Buffer]]", future: "Future[Buffer]") -> Buffer | None:
-    """Remove a buffer, once it is mapped, and return it if it is pinned; None if it has not been begun.
+    """Remove a buffer, once it is mapped, and return it; None if it has not been begun, or could not be mapped.
 
     An interrupt of the wait leaves it there. A signal's handler may have removed it meanwhile: None then, too.
     """
@@ -98,4 +102,4 @@ def _remove(coming: "deque[Future[Buffer]]", future: "Future[Buffer]") -> Buffer
     if future not in coming:
         return None
     coming.remove(future)
-    return future.result() if is_begun and not failed and future.result().pinned else None
+    return future.result() if is_begun and not failed else None

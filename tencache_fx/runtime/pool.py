@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from tencache_fx.errors import BudgetError, OptionError, TencacheError
 from tencache_fx.planning.plan import PoolClass
-from tencache_fx.runtime.buffers import Buffer, Use, map_buffer
+from tencache_fx.runtime.buffers import Buffer, Use, map_buffer, warn_if_unpinned
 from tencache_fx.runtime.free_buffers import FreeBuffers
 from tencache_fx.runtime.mapped_ahead import MappedAhead
 from tencache_fx.runtime.reserved_buffers import Classes, ReservedBuffers, counted
@@ -383,8 +383,8 @@ class Pool:
         with STAGES.stage("pinning"):
             if (buffer := self.ahead.take(size, use)) is None:
                 self.ahead.trim(self._budget_bytes - self.allocated_bytes - size)
-                buffer = map_buffer(size, use, self._streams, warn=not self._warned)
-        self._warned |= not buffer.pinned
+                buffer = map_buffer(size, use, self._streams)
+        self._warned = self._warned or warn_if_unpinned(buffer)
         self._buffers[buffer] = None
         self.allocated_bytes += size
         self._free.know(use, size)

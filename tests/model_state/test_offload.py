@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tencache_fx
 from tencache_fx.errors import OptionError
 from tencache_fx.model_state import modules, offloading
-from tencache_fx.model_state.parameter_store import find_offloaded, parameters_of
+from tencache_fx.model_state.parameter_store import ParameterStore, find_offloaded, parameters_of
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine_registry import engines
 
@@ -328,3 +328,21 @@ def test_parameters_may_die_while_all_are_looked_at() -> None:
         finally:
             gc.set_threshold(*before)
             gc.collect()
+
+
+def test_few_parameters_are_mapped_before_their_values_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where values come slowly, host memory would have the model twice."""
+    tencache_fx.configure(host_budget="64MiB")
+    ahead_bytes: list[int] = []
+    offload = ParameterStore.offload
+
+    def noting(store: ParameterStore, *args: Any) -> Any:
+        ahead_bytes.append(engines()[0].pool.ahead.nbytes)
+        return offload(store, *args)
+
+    monkeypatch.setattr(ParameterStore, "offload", noting)
+    tencache_fx.offload(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(12))), "cpu")
+    assert len(ahead_bytes) == 12
+    assert max(ahead_bytes) == 4 << 20
+    assert min(ahead_bytes[:-1]) >= 2 << 20  # the next one is mapped while one is copied
+    assert engines()[0].pool.ahead.nbytes == 0

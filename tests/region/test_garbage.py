@@ -1,5 +1,6 @@
 """How often Python looks for garbage while a region is compiled."""
 
+import contextlib
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -65,3 +66,14 @@ def test_who_wants_none_looked_for_by_itself_gets_that(before: tuple[int, int, i
     with seldom_collected():
         assert gc.get_threshold()[0] == threshold
     assert gc.get_threshold()[0] == threshold
+
+
+def test_of_several_threads_the_last_one_sets_it_back(before: tuple[int, int, int]) -> None:
+    """A model may be offloaded in one thread while another one compiles."""
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    first.enter_context(seldom_collected())
+    second.enter_context(seldom_collected())
+    first.close()
+    assert gc.get_threshold()[0] > before[0]
+    second.close()
+    assert gc.get_threshold() == before

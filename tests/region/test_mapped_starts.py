@@ -1,5 +1,6 @@
 """Host memory is mapped sooner in a second start: it knows from the first one how much it will want."""
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from torch._functorch import config as functorch_config
 from torch.compiler._cache import CacheArtifactManager
 
 import tencache_fx
+from tencache_fx.errors import BudgetError
 from tencache_fx.hardware.cache import folder
+from tencache_fx.model_state.parameter_store import ParameterStore
 from tencache_fx.planning.plan import PoolClass
 from tencache_fx.region.lowering import PlannedLowering
 from tencache_fx.runtime import engine_registry
@@ -130,6 +133,35 @@ def test_nothing_stays_mapped_of_a_kept_plan_that_is_refused(
     assert second.when_loaded[Use.SWAP]
     assert second.when_asked is not None
     assert Use.SWAP not in second.when_asked
+
+
+def test_nothing_stays_mapped_of_a_kept_plan_that_has_no_room(
+    start: Callable[..., Start], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        assert ahead()[Use.SWAP]
+        raise BudgetError("host memory has no room.")
+
+    monkeypatch.setattr("tencache_fx.region.lowering.reserve", refuse)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no room"):
+        start()
+    assert Use.SWAP not in ahead()
+
+
+def test_parameters_of_many_groups_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be a group for each parameter, and what is kept is found by all parameters."""
+    looked_up: list[int] = []
+    monkeypatch.setattr(ParameterStore, "map_state_as_before", lambda store: looked_up.append(len(store)))
+    model = tencache_fx.offload(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))), "cpu")
+    parameters = list(model.parameters())
+    optimizer = tencache_fx.optim.AdamW([{"params": [each]} for each in parameters[:3]], lr=1e-3)
+    assert looked_up == [4]
+    optimizer.add_param_group({"params": parameters[3:]})
+    assert looked_up == [4, 4]
+    copy.copy(optimizer)
+    assert looked_up == [4, 4, 4]
 
 
 def test_nothing_stays_mapped_of_what_others_reserve(new_engine: Callable[..., Engine]) -> None:

@@ -141,6 +141,11 @@ def test_what_the_driver_refuses_to_pin_is_told_by_who_wants_it(pool: Pool, stre
     wait_idle()
     with pytest.warns(UserWarning, match="refused to pin"):
         assert not pool.acquire(SIZE, Use.STATE).pinned
+    assert (pool.allocated_bytes, pool.ahead.nbytes) == (SIZE, 0)
+    assert streams.pins == 1  # the driver would refuse once more
+    begin(pool, SIZE)
+    wait_idle()
+    begin(pool)
     assert pool.ahead.nbytes == 0
 
 
