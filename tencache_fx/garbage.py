@@ -74,8 +74,8 @@ def living(kind: type[T]) -> list[T]:
     pause = CollectorPause()
     pause.begin()  # before Python 3.12 that call might collect garbage, and objects have bytecode run as they end
     try:
-        # The iterators that `tee` returns hold on to the last 57 objects, and so to whatever is in a cycle with them.
-        # They are made when the list is there, or it would have them; and behind it come others that may stay.
+        # The iterators that `tee` returns keep the last 57 objects. They are made behind the list: in it, they would
+        # keep themselves, and all of it. `None` follows 64 times, so that in the end they keep nothing else.
         lists = map(chain, starmap(gc.get_objects, [()]), [repeat(None, 64)])
         twice = chain.from_iterable(map(tee, lists))
         objects, again = (chain.from_iterable(islice(twice, 1)) for _ in range(2))

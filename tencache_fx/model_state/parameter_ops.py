@@ -24,7 +24,7 @@ from tencache_fx.model_state.shard import UNKNOWN
 from tencache_fx.ops import LIBRARY
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Use
-from tencache_fx.runtime.engine import Engine, begin_range, profiles
+from tencache_fx.runtime.engine import Engine, named_range
 from tencache_fx.runtime.engine_registry import engine_by_id, server_by_id
 from tencache_fx.runtime.streams import Event
 from tencache_fx.runtime.swap_points import SwapPoints
@@ -40,31 +40,26 @@ def fetch_param(engine: Engine, parameter: Tensor, label: str = "") -> Tensor:
     engine.enter()
     label = label or "a parameter"
     lifecycle, streams = engine.transfers, engine.streams
-    named = begin_range("fetch", label) if profiles() else None
-    try:
-        with lifecycle.lock:
-            engine.check_open()
-            offloaded = parameters_of(engine).find(parameter)
-            kept = None if offloaded is None else offloaded.layout
-            layout = kept if kept is not None and kept.is_of(parameter) else Layout.of(parameter, label)
-            dst = layout.empty()
-            allocated = streams.record_compute()
-            transfer = ActiveTransfer(
-                lifecycle.table.next_key(), label, Tier.HOST, layout, allocated, None, None, Stage.PREFETCHING
-            )
-            if stays := offloaded is None or offloaded.on_device:
-                if offloaded is not None:
-                    _load(engine, offloaded)
-                transfer.dst = dst.copy_(parameter.detach())
-                transfer.copied_in = streams.record_compute()
-            elif offloaded.blocks:
-                lifecycle.start_copy_in_later(transfer, dst, partial(_copy_in, offloaded, dst, allocated))
-            else:
-                transfer.dst, transfer.copied_in = dst, _copy_in(offloaded, dst, allocated)
-            ticket = lifecycle.table.ticket(transfer)
-    finally:
-        if named is not None:
-            named.__exit__(None, None, None)
+    with lifecycle.lock, named_range("fetch", label):
+        engine.check_open()
+        offloaded = parameters_of(engine).find(parameter)
+        kept = None if offloaded is None else offloaded.layout
+        layout = kept if kept is not None and kept.is_of(parameter) else Layout.of(parameter, label)
+        dst = layout.empty()
+        allocated = streams.record_compute()
+        transfer = ActiveTransfer(
+            lifecycle.table.next_key(), label, Tier.HOST, layout, allocated, None, None, Stage.PREFETCHING
+        )
+        if stays := offloaded is None or offloaded.on_device:
+            if offloaded is not None:
+                _load(engine, offloaded)
+            transfer.dst = dst.copy_(parameter.detach())
+            transfer.copied_in = streams.record_compute()
+        elif offloaded.blocks:
+            lifecycle.start_copy_in_later(transfer, dst, partial(_copy_in, offloaded, dst, allocated))
+        else:
+            transfer.dst, transfer.copied_in = dst, _copy_in(offloaded, dst, allocated)
+        ticket = lifecycle.table.ticket(transfer)
     engine.stats.add_copy("prefetches", "h2d_bytes", 0 if stays else layout.nbytes)
     return ticket
 
@@ -114,15 +109,13 @@ def offload_grad(engine: Engine, src: Tensor, label: str = "", param: str = "", 
     engine.enter()
     label = label or "a gradient"
     layout, store, lifecycle = Layout.of(src, label), parameters_of(engine), engine.transfers
-    named = begin_range("offload", label) if profiles() else None
     host_buffer = None
-    try:
+    with named_range("offload", label):
         buffer = engine.object_buffers.acquire(layout.nbytes, Use.GRADIENT)
         try:
             norm = None if param and _is_added(store.pending.find(param)) else norm_of(src.detach())
             with lifecycle.lock:
-                if engine.closed:
-                    engine.check_open()
+                engine.check_open()
                 transfer = lifecycle.begin(src, layout, label, Tier.HOST, buffer)
                 host_buffer = HostGradientBuffer(store.additions, layout, shard)
                 host_buffer.hold(buffer, transfer.copied_out, norm)
@@ -132,9 +125,6 @@ def offload_grad(engine: Engine, src: Tensor, label: str = "", param: str = "", 
             if host_buffer is None or not host_buffer.holds:
                 engine.pool.release(buffer)
             raise
-    finally:
-        if named is not None:
-            named.__exit__(None, None, None)
     engine.stats.add_copy("offloads", "d2h_bytes", layout.nbytes)
     whole = store.pending.whole(param) if param else None
     if whole is not None and whole.gradient.update_now is not None:

@@ -55,7 +55,7 @@ class Buffer:
 
     @property
     def is_zero(self) -> bool:
-        """Return whether who has it now got it with zeros: nobody had it before, nor a part of it, as of others."""
+        """Return whether its memory was new, and so zero, when its holder got it; only for STATE is that known."""
         return self.use is Use.STATE and self.times_acquired == 1
 
     @property

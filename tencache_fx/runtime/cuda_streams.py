@@ -8,7 +8,6 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +19,6 @@ from tencache_fx.tensors import raw_bytes
 from tencache_fx.units import PAGE_BYTES
 
 _TOUCH_THREADS = 8
-# What the methods of `torch.cuda.Event` call, themselves; a build of torch without CUDA has none of them.
-_EVENT_BASE: Any = torch._C._CudaEventBase
-_new_event: Any = _EVENT_BASE.__new__
-_record_event: Any = getattr(_EVENT_BASE, "record", None)
-_wait_for_event: Any = getattr(_EVENT_BASE, "wait", None)
 
 Memcpy = Callable[[int, int, int, int], None]
 """Issues the copy to an address, from another one, of so many bytes, in a stream given by its handle."""
@@ -46,11 +40,11 @@ class CudaWatch:
             self._events = spare.pop()
         except IndexError:
             self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        _record_event(self._events[0], compute())
+        self._events[0].record(compute())
 
     def stop(self) -> None:
         """Record the second event on the caller's current stream."""
-        _record_event(self._events[1], self._compute())
+        self._events[1].record(self._compute())
         self._stopped = True
 
     def elapsed_ns(self) -> int | None:
@@ -82,16 +76,9 @@ class CudaStreams(Streams):
         """Queue asynchronous copies on the lane's stream."""
         stream = self.lanes[lane]
         for event in after:
-            _wait_for_event(event, stream)
+            assert isinstance(event, torch.cuda.Event)
+            event.wait(stream)
         self.transfer(lane, pairs)
-        return self._record(stream)
-
-    def copy(self, lane: Lane, dst: Tensor, src: Tensor, after: Sequence[Event] = ()) -> Event:
-        """Queue one, as `copy_all` does."""
-        stream = self.lanes[lane]
-        for event in after:
-            _wait_for_event(event, stream)
-        self.transfer(lane, ((dst, src),))
         return self._record(stream)
 
     def record(self, lane: Lane) -> Event:
@@ -104,7 +91,8 @@ class CudaStreams(Streams):
 
     def wait_compute(self, event: Event) -> None:
         """Let the current stream wait."""
-        _wait_for_event(event, self._compute())
+        assert isinstance(event, torch.cuda.Event)
+        event.wait(self._compute())
 
     def compute_key(self) -> object:
         """Return the current stream's handle, if it is a stream of torch's: the handle of another may be used again."""
@@ -178,8 +166,8 @@ class CudaStreams(Streams):
         return stream
 
     def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event: torch.cuda.Event = _new_event(torch.cuda.Event, blocking=True)  # who waits for it sleeps, not spins
-        _record_event(event, stream)
+        event = torch.cuda.Event(blocking=True)  # workers that wait for it sleep instead of spinning
+        event.record(stream)
         return event
 
 

@@ -35,8 +35,7 @@ from tencache_fx.runtime.transfer_lifecycle import TransferLifecycle
 from tencache_fx.runtime.transfers import Layout, Stage, new_token
 from tencache_fx.units import PAGE_BYTES, round_up
 
-profiles = torch._C._autograd._profiler_enabled
-"""Returns whether a profiler is on."""
+_NO_RANGE = contextlib.nullcontext()
 
 
 class Attachment(ToCome, Protocol):
@@ -193,14 +192,12 @@ class Engine:
         if src.device != self.device or tier is Tier.DEVICE:
             raise InvariantError(f"cannot offload {label} from {src.device} to {tier} on {self.device}.")
         layout = Layout.of(src, label)
-        named = begin_range("offload", label) if profiles() else None
         transfer, transfers = None, self.transfers
-        try:
+        with named_range("offload", label):
             buffer, extent = self._swap_buffers.acquire(layout.nbytes, tier, label, or_disk=or_disk, planned=planned)
             try:
                 with self._lock:
-                    if self.closed:
-                        self.check_open()
+                    self.check_open()
                     transfer = transfers.begin(src, layout, label, tier, buffer, extent)
                     if extent is not None:
                         transfers.start_write(transfer, buffer, extent)
@@ -213,9 +210,6 @@ class Engine:
                     if extent is not None:
                         transfers.need_store().free(extent)
                 raise
-        finally:
-            if named is not None:
-                named.__exit__(None, None, None)
         self.stats.add_copy("offloads", "d2h_bytes", layout.nbytes)
         return handle
 
@@ -225,8 +219,7 @@ class Engine:
         streams, watch = self.streams, None
         with self._lock:
             transfer = self._table.find(handle, "release")
-        named = begin_range("release", transfer.label) if profiles() else None
-        try:
+        with named_range("release", transfer.label):
             copied_out = transfer.copied_out
             if copied_out.query():
                 streams.check(copied_out)
@@ -237,9 +230,6 @@ class Engine:
             transfer.src = None
             if not donated:
                 streams.after_release(src)
-        finally:
-            if named is not None:
-                named.__exit__(None, None, None)
         if watch is not None:
             self.stats.add_stall(watch, "stall_out_ns")
         return new_token()
@@ -251,21 +241,16 @@ class Engine:
         """
         self.enter()
         with self._lock:
-            if self.closed:
-                self.check_open()
+            self.check_open()
             transfer = self._table.find(handle, "prefetch")
             if transfer.stage is not Stage.OFFLOADED:
                 raise UsageError(transfer.refusal())
-            named = begin_range("prefetch", transfer.label) if profiles() else None
-            try:
+            with named_range("prefetch", transfer.label):
                 dst = transfer.layout.empty()
                 allocated = self.streams.record_compute()
                 self.transfers.start_copy_in(transfer, dst, allocated)
                 transfer.stage = Stage.PREFETCHING
                 ticket = self._table.ticket(transfer)
-            finally:
-                if named is not None:
-                    named.__exit__(None, None, None)
         self.stats.add_copy("prefetches", "h2d_bytes", transfer.layout.nbytes)
         return ticket
 
@@ -293,30 +278,27 @@ class Engine:
             transfer = self._table.find(ticket, "wait for")
             ready = self.transfers.arrived(transfer)
             issued = transfer.hand_out() if transfer.read is None else None
-        named = begin_range("wait", transfer.label) if profiles() else None
         try:
-            reading = None
-            if issued is None:
-                reading = None if ready else self.streams.watch()
-                self.transfers.finish_read(transfer)
-                with self._lock:
-                    issued = transfer.hand_out()
-            dst, copied_in = issued
-            if ready:
-                self.streams.check(copied_in)
-                self.stats.add_ready(transfer.layout.nbytes)
-                return dst
-            # Begun as late as it can be: on an idle device the host's own time between the two marks counts as stall.
-            watch = reading or self.streams.watch()
-            self.streams.wait_compute(copied_in)
-            watch.stop()
+            with named_range("wait", transfer.label):
+                reading = None
+                if issued is None:
+                    reading = None if ready else self.streams.watch()
+                    self.transfers.finish_read(transfer)
+                    with self._lock:
+                        issued = transfer.hand_out()
+                dst, copied_in = issued
+                if ready:
+                    self.streams.check(copied_in)
+                    self.stats.add_ready(transfer.layout.nbytes)
+                    return dst
+                # Begun as late as it can be: on an idle device the host's time between the two marks counts as stall.
+                watch = reading or self.streams.watch()
+                self.streams.wait_compute(copied_in)
+                watch.stop()
         except BaseException:
             if issued is not None:  # compute does not wait for the copy, and would have its memory for something else
                 self.transfers.free_behind(issued[1], issued[0])
             raise
-        finally:
-            if named is not None:
-                named.__exit__(None, None, None)
         self.stats.add_stall(watch, "stall_in_ns", wanted_bytes=transfer.layout.nbytes)
         return dst
 
@@ -350,8 +332,7 @@ class Engine:
 
     def enter(self) -> None:
         """Begin a call: release what dead objects owned. Raises `TencacheError` for a closed engine."""
-        if self.closed or os.getpid() != self._pid:
-            self.check_open()
+        self.check_open()
         self.transfers.drain()
         self.object_buffers.drain()
 
@@ -386,11 +367,8 @@ class Engine:
         }
 
 
-def begin_range(deed: str, label: str) -> torch.profiler.record_function:
-    """Begin a named range for a profiler that is on (`profiles()`); it ends with its `__exit__`.
-
-    An op asks for each call: a context for the case that none is on would take longer than all else it does for that.
-    """
-    named = torch.profiler.record_function(f"tencache::{deed} {label}".rstrip())
-    named.__enter__()
-    return named
+def named_range(deed: str, label: str) -> contextlib.AbstractContextManager[object]:
+    """Return a context: a named range for a profiler that is on, else nothing."""
+    if torch._C._autograd._profiler_enabled():
+        return torch.profiler.record_function(f"tencache::{deed} {label}".rstrip())
+    return _NO_RANGE
