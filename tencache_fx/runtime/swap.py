@@ -1,6 +1,5 @@
 """One storage of one call at its swap points, and the handles and tickets that own it."""
 
-import ctypes
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -146,14 +145,6 @@ def owner_of(swap: Swap) -> Tensor:
     tensor = torch.from_numpy(key)
     swap.owners.add(tensor.data_ptr())
     return tensor
-
-
-def key_at(address: int) -> int:
-    """Return the number that a tensor of one int64 at this address holds: `item` goes through torch's dispatcher.
-
-    That is 0, which is nobody's key, where the tensor has no memory: a hook of its caller's may have freed it.
-    """
-    return ctypes.c_int64.from_address(address).value if address else 0
 
 
 def refusal_of(swap: Swap) -> str:

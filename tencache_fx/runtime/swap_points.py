@@ -34,7 +34,7 @@ from tencache_fx.planning.step import FRUGAL, StepSchedule, SwapKey
 from tencache_fx.runtime.engine import Engine
 from tencache_fx.runtime.step_parameters import Fetch, Resident, StepParameters
 from tencache_fx.runtime.stranded import Stranded
-from tencache_fx.runtime.swap import ExtraBytes, GraphRun, State, Swap, is_shared, key_at, owner_of, refusal_of
+from tencache_fx.runtime.swap import ExtraBytes, GraphRun, State, Swap, is_shared, owner_of, refusal_of
 from tencache_fx.runtime.transfers import new_token
 from tencache_fx.tensors import storage_of
 
@@ -385,7 +385,9 @@ class SwapPoints:
         """Return the swap that `tensor` is a handle or ticket of; None for any other tensor, or a copy of one."""
         if tensor.dtype is not torch.int64 or not tensor.is_cpu or tensor.numel() != 1:
             return None
-        swap = self._by_key.get(key_at(address := tensor.data_ptr()))
+        if not (address := tensor.data_ptr()):  # a hook of the caller's may have freed its memory
+            return None
+        swap = self._by_key.get(int(tensor.item()))
         return swap if swap is not None and address in swap.owners else None
 
     def _is_resident(self, tensor: Tensor) -> bool:

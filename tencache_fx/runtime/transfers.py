@@ -28,6 +28,7 @@ from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.buffers import Buffer
 from tencache_fx.runtime.store import Extent
 from tencache_fx.runtime.streams import Event
+from tencache_fx.tensors import ordinary_tensors
 
 _REMEMBERED = 4096
 """How many transfers that are over can still be named in an error."""
@@ -61,7 +62,7 @@ class Layout(NamedTuple):
             )
         if src.is_conj() or src.is_neg():
             raise InvariantError(f"cannot offload {label}, a lazy conjugate or negative view; resolve it first.")
-        return tuple.__new__(Layout, (src.nbytes, src.size(), src.stride(), src.dtype, src.device))
+        return Layout(src.nbytes, src.size(), src.stride(), src.dtype, src.device)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Return whether a tensor has these sizes and strides."""
@@ -69,10 +70,8 @@ class Layout(NamedTuple):
 
     def empty(self) -> Tensor:
         """Allocate such a tensor on the caller's current stream: an ordinary one, which a copy lane may write to."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(mode=False):
-                return self.empty()
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        with ordinary_tensors():
+            return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
 @dataclass(slots=True, eq=False)
