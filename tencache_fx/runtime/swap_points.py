@@ -383,12 +383,10 @@ class SwapPoints:
 
     def _owned_by(self, tensor: Tensor) -> Swap | None:
         """Return the swap that `tensor` is a handle or ticket of; None for any other tensor, or a copy of one."""
-        if tensor.dtype is not torch.int64 or not tensor.is_cpu or tensor.numel() != 1:
-            return None
-        if not (address := tensor.data_ptr()):  # a hook of the caller's may have freed its memory
-            return None
+        if tensor.dtype is not torch.int64 or not tensor.is_cpu or tensor.numel() != 1 or not tensor.data_ptr():
+            return None  # the last of these where a hook of the caller's has freed its memory
         swap = self._by_key.get(int(tensor.item()))
-        return swap if swap is not None and address in swap.owners else None
+        return swap if swap is not None and tensor.data_ptr() in swap.owners else None
 
     def _is_resident(self, tensor: Tensor) -> bool:
         return (storage := storage_of(tensor)) is not None and self._parameters.is_resident(storage._cdata)
