@@ -1,10 +1,11 @@
-"""Weak scaling: the same model and batch a rank on one device and on several, beside FSDP2 that offloads to the CPU.
+"""Weak scaling: the same model and batch a rank on one device and on several, beside FSDP2 and DeepSpeed that offload.
 
     python examples/bench/scaling.py --ranks 1 2 --layers 6 --hidden 4096 --batch 4 --seq 2048 --budget 10GiB
     python examples/bench/scaling.py --device cpu --ranks 1 2 --layers 2 --hidden 128 --batch 2 --seq 64 --budget 64MiB
 
-A way is `ours` (`offload(model, shard=True)`, our AdamW with fp32 masters, one compiled region) or `fsdp2` (fully_shard
-of each block with CPUOffloadPolicy, mixed precision, torch's fused AdamW on fp32 weights, blocks compiled one by one).
+A way is `ours` (`offload(model, shard=True)`, our AdamW with fp32 masters, one compiled region), `fsdp2` (fully_shard
+of each block with CPUOffloadPolicy, mixed precision, torch's fused AdamW on fp32 weights, blocks compiled one by one)
+or `deepspeed` (ZeRO-3 with parameters and optimizer on the CPU, blocks checkpointed; DeepSpeed is to be installed).
 Each run is a torchrun of its own. Prints a JSON line a run: the median time of a step on rank 0, tokens a second and
 device, that rank's peak on the device, the first and last loss, the seconds until the model was made and of the first
 step, and for `ours` the pinned host memory of all ranks.
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,18 +38,21 @@ VOCABULARY = 32000
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": "8bit"}
 
 
-def ours(arguments: argparse.Namespace, device: torch.device) -> tuple[Any, torch.optim.Optimizer]:
-    """Return the model, spread over the ranks' host memory, and its optimizer."""
+Step = Callable[..., torch.Tensor]  # trains for one step with a batch, and returns its loss
+
+
+def ours(arguments: argparse.Namespace, device: torch.device) -> Step:
+    """Return a step of the model, spread over the ranks' host memory."""
     torch.manual_seed(0)
     with torch.device("meta" if arguments.meta else "cpu"):
         model = Decoder(layers=arguments.layers, hidden=arguments.hidden, vocabulary=VOCABULARY).bfloat16()
     tencache_fx.offload(model, device, shard=dist.get_world_size() > 1)
     run = torch.compile(model, backend="tencache", options={"device_budget": arguments.budget})
-    return run, AdamW(model.parameters(), lr=1e-4, state_dtype=STATES[arguments.state])
+    return partial(train_step, run, AdamW(model.parameters(), lr=1e-4, state_dtype=STATES[arguments.state]))
 
 
-def fsdp2(arguments: argparse.Namespace, device: torch.device) -> tuple[Any, torch.optim.Optimizer]:
-    """Return the model as FSDP2 has it, with fp32 weights in host memory, and its optimizer."""
+def fsdp2(arguments: argparse.Namespace, device: torch.device) -> Step:
+    """Return a step of the model as FSDP2 has it, with fp32 weights in host memory."""
     torch.manual_seed(0)
     model = Decoder(layers=arguments.layers, hidden=arguments.hidden, vocabulary=VOCABULARY)
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
@@ -58,16 +63,45 @@ def fsdp2(arguments: argparse.Namespace, device: torch.device) -> tuple[Any, tor
         block.compile()
         fully_shard(block, **how)
     fully_shard(model, **how)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return partial(train_step, model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
 
 
-def train_step(run: Any, optimizer: torch.optim.Optimizer, batch: list[torch.Tensor]) -> float:
+def deepspeed(arguments: argparse.Namespace, device: torch.device) -> Step:
+    """Return a step of the model as DeepSpeed's ZeRO-3 has it, with parameters and fp32 state in host memory."""
+    import deepspeed
+
+    home = {"device": "cpu", "pin_memory": True}
+    settings = {
+        "train_micro_batch_size_per_gpu": arguments.batch,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_param": home, "offload_optimizer": home},
+    }
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.bfloat16):
+        model = Decoder(layers=arguments.layers, hidden=arguments.hidden, vocabulary=VOCABULARY)
+    model.checkpointed = True
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
+
+    def step(*batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+def train_step(run: Any, optimizer: torch.optim.Optimizer, *batch: torch.Tensor) -> torch.Tensor:
     """Train for one step; return its loss."""
-    loss = run(*batch)
+    loss: torch.Tensor = run(*batch)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss.item())
+    return loss.detach()
+
+
+WAYS = {"ours": ours, "fsdp2": fsdp2, "deepspeed": deepspeed}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -78,18 +112,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu else "gloo")
     begun_s = time.perf_counter()
-    run, optimizer = {"ours": ours, "fsdp2": fsdp2}[arguments.within[0]](arguments, device)
+    step = WAYS[arguments.within[0]](arguments, device)
     made_s = time.perf_counter() - begun_s
     torch.manual_seed(1 + dist.get_rank())
     batch = [each.to(device) for each in tokens(arguments.batch, arguments.seq, VOCABULARY)]
-    train, losses, step_ns = partial(train_step, run, optimizer, batch), [], []
-    for step in range(arguments.warm_up + arguments.steps):
+    losses, step_ns = [], []
+    for index in range(arguments.warm_up + arguments.steps):
         if is_gpu:
             torch.cuda.synchronize()
-        if is_gpu and step == arguments.warm_up:
+        if is_gpu and index == arguments.warm_up:
             torch.cuda.reset_peak_memory_stats()
         begun_ns = time.perf_counter_ns()
-        losses.append(train())
+        losses.append(step(*batch).item())
         if is_gpu:
             torch.cuda.synchronize()
         step_ns.append(time.perf_counter_ns() - begun_ns)
@@ -102,12 +136,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         line["peak_bytes"] = torch.cuda.max_memory_allocated()
         line["reserved_bytes"] = torch.cuda.max_memory_reserved()
     if is_gpu and arguments.trace:
-        line |= exposed_shares(train)
+        line |= exposed_shares(partial(step, *batch))
     if arguments.within[0] == "ours":
         held = torch.tensor(float(tencache_fx.stats()["host_pool_bytes"]))
         dist.all_reduce(held)
         line["host_bytes"] = int(held)
-    del run, optimizer, train
+    del step
     tencache_fx.close()
     return line
 
@@ -115,7 +149,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measure each way with each number of ranks, and print a line for it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", nargs="+", choices=("ours", "fsdp2"), default=["ours", "fsdp2"])
+    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=["ours", "fsdp2"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--budget", default="10GiB", help="of each device")
