@@ -6,11 +6,13 @@ the whole of every collective. For a linear layer's backward, with `W` of the ne
     before   dw = mm(..); a = gather(W); w = wait(a); dx = mm(.., w); s = scatter(dw); g = wait(s); h = div(g, 2)
     after    a = gather(W); ...; dw = mm(..); s = scatter(dw); w = wait(a); dx = mm(.., w); ...; g = wait(s); ...
 
-A gather begins one ahead: behind the wait for the gather before it. A sum is waited for before the next one of its size
-begins. So there is one more weight, and one more gradient, whole on the device. Collectives begin in the order that the
-graph had: all ranks have to agree on that, and each may do this or not, as its memory allows (FSDP2 has the same
-prefetch, `torch/distributed/fsdp/_fully_shard`; Inductor's `comms.py` the same for a graph). So nothing moves across an
-op that may communicate by itself, nor across one that writes to what exists: a collective may still read that.
+A gather begins one ahead: behind the wait for the gather before it. If fewer than two matrix products then run beside
+it, it begins behind the wait for the one before that: a product that is ready at the same time fills the device first,
+and the gather only begins to run as that ends. A sum is waited for before the next one of its size begins. So there are
+one or two more weights, and one more gradient, whole on the device. Collectives begin in the order that the graph had:
+all ranks have to agree on that, and each may do this or not, as its memory allows (FSDP2 has the same prefetch,
+`torch/distributed/fsdp/_fully_shard`; Inductor's `comms.py` the same for a graph). So nothing moves across an op that
+may communicate by itself, nor across one that writes to what exists: a collective may still read that.
 """
 
 from collections.abc import Sequence
@@ -19,8 +21,9 @@ from itertools import pairwise
 from torch import fx
 
 from tencache_fx.passes.collectives import begins_collective, begins_gathering, keeps_its_place, waits_behind
-from tencache_fx.passes.op_kinds import is_pointwise, is_view, nbytes_of
+from tencache_fx.passes.op_kinds import is_heavy, is_pointwise, is_view, nbytes_of
 
+_BESIDE = 2  # matrix products that a gather is to run beside: it may begin to run only when the first ends
 _LIKE_SIZE = 10  # a sum is not waited for before one that is so many times smaller
 
 
@@ -39,21 +42,29 @@ def overlap_collectives(graph: fx.Graph) -> None:
 
 
 def _begin_early(order: list[fx.Node], starts: Sequence[fx.Node]) -> None:
-    """Move each begin behind what it reads, and the begin before it; a gather behind the wait for the last one, too."""
+    """Move each begin behind what it reads, and the begin before it; a gather behind an earlier gather's wait, too."""
     before: list[fx.Node] = []
-    gathered: list[fx.Node] = []
+    waits: list[list[fx.Node]] = [[], []]  # for the last gather but one, and for the last
     for start in starts:
-        is_gather = begins_gathering(start)
-        behind = [*start.all_input_nodes, *before, *(gathered if is_gather else ())]
         own = order.index(start)
         fixed = (place + 1 for place in range(own - 1, -1, -1) if keeps_its_place(order[place]))
-        place = max([order.index(node) + 1 for node in behind] + [next(fixed, 0)])
+        place = _behind(order, [*start.all_input_nodes, *before], next(fixed, 0))
+        if begins_gathering(start):
+            last_but_one, last = waits
+            needed = min((order.index(wait) for wait in waits_behind(start)), default=len(order))
+            one_ahead = _behind(order, last, place)
+            beside = sum(map(is_heavy, order[one_ahead:needed]))
+            place = one_ahead if beside >= _BESIDE else _behind(order, last_but_one, place)
+            waits = [last, list(waits_behind(start))]
         if place < own:
             order.remove(start)
             order.insert(place, start)
         before = [start]
-        if is_gather:
-            gathered = list(waits_behind(start))
+
+
+def _behind(order: Sequence[fx.Node], nodes: Sequence[fx.Node], place: int) -> int:
+    """Return `place`, or the one behind the last of the nodes if that comes later."""
+    return max([place, *(order.index(node) + 1 for node in nodes)])
 
 
 def _wait_late(order: list[fx.Node], starts: Sequence[fx.Node]) -> None:

@@ -147,11 +147,12 @@ class CudaStreams(Streams):
                 for dst, src in pairs:
                     raw_bytes(dst).copy_(raw_bytes(src), non_blocking=True)
             return
-        for dst, src in pairs:
-            nbytes = dst.nbytes
-            if nbytes != src.nbytes:
-                raise InvariantError(f"a copy of {src.nbytes} bytes to {nbytes} bytes was issued.")
-            self._memcpy(dst.data_ptr(), src.data_ptr(), nbytes, stream.cuda_stream)
+        with torch.cuda.device(self._index):  # a new thread is on the first device, whatever the stream's is
+            for dst, src in pairs:
+                nbytes = dst.nbytes
+                if nbytes != src.nbytes:
+                    raise InvariantError(f"a copy of {src.nbytes} bytes to {nbytes} bytes was issued.")
+                self._memcpy(dst.data_ptr(), src.data_ptr(), nbytes, stream.cuda_stream)
 
     def _compute(self) -> torch.cuda.Stream:
         """Return the caller's current stream; `torch.cuda.current_stream` looks the device up anew and makes an object.

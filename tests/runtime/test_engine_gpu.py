@@ -1,8 +1,10 @@
 """The same transfers on CUDA: late copies and poisoned memory, on the device and in pinned buffers."""
 
+import contextlib
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -190,6 +192,23 @@ def test_copies_are_of_bytes_with_and_without_bindings_to_cuda(bindings: bool) -
         with pytest.raises(InvariantError, match="a copy of 4 bytes to 8 bytes"):
             streams.copy(Lane.OUT, there[:8], src[:1, :1])
     streams.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a second device")
+@pytest.mark.parametrize("profiled", [False, True])
+def test_a_new_thread_copies_to_a_second_device(profiled: bool) -> None:  # noqa: FBT001
+    device = torch.device("cuda", 1)
+    with torch.cuda.device(device):
+        streams = CudaStreams(device)
+        memory = np.frombuffer(bytearray(32 * MIB), dtype=np.uint8)
+        assert streams.pin(memory)
+        src, dst = torch.from_numpy(memory), torch.ones(32 * MIB, dtype=torch.uint8, device=device)
+        ready = streams.record_compute()
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        with profile if profiled else contextlib.nullcontext(), ThreadPoolExecutor(1) as threads:
+            threads.submit(streams.copy, Lane.IN, dst, src, (ready,)).result().synchronize()
+        assert not dst.any()
+        streams.unpin(memory)
 
 
 def test_refused_pinning_leaves_no_error_behind() -> None:

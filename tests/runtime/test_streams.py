@@ -170,3 +170,29 @@ def test_the_handle_of_somebody_elses_stream_does_not_stand_for_it_for_good(
     streams = Seen()
     for _ in range(2):
         assert streams.compute_key() == (handle if lasts else None)
+
+
+def test_copies_of_a_new_thread_are_issued_on_the_device_of_their_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its current device is the first one: a process of several devices failed there, with an invalid value."""
+    current, issued = threading.local(), []
+
+    class Device:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            current.index = self.index
+
+        def __exit__(self, *_: object) -> None:
+            current.index = 0
+
+    class Second(CudaStreams):
+        def __init__(self) -> None:
+            self._index, self.lanes = 1, {Lane.IN: SimpleNamespace(cuda_stream=7)}  # type: ignore[dict-item]
+            self._memcpy = lambda *_: issued.append(getattr(current, "index", 0))
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    thread = threading.Thread(target=Second().transfer, args=(Lane.IN, [(flat(1), flat(2))]))
+    thread.start()
+    thread.join()
+    assert issued == [1]
