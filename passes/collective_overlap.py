@@ -11,11 +11,12 @@ it, it begins behind the wait for the one before that: a product that is ready a
 and the gather only begins to run as that ends. A sum is waited for before the next one of its size begins. So there are
 one or two more weights, and one more gradient, whole on the device. Collectives begin in the order that the graph had:
 all ranks have to agree on that, and each may do this or not, as its memory allows (FSDP2 has the same prefetch,
-`torch/distributed/fsdp/_fully_shard`; Inductor's `comms.py` the same for a graph). So nothing moves across an op that
-may communicate by itself, nor across one that writes to what exists: a collective may still read that.
+`torch/distributed/fsdp/_fully_shard`; Inductor's `comms.py` the same for a graph). Only gathers that the caller names
+may come before sums, where it tells the other ranks. And nothing moves across an op that may communicate by itself, nor
+across one that writes to what exists: a collective may still read that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from torch import fx
@@ -27,39 +28,57 @@ _BESIDE = 2  # matrix products that a gather is to run beside: it may begin to r
 _LIKE_SIZE = 10  # a sum is not waited for before one that is so many times smaller
 
 
-def overlap_collectives(graph: fx.Graph) -> None:
-    """Move the begins of collectives up, and waits for sums of gradients down. O(collectives x nodes)."""
+def overlap_collectives(graph: fx.Graph, free: Collection[str] = ()) -> None:
+    """Move the begins of collectives up, and waits for sums of gradients down. O(collectives x nodes).
+
+    The gathers of these names may also begin before sums that began before them: all ranks are to agree on that order.
+    """
     order = list(graph.nodes)
     starts = [node for node in order if begins_collective(node)]
     if not starts:
         return
-    _begin_early(order, starts)
-    _wait_late(order, starts)
+    _begin_early(order, starts, free)
+    _wait_late(order, [node for node in order if begins_collective(node)])
     for before, node in pairwise(order):
         if before.next is not node:
             before.append(node)
     graph.lint()
 
 
-def _begin_early(order: list[fx.Node], starts: Sequence[fx.Node]) -> None:
+def _begin_early(order: list[fx.Node], starts: Sequence[fx.Node], free: Collection[str]) -> None:
     """Move each begin behind what it reads, and the begin before it; a gather behind an earlier gather's wait, too."""
-    before: list[fx.Node] = []
-    waits: list[list[fx.Node]] = [[], []]  # for the last gather but one, and for the last
+    last: list[fx.Node] = []  # to begin
+    gathers: list[fx.Node] = []
     for start in starts:
         own = order.index(start)
         fixed = (place + 1 for place in range(own - 1, -1, -1) if keeps_its_place(order[place]))
-        place = _behind(order, [*start.all_input_nodes, *before], next(fixed, 0))
+        earliest = _behind(order, start.all_input_nodes, next(fixed, 0))
+        place = _behind(order, last, earliest)
         if begins_gathering(start):
-            last_but_one, last = waits
             needed = min((order.index(wait) for wait in waits_behind(start)), default=len(order))
-            one_ahead = _behind(order, last, place)
-            beside = sum(map(is_heavy, order[one_ahead:needed]))
-            place = one_ahead if beside >= _BESIDE else _behind(order, last_but_one, place)
-            waits = [last, list(waits_behind(start))]
+            one, two = (list(waits_behind(gathers[-n])) if len(gathers) >= n else [] for n in (1, 2))
+            ahead = _behind(order, one, place)
+            place = ahead if _products(order[ahead:needed]) >= _BESIDE else _behind(order, two, place)
+            if start.name in free:
+                place = _beside_products(order, _behind(order, [*gathers[-1:], *two], earliest), place, needed)
+            gathers.append(start)
         if place < own:
             order.remove(start)
             order.insert(place, start)
-        before = [start]
+        last = [max([*last, start], key=order.index)]
+
+
+def _beside_products(order: Sequence[fx.Node], earliest: int, place: int, needed: int) -> int:
+    """Return the last place, up to `place`, with enough products between it and where the gather is needed."""
+    count = _products(order[place:needed])
+    while place > earliest and count < _BESIDE:
+        place -= 1
+        count += is_heavy(order[place])
+    return place
+
+
+def _products(nodes: Sequence[fx.Node]) -> int:
+    return sum(map(is_heavy, nodes))
 
 
 def _behind(order: Sequence[fx.Node], nodes: Sequence[fx.Node], place: int) -> int:

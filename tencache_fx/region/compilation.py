@@ -286,9 +286,10 @@ class Compilation:
     def _capture(self, forward: fx.Graph, backward: fx.Graph | None = None, **more: Any) -> RegionGraphs:
         """Return the graphs of the region, with what is known of their inputs; collectives overlap if they are to."""
         if self._overlaps:
+            free = self._gathers if self._agreed is None else ()  # the other ranks are told of this order
             for graph in (forward, backward):
                 if graph is not None:
-                    overlap_collectives(graph)
+                    overlap_collectives(graph, free)
         known = {"num_outputs": 1 << 30, "static_inputs": frozenset(), **more}
         return RegionGraphs(
             forward=forward, backward=backward, device=self._source.device, offloaded=self._names, **known

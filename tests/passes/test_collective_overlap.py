@@ -117,6 +117,22 @@ def test_a_gather_begins_one_ahead_where_two_products_run_beside_it():
     assert [count for _, count in heavy_between(made.graph)] == [0, 3, 3, 3]
 
 
+def test_gathers_that_ranks_agree_on_begin_before_sums_until_two_products_run_beside_them():
+    fixed, free = backward_of_layers(5), backward_of_layers(5)
+    gathers, sums = begun(free, gathering=True), begun(free, gathering=False)
+    overlap_collectives(fixed)
+    overlap_collectives(free, [node.name for node in gathers])
+    beside = [[count for start, count in heavy_between(graph) if begins_gathering(start)] for graph in (fixed, free)]
+    assert min(beside[0][2:]) == 1, "sums are in the way"
+    assert beside[1][2:] == [2, 2, 2]
+    assert begun(free, gathering=True) == gathers
+    assert begun(free, gathering=False) == sums
+
+
+def begun(graph: fx.Graph, *, gathering: bool) -> list[fx.Node]:
+    return [node for node in graph.nodes if begins_collective(node) and begins_gathering(node) == gathering]
+
+
 def test_what_cannot_move_holds_the_wait_before_it():
     with FakeTensorMode() as mode:
         made = Graph(mode)
@@ -129,8 +145,11 @@ def test_what_cannot_move_holds_the_wait_before_it():
     assert list(made.graph.nodes) == order, "the norm is computed where it was, and it reads the sum"
 
 
-@given(st.lists(st.tuples(st.sampled_from("gsamp"), st.integers(0, 99), st.integers(0, 99)), max_size=30))
-def test_any_graph_computes_the_same_in_the_same_order_of_collectives(deeds):
+@given(
+    st.lists(st.tuples(st.sampled_from("gsamp"), st.integers(0, 99), st.integers(0, 99)), max_size=30),
+    st.sets(st.integers(0, 30)),
+)
+def test_any_graph_computes_the_same_in_the_same_order_of_collectives(deeds, free):
     with FakeTensorMode() as mode:
         made = Graph(mode)
         parts = [made.given(f"part{i}", SIZE // 2) for i in range(3)]
@@ -153,15 +172,17 @@ def test_any_graph_computes_the_same_in_the_same_order_of_collectives(deeds):
     before = [node for node in made.graph.nodes if begins_collective(node)]
     count = len(made.graph.nodes)
     gaps = dict(heavy_between(made.graph)) if all(len(list(waits_behind(each))) == 1 for each in before) else {}
-    overlap_collectives(made.graph)
+    names = [node.name for place, node in enumerate(filter(begins_gathering, before)) if place in free]
+    overlap_collectives(made.graph, names)
     made.graph.lint()  # each value is made before it is read
-    assert [node for node in made.graph.nodes if begins_collective(node)] == before
+    after = [node for node in made.graph.nodes if begins_collective(node)]
+    assert [node for node in after if node.name not in names] == [node for node in before if node.name not in names]
+    assert list(filter(begins_gathering, after)) == list(filter(begins_gathering, before))
     assert len(made.graph.nodes) == count
     if gaps:
         assert all(found >= gaps[start] for start, found in heavy_between(made.graph))
-    order = list(made.graph.nodes)
     overlap_collectives(made.graph)
-    assert [n for n in order if begins_collective(n)] == [n for n in made.graph.nodes if begins_collective(n)]
+    assert [node for node in made.graph.nodes if begins_collective(node)] == after
 
 
 def opaque(value: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from conftest import MIB, eventually, settled
 from faulty_streams import FaultyCudaStreams, FaultyIO
 
 from tencache_fx.errors import InvariantError, StoreError, TencacheError, UsageError
+from tencache_fx.hardware.device_memory import avoid_fragmentation
 from tencache_fx.planning.plan import PoolClass
 from tencache_fx.planning.problem import Tier
 from tencache_fx.runtime.cuda_streams import CudaStreams
@@ -199,6 +200,7 @@ def test_copies_are_of_bytes_with_and_without_bindings_to_cuda(bindings: bool) -
 def test_a_new_thread_copies_to_a_second_device(profiled: bool) -> None:  # noqa: FBT001
     device = torch.device("cuda", 1)
     with torch.cuda.device(device):
+        avoid_fragmentation(device)  # memory in segments that grow is for its own device alone
         streams = CudaStreams(device)
         memory = np.frombuffer(bytearray(32 * MIB), dtype=np.uint8)
         assert streams.pin(memory)

@@ -1,0 +1,77 @@
+"""The order of collectives that ranks agree on: gathers begin before sums if the first rank overlaps its collectives."""
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
+from torch import nn
+
+import tencache_fx
+from tencache_fx.planning.problem import Collective, CollectiveKind
+from tencache_fx.region import compilation, rank_agreement
+
+WIDTH = 256
+OPTIONS = {"device_budget": "64MB", "compiler": "eager", "calibrate": False}
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Be one of two ranks that exchange nothing, but take their store for one that others read, too."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    monkeypatch.setattr(rank_agreement, "several_ranks", lambda: True)
+    yield
+    torch.compiler.reset()
+    tencache_fx.close()
+    dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(nn.functional.gelu(self.wide(x)))
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, *, overlaps: bool) -> tuple[list[str], dict[str, int]]:
+    """Return the names of collectives in order, and for gathers of the backward the products that run beside them."""
+    torch.compiler.reset()
+    monkeypatch.setattr(compilation, "may_overlap", lambda *_: overlaps)
+    model = tencache_fx.offload(nn.Sequential(*(Block() for _ in range(3))), "cpu", shard=True)
+    run = torch.compile(model, backend="tencache", options=OPTIONS)
+    run(torch.randn(WIDTH, WIDTH)).square().mean().backward()
+    problem = tencache_fx.regions()[-1].problem
+    before = [0, *accumulate(op.name.startswith("mm") for op in problem.ops)]  # products before each step
+
+    def beside(each: Collective) -> int:
+        return before[each.needed_at] - before[each.begin]
+
+    ordered = sorted(problem.collectives, key=lambda each: each.begin)
+    backward = [each for each in ordered if each.begin >= problem.boundary]
+    return [each.name for each in ordered], {
+        each.name: beside(each) for each in backward if each.kind is CollectiveKind.ALL_GATHER
+    }
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_gathers_run_beside_products_and_who_comes_later_keeps_to_the_order(
+    monkeypatch: pytest.MonkeyPatch,
+    later: bool,  # noqa: FBT001
+) -> None:
+    order, beside = compiled(monkeypatch, overlaps=True)
+    assert len(beside) == 5, "the first layer needs no gradient of its input"
+    assert [*beside.values()][1:] == [2, 2, 2, 2], "one product comes before the first"
+    assert compiled(monkeypatch, overlaps=later)[0] == order
+
+
+def test_gathers_stay_behind_sums_where_the_first_rank_runs_collectives_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order, beside = compiled(monkeypatch, overlaps=False)
+    assert set(beside.values()) == {0}
+    later, _ = compiled(monkeypatch, overlaps=True)
+    assert later == order
