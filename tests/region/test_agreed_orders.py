@@ -1,4 +1,4 @@
-"""The order of collectives that ranks agree on: gathers begin before sums if the first rank overlaps its collectives."""
+"""The order of collectives that ranks agree on: gathers begin before sums if the first rank overlaps collectives."""
 
 from collections.abc import Iterator
 from itertools import accumulate
