@@ -7,7 +7,8 @@ All are compiled, `tencache` by our backend, the others by Inductor. Weights are
 `tencache` has the weights, and an AdamW with fp32 masters and moments, in host memory; the others have torch's
 fused AdamW, whose moments are bfloat16 as the weights are. With LoRA all have that one, on the adapters. A step is
 timed from one line of the log to the next, each of which reads the loss. Prints JSON lines, also with the time from the
-start of the way to the end of its first step; a way to be timed from empty caches is the only one of its process.
+start of the way to the end of its first step, and to what comes before that: the model, the training, the optimizer's
+first step. `tencache` says what compiling took. A way to be timed from empty caches is the only one of its process.
 """
 
 import argparse
@@ -48,7 +49,16 @@ class Clock(TrainerCallback):
     def __init__(self, warm_up: int) -> None:
         self.marks_ns: list[int] = []
         self.losses: list[float] = []
+        self.start_ns: dict[str, int] = {}  # when the training, and its first update, began
         self._warm_up = warm_up
+
+    def on_train_begin(self, *about: Any, **more: Any) -> None:
+        """Note when the training begins."""
+        self.start_ns["train"] = time.perf_counter_ns()
+
+    def on_pre_optimizer_step(self, *about: Any, **more: Any) -> None:
+        """Note when the first update begins, behind the first backward."""
+        self.start_ns.setdefault("update", time.perf_counter_ns())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
         """Note the time; forget the peak of what came before the first step that is timed."""
@@ -73,6 +83,7 @@ def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
         hf.register()
         tencache_fx.configure(device_budget=budget)
         model = tencache_fx.offload(model, "cuda" if on_gpu else "cpu")
+    made_ns = time.perf_counter_ns()
     checkpointing = kind.startswith("checkpointing")
     if checkpointing and lora:
         model.enable_input_require_grads()
@@ -103,11 +114,13 @@ def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "first_step_ended_ns": clock.marks_ns[0] - begun_ns,
+        "start_ns": {name: at - begun_ns for name, at in ({"model": made_ns} | clock.start_ns).items()},
         "median_ns": step_ns,
         "tokens_per_s": arguments.batch * arguments.seq * 10**9 // step_ns,
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "losses": [clock.losses[0], clock.losses[-1]],
         "stats": tencache_fx.stats() if ours else {},
+        "compiling": tencache_fx.report().splitlines()[-2:] if ours else [],
     }
 
 
