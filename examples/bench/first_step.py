@@ -7,7 +7,8 @@ A way is `plain` (torch.compile's own backend), or `inline@BUDGET` or `once@BUDG
 of `repeated_layers`. A budget such as peak/1.5 is a part of the peak of `plain`, which is then to come first. Each way
 has a process of its own, with folders of its own for the caches of torch, Triton and tencache, all empty. A step is a
 forward and a backward. Prints a JSON line a way: the time from the call of torch.compile to the end of the first step,
-how much of that the processor was busy, its ratio to that of `plain`, and the median of later steps.
+how much of that the processor was busy, its ratio to that of `plain`, what compiling took by stages, and the median of
+later steps.
 """
 
 import argparse
@@ -62,6 +63,7 @@ def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "processor_ns": processor_ns() - busy_ns,
         "loss": float(loss),
         "regions": len(tencache_fx.regions()),
+        "compiling": tencache_fx.report().splitlines()[-2:] if kind != "plain" else [],
     }
     if kind == "plain":
         line["peak_bytes"] = peak_bytes(step, (*model.parameters(), *batch), device)
