@@ -25,12 +25,15 @@ import torch
 from torch import fx
 from torch._prims_common import is_contiguous_or_false
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._pytree import tree_leaves
 
 from tencache_fx.passes.graphs import RegionGraphs
-from tencache_fx.passes.inductor_model import InductorModel, is_loop_body, is_reduction, scatter_base
+from tencache_fx.passes.inductor_model import InductorModel, is_constant, is_loop_body, is_reduction
 from tencache_fx.passes.lifetimes import StorageNodes
-from tencache_fx.passes.op_kinds import is_pointwise, is_view
+from tencache_fx.passes.op_kinds import base_of, is_pointwise, is_view, packet_of, readers_of
+from tencache_fx.passes.scatters import is_scatter
 from tencache_fx.planning.problem import Kind, Step, Storage
+from tencache_fx.tensors import tensors_of
 
 InPlace = Mapping[fx.Node, fx.Node]
 _Asked = Callable[[fx.Node], bool]
@@ -57,7 +60,7 @@ def reuse_in_place(
             node in registers
             or node not in index_of
             or node in model.views
-            or not (is_loop_body(node) or scatter_base(node))
+            or not (is_loop_body(node) or _scatter_base(node))
         ):
             continue
         operand = next(
@@ -107,7 +110,7 @@ def _operands(
     node: fx.Node, registers: Collection[fx.Node], index_of: Mapping[fx.Node, int], is_contiguous: _Asked
 ) -> list[int]:
     """Return the storages that `node` reads element by element, each where it writes, and in no other way."""
-    if (base := scatter_base(node)) is not None:
+    if (base := _scatter_base(node)) is not None:
         return [index_of[base]] if base in index_of else []
     value = node.meta["val"]
     aligned: list[fx.Node] = []
@@ -135,6 +138,20 @@ def _matches(source: fx.Node, node: fx.Node, is_contiguous: _Asked) -> bool:
         and is_contiguous(source)
         and is_contiguous(node)
     )
+
+
+def _scatter_base(node: fx.Node) -> fx.Node | None:
+    """Return what a scatter begins with, if nobody else reads it and Inductor computes it as the copy to write into."""
+    if not is_scatter(node):
+        return None
+    base, *others = tree_leaves((node.args, node.kwargs))
+    if not isinstance(base, fx.Node) or is_view(base) or readers_of(base) != {node}:
+        return None
+    read_again = any(isinstance(other, fx.Node) and base_of(other) is base for other in others)
+    joined = packet_of(base) is torch.ops.aten.cat  # that is a buffer first
+    computed = (is_constant(base) or is_loop_body(base)) and not joined
+    complex_ = any(tensor.is_complex() for tensor in tensors_of(base))
+    return base if computed and not complex_ and not read_again else None
 
 
 def _is_contiguous(node: fx.Node) -> bool:

@@ -13,21 +13,22 @@ All rules about its fusion are here, and other passes ask one `InductorModel`, b
   For memory, `kernel_ends` has it join whatever shares a value with it: a kernel holds all that it reads and writes at
   once, so too large a kernel only keeps values for too long.
 * A kernel reads each value once, and writes only what is read outside of it (torch: `_inductor/graph.py: count_bytes`).
-* A scatter writes into a copy of its first argument (torch: `_inductor/lowering.py: index_put, scatter`).
+* A scatter writes into a copy of its first argument, and computes what it writes there (`scatters.py`).
+* On a GPU, some `cat`s are computed inside their readers (`fused_cats.py`).
 """
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import torch
 from torch import fx
 from torch._inductor.lowering import lowerings
-from torch.utils._pytree import tree_leaves
 
 from tencache_fx.ops import FETCH_PARAM, LOAD_PARAM, UNPLANNED, WAIT
+from tencache_fx.passes.fused_cats import is_stored_cat
 from tencache_fx.passes.graphs import RegionGraphs, output_args
 from tencache_fx.passes.op_kinds import (
     base_of,
@@ -39,6 +40,7 @@ from tencache_fx.passes.op_kinds import (
     packet_of,
     readers_of,
 )
+from tencache_fx.passes.scatters import computes
 from tencache_fx.planning.problem import Step
 from tencache_fx.tensors import byte_hint, tensors_of
 
@@ -52,14 +54,10 @@ _REDUCTIONS = frozenset(
     + (_aten.argmax, _aten.argmin, _aten.var, _aten.var_mean, torch.ops.prims.sum, torch.ops.prims.var)
 )
 _CONSTANTS = frozenset((_aten.full, _aten.arange, _aten.scalar_tensor, torch.ops.prims.iota))
-_INDEXED = frozenset((_aten.embedding, _aten.gather, _aten.index))
+_INDEXED = frozenset((_aten.embedding, _aten.gather, _aten.index, _aten._unsafe_index))
 _LOADS = _INDEXED | frozenset(
     (_aten.clone, _aten.copy, _aten._to_copy, _aten.lift_fresh_copy)
     + (_aten.cat, _aten.select_scatter, _aten.slice_scatter, _aten.constant_pad_nd, _aten.flip, _aten.repeat)
-)
-_SCATTERS = frozenset(
-    (_aten.index_put, _aten._unsafe_index_put, _aten._unsafe_masked_index_put_accumulate)
-    + (_aten.scatter, _aten.scatter_add, _aten.scatter_reduce)
 )
 _COSTLY = frozenset((_aten.exp, _aten.sigmoid))  # not computed again for a second reader
 _FEW_ROWS = 64  # a reduction to fewer results is split over the device: who reads them starts a new kernel
@@ -81,22 +79,23 @@ _NOTHING = Traffic(0, launches=False)
 class InductorModel:
     """What Inductor makes of `nodes`, the steps of one graph or of a region whose backward begins at `boundary`.
 
-    `registers` are the values that it never writes to memory, each with the values in memory that it is computed from;
-    views of such values are among them. `views` are all nodes that only name bytes. Everything takes O(nodes +
-    arguments) but for `early`.
+    They are for a GPU if they are there, or if `on_gpu` says so. `registers` are the values that it never writes to
+    memory, each with the values in memory that it is computed from; views of such values are among them. `views` are
+    all nodes that only name bytes. Everything takes O(nodes + arguments) but for `early`.
     """
 
-    def __init__(self, nodes: Iterable[fx.Node], boundary: int | None = None) -> None:
+    def __init__(self, nodes: Iterable[fx.Node], boundary: int | None = None, *, on_gpu: bool = False) -> None:
         self._nodes, self._boundary = tuple(nodes), boundary
         self._is_view = cache(is_view)  # asked of each node by all that read it
         self.views = frozenset(filter(self._is_view, self._nodes))
-        self.registers: Mapping[fx.Node, frozenset[fx.Node]] = _find_registers(self._nodes, self._is_view)
+        found = _find_registers(self._nodes, self._is_view, partial(is_stored_cat, on_gpu=on_gpu))
+        self.registers: Mapping[fx.Node, frozenset[fx.Node]] = found
         self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
 
     @staticmethod
-    def of(capture: RegionGraphs) -> "InductorModel":
+    def of(capture: RegionGraphs, *, on_gpu: bool = False) -> "InductorModel":
         """Return the model of a region."""
-        return InductorModel(capture.nodes, capture.boundary)
+        return InductorModel(capture.nodes, capture.boundary, on_gpu=on_gpu)
 
     def is_generated(self, node: fx.Node) -> bool:
         """Return whether Inductor generates a kernel, or a part of one, that writes this value to memory."""
@@ -260,7 +259,9 @@ def _loop(node: fx.Node) -> tuple[int, int | None]:
     return max(operands, default=results), results
 
 
-def _find_registers(nodes: Sequence[fx.Node], is_view: _Asked) -> dict[fx.Node, frozenset[fx.Node]]:
+def _find_registers(
+    nodes: Sequence[fx.Node], is_view: _Asked, is_stored: Callable[[fx.Node, Collection[fx.Node]], bool]
+) -> dict[fx.Node, frozenset[fx.Node]]:
     registers: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in nodes:
         sources = frozenset().union(*(registers.get(argument, {argument}) for argument in node.all_input_nodes))
@@ -269,7 +270,7 @@ def _find_registers(nodes: Sequence[fx.Node], is_view: _Asked) -> dict[fx.Node, 
         elif is_view(node):
             if node.all_input_nodes and node.all_input_nodes[0] in registers:
                 registers[node] = sources
-        elif is_loop_body(node) and packet_of(node) is not _aten.cat and _is_inlined(node, len(sources), is_view):
+        elif is_loop_body(node) and not is_stored(node, registers) and _is_inlined(node, len(sources), is_view):
             registers[node] = sources
     return registers
 
@@ -286,7 +287,8 @@ def is_lookup(node: fx.Node) -> bool:
 
 def _is_inlined(node: fx.Node, reads: int, is_view: _Asked) -> bool:
     readers = readers_of(node, is_view)
-    if not readers or not all(map(is_fusible, readers)) or is_lookup(node):
+    inside = (is_fusible(reader) or computes(reader, node, is_view) for reader in readers)
+    if not readers or not all(inside) or is_lookup(node):
         return False
     return len(readers) == 1 or (reads <= REALIZE_READS and packet_of(node) not in _COSTLY)
 
@@ -324,19 +326,6 @@ def calls_library(node: fx.Node) -> bool:
 def is_constant(node: fx.Node) -> bool:
     """Return whether Inductor computes a node from nothing, wherever it is read."""
     return packet_of(node) in _CONSTANTS
-
-
-def scatter_base(node: fx.Node) -> fx.Node | None:
-    """Return what a scatter begins with, if nobody else reads it and Inductor computes it as the copy to write into."""
-    if packet_of(node) not in _SCATTERS:
-        return None
-    base, *others = tree_leaves((node.args, node.kwargs))
-    if not isinstance(base, fx.Node) or is_view(base) or readers_of(base) != {node}:
-        return None
-    read_again = any(isinstance(other, fx.Node) and base_of(other) is base for other in others)
-    computed = (is_constant(base) or is_loop_body(base)) and packet_of(base) is not _aten.cat  # that is a buffer first
-    complex_ = any(tensor.is_complex() for tensor in tensors_of(base))
-    return base if computed and not complex_ and not read_again else None
 
 
 def eager_traffic(nodes: Iterable[fx.Node]) -> tuple[Traffic, ...]:

@@ -58,7 +58,7 @@ def analyze(
     if fuses:
         sink_products(capture)
     repair_view_fakes(capture)
-    model = InductorModel.of(capture) if fuses else None
+    model = InductorModel.of(capture, on_gpu=roofline.of_gpu) if fuses else None
     mutations = find_mutations(capture) if fuses else {}
     storages = measure_lifetimes(capture, model, mutations)
     in_place: InPlace = {node: node.all_input_nodes[0] for node in mutations}
