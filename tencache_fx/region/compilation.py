@@ -76,7 +76,7 @@ from tencache_fx.region.graph_copy import copy_joint, copy_module
 from tencache_fx.region.joint_split import Joint, gathering_nodes, reading_nodes, split_joint
 from tencache_fx.region.kept_region import cache_key
 from tencache_fx.region.lowering import Lowering, PlannedLowering
-from tencache_fx.region.overlap_choice import better, may_gain_in_turn
+from tencache_fx.region.overlap_choice import better, leaves_room, may_gain_in_turn
 from tencache_fx.region.rank_agreement import Agreed, RankAgreement, nodes_by_label
 from tencache_fx.region.registry import REGIONS
 from tencache_fx.region.source import RegionSource
@@ -166,6 +166,7 @@ class Compilation:
         self._donated, self._lowering = donated, lowering
         self._lowers = False  # whether torch has asked for code
         self._overlaps = False  # in the graphs captured from here on, collectives are under way while kernels run
+        self._early = False  # and gathers begin before sums there
         self._agreed: Agreed | None = None  # by all ranks
         self._gathers: frozenset[str] = frozenset()  # nodes that gather parameters
         self._again: frozenset[str] = (
@@ -236,7 +237,11 @@ class Compilation:
     def _best_way(self, task: Joint, halves: ForwardBackward) -> tuple[ForwardBackward, Candidate | None]:
         """Return the best split, with collectives that overlap if they may, and it pays."""
         self._overlaps = any(self._may_overlap(half.graph) for half in halves)
+        self._early = self._overlaps and self._agreed is None and bool(self._gathers)
         graphs, candidate = self._best_split(task, halves)
+        if self._early and candidate is not None and not leaves_room(self._planner, candidate):
+            self._early = False
+            graphs, candidate = self._best_split(task, self._halves(task))
         if self._overlaps and candidate is not None and may_gain_in_turn(self._planner, candidate):
             self._overlaps = False
             others, in_turn = self._best_split(task, self._halves(task))
@@ -286,7 +291,7 @@ class Compilation:
     def _capture(self, forward: fx.Graph, backward: fx.Graph | None = None, **more: Any) -> RegionGraphs:
         """Return the graphs of the region, with what is known of their inputs; collectives overlap if they are to."""
         if self._overlaps:
-            free = self._gathers if self._agreed is None else ()  # the other ranks are told of this order
+            free = self._gathers if self._early else ()  # the other ranks are told of this order
             for graph in (forward, backward):
                 if graph is not None:
                     overlap_collectives(graph, free)

@@ -1,6 +1,7 @@
 """Whether the collectives of a region overlap with kernels, or run one by one, which takes less memory.
 
-Each rank decides that for itself: collectives begin in the same order either way.
+Each rank decides that for itself. The first one of a region may also begin gathers before sums: all ranks, and all
+later compilations for other sizes, then keep to that order, overlapping or not, and hold a gathered weight longer.
 """
 
 from tencache_fx.errors import BudgetError
@@ -9,7 +10,7 @@ from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.region.candidate import Candidate, RegionPlanner
 
 _GAIN = 30  # a region is planned once more for what may take one part in so many less time
-_ROOM = 2  # times the floor of a region that is planned with its step: others of that are on the device as well
+_ROOM = 2  # times the floor of a region: others of its step, or larger inputs, are to be on the device as well
 
 
 def may_gain_in_turn(planner: RegionPlanner, overlapping: Candidate) -> bool:
@@ -28,6 +29,12 @@ def may_gain_in_turn(planner: RegionPlanner, overlapping: Candidate) -> bool:
         return _ROOM * floor_bytes(problem) > limit
     least_ns = ideal_ns(one_by_one(problem)) - problem.recompute_ns
     return least_ns * _GAIN < plan.forecast.makespan_ns * (_GAIN - 1)
+
+
+def leaves_room(planner: RegionPlanner, overlapping: Candidate) -> bool:
+    """Return whether gathers may begin before sums: ranks with less memory, and larger inputs, have to, too."""
+    limit = planner.device_budget
+    return limit is None or _ROOM * floor_bytes(overlapping.problem) <= limit
 
 
 def better(planner: RegionPlanner, overlapping: Candidate, in_turn: Candidate) -> Candidate:

@@ -75,3 +75,14 @@ def test_gathers_stay_behind_sums_where_the_first_rank_runs_collectives_in_turn(
     assert set(beside.values()) == {0}
     later, _ = compiled(monkeypatch, overlaps=True)
     assert later == order
+
+
+def test_a_budget_that_is_enough_for_larger_inputs_still_is_behind_smaller_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With gathers before sums one more weight is whole, which the larger inputs have no room for."""
+    monkeypatch.setattr(compilation, "may_overlap", lambda *_: True)
+    model = tencache_fx.offload(nn.Sequential(*(Block() for _ in range(4))), "cpu", shard=True)
+    run = torch.compile(model, backend="tencache", dynamic=False, options={**OPTIONS, "device_budget": "5.5MB"})
+    for rows in (16, WIDTH):
+        run(torch.randn(rows, WIDTH)).square().mean().backward()
