@@ -60,7 +60,8 @@ def _begin_early(order: list[fx.Node], starts: Sequence[fx.Node], free: Collecti
             ahead = _behind(order, one, place)
             place = ahead if _products(order[ahead:needed]) >= _BESIDE else _behind(order, two, place)
             if start.name in free:
-                place = _beside_products(order, _behind(order, [*gathers[-1:], *two], earliest), place, needed)
+                earliest = _behind(order, [*gathers[-1:], *two], earliest)
+                place = _beside_products(order, earliest, min(place, own), needed)
             gathers.append(start)
         if place < own:
             order.remove(start)

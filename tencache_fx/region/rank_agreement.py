@@ -1,11 +1,12 @@
 """What ranks agree on before they compile a region whose parameters are gathered: what runs again behind the gathers.
 
 A matrix product that runs again in the backward needs its weight there, and the backward gathers that earlier then.
-So ranks that recompute different products gather in different orders, and hang or mix up their weights. Each rank plans
-for itself, for its own sizes and free memory. The first one that has a plan for a region writes to the store of the
-default process group which nodes run again behind gathers, and the order of its collectives. Whoever compiles the
-region later keeps to the order (`passes/gather_order.py`), and runs the same nodes again, if its graph has them: torch
-may trace other ones for other sizes. Nobody waits for anybody.
+So ranks that recompute different products gather in different orders, and hang or mix up their weights. The same holds
+where one rank alone begins gathers before sums, so that products run beside them. Each rank plans for itself, for its
+own sizes and free memory. The first one that has a plan for a region writes to the store of the default process group
+which nodes run again behind gathers, and the order of its collectives. Whoever compiles the region later keeps to the
+order (`passes/gather_order.py`), and runs the same nodes again, if its graph has them: torch may trace other ones for
+other sizes. Nobody waits for anybody.
 
 What runs again without a gather, and all transfers, stay a rank's own. A region that is planned by step chooses nothing
 to run again behind gathers, and keeps to what was agreed on.

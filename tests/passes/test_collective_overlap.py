@@ -73,6 +73,20 @@ def backward_of_layers(layers: int) -> fx.Graph:
     return made.graph
 
 
+def forward_of_layers(layers: int, products: int) -> fx.Graph:
+    """Layers that gather a weight each, for the first of so many products in a row."""
+    with FakeTensorMode() as mode:
+        made = Graph(mode)
+        parts = [made.given(f"part{i}", SIZE // 2) for i in range(layers)]
+        x = made.given("x")
+        for part in parts:
+            x = made.mm(x, made.gathered(part))
+            for _ in range(products - 1):
+                x = made.mm(x, x)
+        made.graph.output((x,))
+    return made.graph
+
+
 def test_collectives_of_linear_layers_are_under_way_while_products_run():
     graph = backward_of_layers(4)
     before = {start.name: count for start, count in heavy_between(graph)}
@@ -85,36 +99,24 @@ def test_collectives_of_linear_layers_are_under_way_while_products_run():
 
 
 def test_a_gather_runs_beside_two_products_and_no_more_than_two_are_under_way():
-    with FakeTensorMode() as mode:
-        made = Graph(mode)
-        parts = [made.given(f"part{i}", SIZE // 2) for i in range(5)]
-        x = made.given("x")
-        for part in parts:
-            x = made.mm(x, made.gathered(part))
-        made.graph.output((x,))
-    overlap_collectives(made.graph)
-    order, most = list(made.graph.nodes), 0
+    graph = forward_of_layers(5, products=1)
+    overlap_collectives(graph)
+    most = 0
     under_way: set[fx.Node] = set()
-    for node in order:
+    for node in graph.nodes:
         if begins_gathering(node):
             under_way.add(node)
         elif is_collective_wait(node):
             under_way -= {*node.all_input_nodes}
         most = max(most, len(under_way))
     assert most == 2
-    assert [count for _, count in heavy_between(made.graph)] == [0, 1, 2, 2, 2]
+    assert [count for _, count in heavy_between(graph)] == [0, 1, 2, 2, 2]
 
 
 def test_a_gather_begins_one_ahead_where_two_products_run_beside_it():
-    with FakeTensorMode() as mode:
-        made = Graph(mode)
-        parts = [made.given(f"part{i}", SIZE // 2) for i in range(4)]
-        x = made.given("x")
-        for part in parts:
-            x = made.mm(made.mm(made.mm(x, made.gathered(part)), x), x)
-        made.graph.output((x,))
-    overlap_collectives(made.graph)
-    assert [count for _, count in heavy_between(made.graph)] == [0, 3, 3, 3]
+    graph = forward_of_layers(4, products=3)
+    overlap_collectives(graph)
+    assert [count for _, count in heavy_between(graph)] == [0, 3, 3, 3]
 
 
 def test_gathers_that_ranks_agree_on_begin_before_sums_until_two_products_run_beside_them():

@@ -84,5 +84,9 @@ def test_a_budget_that_is_enough_for_larger_inputs_still_is_behind_smaller_ones(
     monkeypatch.setattr(compilation, "may_overlap", lambda *_: True)
     model = tencache_fx.offload(nn.Sequential(*(Block() for _ in range(4))), "cpu", shard=True)
     run = torch.compile(model, backend="tencache", dynamic=False, options={**OPTIONS, "device_budget": "5.5MB"})
+    before = len(tencache_fx.regions())
     for rows in (16, WIDTH):
         run(torch.randn(rows, WIDTH)).square().mean().backward()
+    peaks_bytes = [each.plan.forecast.peak_bytes for each in tencache_fx.regions()[before:]]
+    assert len(peaks_bytes) == 2
+    assert max(peaks_bytes) <= 5_500_000
