@@ -19,6 +19,7 @@ from tencache_fx.tensors import raw_bytes
 from tencache_fx.units import PAGE_BYTES
 
 _TOUCH_THREADS = 8
+_TOUCH_BYTES = 32 << 20  # worth a thread: to start one while others compute in Python may take 10 ms
 
 Memcpy = Callable[[int, int, int, int], None]
 """Issues the copy to an address, from another one, of so many bytes, in a stream given by its handle."""
@@ -198,12 +199,16 @@ def open_streams(device: torch.device) -> Streams:
     return makers[device.type]()
 
 
-def _touch(memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]", count: int) -> None:
-    """Write one byte of every page: page faults are what makes registering slow, and `count` threads share them."""
+def _touch(memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]", most_threads: int) -> None:
+    """Write one byte of every page: page faults are what makes registering slow, and threads share those of much."""
+    count = max(1, min(most_threads, memory.nbytes // _TOUCH_BYTES))
     part = -(-memory.nbytes // count // PAGE_BYTES) * PAGE_BYTES
 
     def fill(start: int) -> None:
         memory[start : start + part : PAGE_BYTES] = 0
 
+    if count == 1:
+        fill(0)
+        return
     with ThreadPoolExecutor(count, thread_name_prefix="tencache-touch") as threads:
         list(threads.map(fill, range(0, memory.nbytes, part)))

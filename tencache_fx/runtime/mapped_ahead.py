@@ -12,7 +12,8 @@ from tencache_fx.runtime.streams import Streams
 from tencache_fx.runtime.worker import Worker
 from tencache_fx.units import PAGE_BYTES, round_up
 
-_THREADS = 2  # that touch pages: compilers want the others
+# Each maps buffers by itself: threads that share one wait for Python's lock, all of them, at each buffer.
+_THREADS = 2  # compilers want the others
 _MORE_THREADS = 4  # where none are expected
 
 
@@ -43,7 +44,7 @@ class MappedAhead:
     def begin(self, sizes: Iterable[int], use: Use, *, compiles: bool = True) -> None:
         """Begin to map a buffer of each size that has none yet, as far as the pool has room for all.
 
-        Those that nobody wants any more are unmapped. If nothing `compiles` meanwhile, more threads touch pages.
+        Those that nobody wants any more are unmapped. If nothing `compiles` meanwhile, more threads do it.
         """
         wanted = Counter(round_up(max(1, size), PAGE_BYTES) for size in sizes)
         with self._lock:
@@ -54,8 +55,8 @@ class MappedAhead:
             missing = wanted - Counter(mine)
             if not missing or self._closed:
                 return
-            worker = Worker("tencache-map")  # its thread ends with it, once all are mapped
             threads = _THREADS if compiles else _MORE_THREADS
+            worker = Worker("tencache-map", min(threads, missing.total()))  # they end with it, once all are mapped
             left_bytes = self._room() - self.nbytes
             for size in missing.elements():
                 if size <= left_bytes:

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -32,11 +33,15 @@ class SlowPins(CpuStreams):
         self.begun = threading.Event()
         self.pinned: dict[int, str] = {}
         self.refuse = False
-        self.pins = 0
+        self._begun: list[int] = []  # several threads append to it
+
+    @property
+    def pins(self) -> int:
+        return len(self._begun)
 
     def pin(self, memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]", threads: int | None = None) -> bool:
         self.begun.set()
-        self.pins += 1
+        self._begun.append(memory.nbytes)
         if threading.current_thread() is not threading.main_thread():
             assert self.may_pin.wait(30)
         if not self.refuse:
@@ -86,6 +91,15 @@ def wait_idle() -> None:
             thread.join()
 
 
+def wait_for_pins(streams: SlowPins, count: int) -> None:
+    """Wait until so many have begun."""
+    for _ in range(3000):
+        if streams.pins == count:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"{streams.pins} of {count} buffers are being pinned.")
+
+
 def test_who_acquires_one_gets_what_was_mapped_meanwhile(pool: Pool, streams: SlowPins) -> None:
     streams.may_pin.set()
     begin(pool, SIZE, SIZE)
@@ -101,14 +115,29 @@ def test_who_acquires_one_gets_what_was_mapped_meanwhile(pool: Pool, streams: Sl
 def test_one_that_is_being_mapped_is_waited_for_and_one_that_is_not_is_mapped_by_who_wants_it(
     pool: Pool, streams: SlowPins
 ) -> None:
-    begin(pool, SIZE, 2 * SIZE)
-    assert streams.begun.wait(30)
+    begin(pool, SIZE, SIZE, 2 * SIZE)
+    wait_for_pins(streams, 2)
     other = pool.acquire(2 * SIZE, Use.STATE)
     assert streams.pinned == {other.memory.data_ptr(): threading.current_thread().name}
     threading.Timer(0.1, streams.may_pin.set).start()
     first = pool.acquire(SIZE, Use.STATE)
     assert streams.pinned[first.memory.data_ptr()].startswith("tencache-map")
-    assert (pool.allocated_bytes, pool.ahead.nbytes) == (3 * SIZE, 0)
+    assert (pool.allocated_bytes, pool.ahead.nbytes) == (3 * SIZE, SIZE)
+
+
+@pytest.mark.parametrize(("compiles", "count"), [(True, 2), (False, 4)])
+def test_buffers_are_mapped_by_several_threads_each_by_itself(
+    pool: Pool,
+    streams: SlowPins,
+    compiles: bool,  # noqa: FBT001
+    count: int,
+) -> None:
+    pool.ahead.begin([SIZE] * 6, Use.STATE, compiles=compiles)
+    wait_for_pins(streams, count)
+    assert sum(thread.name.startswith("tencache-map") for thread in threading.enumerate()) == count
+    streams.may_pin.set()
+    wait_idle()
+    assert (len(streams.pinned), streams.pins) == (6, 6)
 
 
 def test_others_come_first_within_the_budget(pool: Pool, streams: SlowPins) -> None:
