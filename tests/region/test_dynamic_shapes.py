@@ -23,7 +23,7 @@ from tencache_fx.errors import BudgetError, OptionError, UsageError
 from tencache_fx.passes.lifetimes import StorageNodes, formula_of
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.problem import Kind, Step, Storage
-from tencache_fx.region.dynamic_shapes import NamedSizes, SizeFormulas, Sizes
+from tencache_fx.region.dynamic_shapes import SizeFormulas
 from tencache_fx.region.registry import REGIONS
 
 
@@ -431,16 +431,13 @@ def test_a_region_that_reads_a_float_is_planned_again() -> None:
     assert tencache_fx.regions()[-1].plan.transfers
 
 
-def test_a_size_that_turns_out_to_equal_another_keeps_its_formula() -> None:
-    """torch then calls both by one symbol, while what was planned goes by the name of before."""
-    shapes = ShapeEnv()
-    mode = FakeTensorMode(shape_env=shapes)
+def sized_inputs(*names: str) -> tuple[list[Tensor], list[StorageNodes]]:
+    """Return inputs of [rows, 4], each of a symbol of rows of its own, and their storages."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
     rows = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
-    inputs = [
-        mode.from_tensor(torch.ones(5, 4), source=ConstantSource(name), symbolic_context=rows) for name in ("a", "b")
-    ]
+    inputs = [mode.from_tensor(torch.ones(5, 4), source=ConstantSource(name), symbolic_context=rows) for name in names]
     graph, storages = fx.Graph(), []
-    for name, value in zip("ab", inputs, strict=True):
+    for name, value in zip(names, inputs, strict=True):
         node = graph.placeholder(name)
         node.meta["val"] = value
         storage = Storage(
@@ -454,12 +451,31 @@ def test_a_size_that_turns_out_to_equal_another_keeps_its_formula() -> None:
             formula=formula_of(value.untyped_storage().nbytes()),
         )
         storages.append(StorageNodes(storage=storage, members=(node,), saved=()))
+    return inputs, storages
+
+
+def test_a_size_that_turns_out_to_equal_another_keeps_its_formula() -> None:
+    """torch then calls both by one symbol, while what was planned goes by the name of before."""
+    inputs, storages = sized_inputs("a", "b")
     named = [item.storage.formula for item in storages]
     assert inputs[0].shape[0] == inputs[1].shape[0]
     assert [formula_of(value.untyped_storage().nbytes()) for value in inputs] != named, "one was called anew"
     formulas = SizeFormulas(inputs, storages, torch.device("cpu"))
     assert set(formulas.columns) == {"", *named}
     assert formulas.values(formulas.read([torch.ones(7, 4), torch.ones(7, 4)])).tolist() == [1, 112, 112]
+
+
+def test_sizes_of_another_compilation_go_by_their_names() -> None:
+    """A symbol may have become constant in between, and another one may have been a constant before."""
+    inputs, storages = sized_inputs("a", "b")
+    both = SizeFormulas(inputs, storages, torch.device("cpu"))
+    first, second = map(str, both.symbols)
+    constant, again = sized_inputs("a")
+    one = SizeFormulas(constant, again, torch.device("cpu"), both.named((7, 9)))
+    assert [*map(str, one.symbols)] == [first]
+    assert one.planned == (7,)
+    assert both.unnamed({second: 9}) == (5, 9), "as torch traced it"
+    assert SizeFormulas(inputs, storages, torch.device("cpu"), one.named((8,))).planned == (8, 5)
 
 
 def fake_batch() -> tuple[FakeTensorMode, Tensor]:
@@ -543,52 +559,3 @@ def test_strides_may_change_of_inputs_that_are_no_views() -> None:
         found, wanted = (torch.autograd.grad(f(x, weights).sum(), weights)[0] for f in (compiled_run, run))
         torch.testing.assert_close(found, wanted)
     assert REGIONS.compilations == before + 2
-
-
-class Turned(nn.Module):
-    """A block that returns its sum in other strides than it was given it, and a part of what it saves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = nn.functional.gelu(self.up(self.norm(x)))
-        return (x + self.down(hidden)).t().contiguous().t(), hidden[:, :64]
-
-
-@pytest.mark.slow
-def test_a_symbol_that_became_constant_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second block's input has other strides: one is a symbol, until Inductor's code says that it is 512."""
-
-    def train(**how: object) -> list[Tensor]:
-        torch.manual_seed(0)
-        blocks = [Turned() for _ in range(4)]
-        for block in blocks:
-            block.compile(**how)
-        losses = []
-        for step in range(4):
-            x = torch.randn(512, 64, generator=torch.Generator().manual_seed(step))
-            loss = torch.zeros(())
-            for block in blocks:
-                x, part = block(x)
-                loss = loss + part.mean()
-            loss = loss + x.square().mean()
-            loss.backward()
-            losses.append(loss.detach())
-        return losses
-
-    expected = train(backend="inductor")
-    torch.compiler.reset()
-    lost: list[set[str]] = []
-    unnamed = SizeFormulas.unnamed
-
-    def noted(self: SizeFormulas, sizes: NamedSizes) -> Sizes:
-        lost.append({*sizes} - {*map(str, self.symbols)})
-        return unnamed(self, sizes)
-
-    monkeypatch.setattr(SizeFormulas, "unnamed", noted)
-    with faulty_engine():
-        found = train(backend="tencache", options={**INDUCTOR, "device_budget": 2_200_000, "calibrate": False})
-    torch.testing.assert_close(found, expected)
-    assert any(lost), "no symbol became constant"
