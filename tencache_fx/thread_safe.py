@@ -1,14 +1,19 @@
 """Functions that Inductor compiles for whichever thread calls them, while others compile."""
 
-import operator
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor.compile_fx import compile_fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._python_dispatch import _disable_current_modes
 
-from tencache_fx.compat import any_number_of_compilations
+from tencache_fx.compat import compile_lock
 
 _EXACT_ARITHMETIC = {
     "emulate_precision_casts": True,  # no fused multiply-add
@@ -32,41 +37,80 @@ def compile_for_threads(function: Callable[..., None], examples: Sequence[torch.
     run meanwhile: nothing of Dynamo is asked at a call, and generated code calls its kernels from C++. On the CPU some
     cores are left to these threads. Its arithmetic is IEEE's, as it is written down, so it gives the same bits on any
     device. It checks nothing, and is called with contiguous tensors of the examples' dtypes and, but for the length, of
-    their sizes. Tensors that the function has besides are read where they are. Runs once, on `examples`.
+    their sizes. Tensors that the function has besides are read where they are. Runs once, on `examples`, so that no
+    later call chooses between kernels by timing them.
+
+    `function` consists of torch's ops on these tensors: they are recorded as they run on fake ones, without Dynamo,
+    which would take several times as long to find them. Raises what the function does, and what Inductor does.
     """
-    length = len(examples[0])
-    assert all(len(each) == length or each.dim() == 1 for each in examples)
     on_cpu = examples[0].device.type == "cpu"
     settings = {"cpp_wrapper": True, "cpp.threads": threads_beside_others()} if on_cpu else _EXACT_ARITHMETIC
-    found: list[tuple[Callable[..., Any], list[Callable[[Sequence[torch.Tensor]], Any]]]] = []
+    with compile_lock(), _as_no_caller_has_it(examples[0].device):
+        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        fakes = _fakes_of_any_length(examples, mode)
+        graph, others = _record(function, fakes, mode)
+        inputs = [*fakes, *(mode.from_tensor(each, static_shapes=True) for each in others)]
+        with torch._guards.tracing(torch._guards.TracingContext(mode)):
+            compiled: Any = compile_fx(graph, inputs, config_patches=settings)
 
-    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        compiled: Any = compile_fx(gm, inputs, config_patches=settings)
-        assert sum(not isinstance(given, torch.Tensor) for given in inputs) <= 1
-        order = [_place(examples, given) for given in inputs]
-        found.append((compiled, order))
-        return compiled  # type: ignore[no-any-return]
+        def call(*tensors: torch.Tensor) -> None:
+            compiled(*tensors, *others)
 
-    for each in examples:
-        if len(each) == length and each.dim() == examples[0].dim():  # else it is a list of as many numbers
-            torch._dynamo.mark_dynamic(each, 0)
-    # Several functions have the same code. Where theirs differ, Dynamo would have it take other sizes and numbers, too.
-    constant = torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True)
-    with constant, any_number_of_compilations(), torch.compiler.set_stance("default"):
-        torch.compile(function, backend=backend, fullgraph=True)(*examples)
-    ((compiled, order),) = found  # inputs that are no tensors are the length
-
-    def call(*tensors: torch.Tensor) -> None:
-        compiled(*(place(tensors) for place in order))
-
+        call(*examples)
     return call
 
 
-def _place(examples: Sequence[torch.Tensor], given: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """Return what gives an input of compiled code at a call: an argument, the length, or always the same tensor."""
-    if not isinstance(given, torch.Tensor):
-        return lambda tensors: len(tensors[0])
-    for place, each in enumerate(examples):
-        if each is given:
-            return operator.itemgetter(place)
-    return lambda tensors: given
+@contextlib.contextmanager
+def _as_no_caller_has_it(device: torch.device) -> Iterator[None]:
+    """Set the modes aside that the caller's thread may be in: they would be recorded as a part of a function."""
+    with (
+        _disable_current_modes(),
+        torch._C._DisablePythonDispatcher(),
+        torch._C._DisableFuncTorch(),
+        torch._C.DisableTorchFunction(),
+        torch.inference_mode(mode=False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield
+
+
+def _fakes_of_any_length(examples: Sequence[torch.Tensor], mode: FakeTensorMode) -> list[torch.Tensor]:
+    """Return fakes of examples, whose rows are one symbol; lists have the length that they have."""
+    length, dim = examples[0].shape[0], examples[0].dim()
+    assert length > 1  # of 0 and 1 there is no symbol
+    assert all(each.shape[0] == length or each.dim() == 1 for each in examples)
+
+    def fake(example: torch.Tensor) -> torch.Tensor:
+        dims = [DimDynamic.STATIC] * example.dim()
+        if example.shape[0] == length and example.dim() == dim:  # else it is a list of as many numbers
+            dims[0] = DimDynamic.DUCK  # the same symbol for the same length
+        return mode.from_tensor(example, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dims))
+
+    return [fake(each) for each in examples]
+
+
+def _record(
+    function: Callable[..., None], fakes: Sequence[torch.Tensor], mode: FakeTensorMode
+) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """Return the ops of `function` as a graph, and the tensors that it is to be called with behind the function's own.
+
+    These are what the function has besides, as itself: as constants of the graph, Inductor might copy them.
+    """
+    with mode, enable_python_dispatcher():  # else some ops take no fakes of any length
+        module = make_fx(function, tracing_mode="real")(*fakes)
+    graph, others, places = module.graph, list[torch.Tensor](), dict[str, fx.Node]()
+    last = list(graph.find_nodes(op="placeholder"))[-1]
+    for node in list(graph.find_nodes(op="get_attr")):
+        if node.target not in places:
+            with graph.inserting_after(last):
+                places[node.target] = last = graph.placeholder(f"other{len(others)}")
+            others.append(getattr(module, node.target))
+        node.replace_all_uses_with(places[node.target])
+        graph.erase_node(node)
+    graph.output_node().args = ((),)
+    for node in graph.nodes:
+        node.meta.clear()  # the graph is kept by what is compiled of it, and so would be the fakes
+    graph.set_codegen(fx.graph.CodeGen())  # that of `make_fx` knows of the function's own arguments only
+    return fx.GraphModule(torch.nn.Module(), graph), others
