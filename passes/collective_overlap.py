@@ -16,8 +16,10 @@ may come before sums, where it tells the other ranks. And nothing moves across a
 across one that writes to what exists: a collective may still read that.
 """
 
-from collections.abc import Collection, Sequence
-from itertools import pairwise
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
+from functools import cache
+from itertools import islice, pairwise
 
 from torch import fx
 
@@ -28,91 +30,103 @@ _BESIDE = 2  # matrix products that a gather is to run beside: it may begin to r
 _LIKE_SIZE = 10  # a sum is not waited for before one that is so many times smaller
 
 
+class _Order:
+    """Nodes in an order that changes, and where each one is. To move one takes as long as it moves far."""
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        self.nodes = list(nodes)
+        self.place = {node: at for at, node in enumerate(self.nodes)}
+        self.is_heavy = cache(is_heavy)  # asked of a product for each gather near it
+
+    def move(self, node: fx.Node, place: int) -> None:
+        """Move a node to a place, as it is without the node where that was."""
+        own = self.place[node]
+        del self.nodes[own]
+        self.nodes.insert(place, node)
+        first, last = sorted((own, place))
+        self.place.update(zip(self.nodes[first : last + 1], range(first, last + 1), strict=True))
+
+    def behind(self, nodes: Sequence[fx.Node], place: int) -> int:
+        """Return `place`, or the one behind the last of the nodes if that comes later."""
+        return max([place, *(self.place[node] + 1 for node in nodes)])
+
+    def products(self, first: int, end: int) -> int:
+        """Return how many matrix products there are from one place up to another, itself left out."""
+        return sum(map(self.is_heavy, self.nodes[first:end]))
+
+
 def overlap_collectives(graph: fx.Graph, free: Collection[str] = ()) -> None:
-    """Move the begins of collectives up, and waits for sums of gradients down. O(collectives x nodes).
+    """Move the begins of collectives up, and waits for sums of gradients down.
 
     The gathers of these names may also begin before sums that began before them: all ranks are to agree on that order.
+    O(nodes + how far they move); a sum that is much larger than all others looks at each of these.
     """
-    order = list(graph.nodes)
-    starts = [node for node in order if begins_collective(node)]
+    order = _Order(graph.nodes)
+    starts = [node for node in order.nodes if begins_collective(node)]
     if not starts:
         return
     _begin_early(order, starts, free)
-    _wait_late(order, [node for node in order if begins_collective(node)])
-    for before, node in pairwise(order):
+    _wait_late(order, sorted(starts, key=order.place.__getitem__))
+    for before, node in pairwise(order.nodes):
         if before.next is not node:
             before.append(node)
     graph.lint()
 
 
-def _begin_early(order: list[fx.Node], starts: Sequence[fx.Node], free: Collection[str]) -> None:
+def _begin_early(order: _Order, starts: Sequence[fx.Node], free: Collection[str]) -> None:
     """Move each begin behind what it reads, and the begin before it; a gather behind an earlier gather's wait, too."""
+    fixed = [place for place, node in enumerate(order.nodes) if keeps_its_place(node)]  # nothing moves across these
     last: list[fx.Node] = []  # to begin
     gathers: list[fx.Node] = []
     for start in starts:
-        own = order.index(start)
-        fixed = (place + 1 for place in range(own - 1, -1, -1) if keeps_its_place(order[place]))
-        earliest = _behind(order, start.all_input_nodes, next(fixed, 0))
-        place = _behind(order, last, earliest)
+        own = order.place[start]
+        before = bisect_left(fixed, own)
+        earliest = order.behind(start.all_input_nodes, fixed[before - 1] + 1 if before else 0)
+        place = order.behind(last, earliest)
         if begins_gathering(start):
-            needed = min((order.index(wait) for wait in waits_behind(start)), default=len(order))
+            needed = min((order.place[wait] for wait in waits_behind(start)), default=len(order.nodes))
             one, two = (list(waits_behind(gathers[-n])) if len(gathers) >= n else [] for n in (1, 2))
-            ahead = _behind(order, one, place)
-            place = ahead if _products(order[ahead:needed]) >= _BESIDE else _behind(order, two, place)
+            ahead = order.behind(one, place)
+            place = ahead if order.products(ahead, needed) >= _BESIDE else order.behind(two, place)
             if start.name in free:
-                earliest = _behind(order, [*gathers[-1:], *two], earliest)
+                earliest = order.behind([*gathers[-1:], *two], earliest)
                 place = _beside_products(order, earliest, min(place, own), needed)
             gathers.append(start)
         if place < own:
-            order.remove(start)
-            order.insert(place, start)
-        last = [max([*last, start], key=order.index)]
+            order.move(start, place)
+        last = [max([*last, start], key=order.place.__getitem__)]
 
 
-def _beside_products(order: Sequence[fx.Node], earliest: int, place: int, needed: int) -> int:
+def _beside_products(order: _Order, earliest: int, place: int, needed: int) -> int:
     """Return the last place, up to `place`, with enough products between it and where the gather is needed."""
-    count = _products(order[place:needed])
+    count = order.products(place, needed)
     while place > earliest and count < _BESIDE:
         place -= 1
-        count += is_heavy(order[place])
+        count += order.is_heavy(order.nodes[place])
     return place
 
 
-def _products(nodes: Sequence[fx.Node]) -> int:
-    return sum(map(is_heavy, nodes))
-
-
-def _behind(order: Sequence[fx.Node], nodes: Sequence[fx.Node], place: int) -> int:
-    """Return `place`, or the one behind the last of the nodes if that comes later."""
-    return max([place, *(order.index(node) + 1 for node in nodes)])
-
-
-def _wait_late(order: list[fx.Node], starts: Sequence[fx.Node]) -> None:
+def _wait_late(order: _Order, starts: Sequence[fx.Node]) -> None:
     """Move the waits for what is no gather, and what only reshapes or scales it, to where the next one begins."""
-    for place, start in enumerate(starts):
-        if begins_gathering(start):
-            continue
-        size = _nbytes(start)
-        later = (
-            each for each in starts[place + 1 :] if not begins_gathering(each) and _nbytes(each) * _LIKE_SIZE > size
-        )
-        until = order.index(next(later, order[-1]))
+    sums = [(start, _nbytes(start)) for start in starts if not begins_gathering(start)]
+    for place, (start, size) in enumerate(sums):
+        later = (each for each, nbytes in islice(sums, place + 1, None) if nbytes * _LIKE_SIZE > size)
+        until = order.place[next(later, order.nodes[-1])]
         for wait in waits_behind(start):
-            if until <= order.index(wait):  # the next one begins before
+            if until <= order.place[wait]:  # the next one begins before
                 break
             moved, until = _movable(order, wait, until)
-            target = order[until]
+            target = order.nodes[until]
             for node in moved:
-                order.remove(node)
-                order.insert(order.index(target), node)
+                order.move(node, order.place[target] - 1)
 
 
-def _movable(order: Sequence[fx.Node], wait: fx.Node, until: int) -> tuple[list[fx.Node], int]:
+def _movable(order: _Order, wait: fx.Node, until: int) -> tuple[list[fx.Node], int]:
     """Return the wait and those behind it that have to move with it, up to `until`; less far if one cannot."""
-    begin = order.index(wait)
+    begin = order.place[wait]
     moved = {wait: None}
     for place in range(begin + 1, until):
-        node = order[place]
+        node = order.nodes[place]
         if keeps_its_place(node):
             return list(moved), place
         if moved.keys().isdisjoint(node.all_input_nodes):

@@ -32,9 +32,13 @@ def may_gain_in_turn(planner: RegionPlanner, overlapping: Candidate) -> bool:
 
 
 def leaves_room(planner: RegionPlanner, overlapping: Candidate) -> bool:
-    """Return whether gathers may begin before sums: ranks with less memory, and larger inputs, have to, too."""
+    """Return whether gathers may begin before sums: ranks with less memory, and larger inputs, have to, too.
+
+    Parameters that the plan chose to keep on the device, their gradients and state do not count: other
+    plans give their room back. What has to stay does count, and so does memory that others hold.
+    """
     limit = planner.device_budget
-    return limit is None or _ROOM * floor_bytes(overlapping.problem) <= limit
+    return limit is None or _ROOM * floor_bytes(overlapping.captured) <= limit
 
 
 def better(planner: RegionPlanner, overlapping: Candidate, in_turn: Candidate) -> Candidate:

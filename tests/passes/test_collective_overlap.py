@@ -4,13 +4,21 @@ import operator
 from collections.abc import Iterator
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tencache_fx.passes import collective_overlap
 from tencache_fx.passes.collective_overlap import overlap_collectives
-from tencache_fx.passes.collectives import begins_collective, begins_gathering, is_collective_wait, waits_behind
+from tencache_fx.passes.collectives import (
+    begins_collective,
+    begins_gathering,
+    is_collective_wait,
+    keeps_its_place,
+    waits_behind,
+)
 from tencache_fx.passes.op_kinds import is_heavy
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -129,6 +137,23 @@ def test_gathers_that_ranks_agree_on_begin_before_sums_until_two_products_run_be
     assert beside[1][2:] == [2, 2, 2]
     assert begun(free, gathering=True) == gathers
     assert begun(free, gathering=False) == sums
+
+
+def test_twice_the_layers_take_twice_the_time(monkeypatch: pytest.MonkeyPatch):
+    def looked_at(layers: int) -> int:
+        seen: list[fx.Node] = []
+
+        def noted(node: fx.Node) -> bool:
+            seen.append(node)
+            return keeps_its_place(node)
+
+        graph = backward_of_layers(layers)
+        with monkeypatch.context() as patch:
+            patch.setattr(collective_overlap, "keeps_its_place", noted)
+            overlap_collectives(graph, [node.name for node in begun(graph, gathering=True)])
+        return len(seen)
+
+    assert looked_at(40) < 2.2 * looked_at(20)
 
 
 def begun(graph: fx.Graph, *, gathering: bool) -> list[fx.Node]:

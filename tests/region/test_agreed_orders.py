@@ -10,7 +10,8 @@ import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" k
 from torch import nn
 
 import tencache_fx
-from tencache_fx.planning.problem import Collective, CollectiveKind
+from tencache_fx.planning.planner import floor_bytes
+from tencache_fx.planning.problem import Collective, CollectiveKind, Problem
 from tencache_fx.region import compilation, rank_agreement
 
 WIDTH = 256
@@ -44,7 +45,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch, *, overlaps: bool) -> tuple[list[s
     model = tencache_fx.offload(nn.Sequential(*(Block() for _ in range(3))), "cpu", shard=True)
     run = torch.compile(model, backend="tencache", options=OPTIONS)
     run(torch.randn(WIDTH, WIDTH)).square().mean().backward()
-    problem = tencache_fx.regions()[-1].problem
+    return collectives(tencache_fx.regions()[-1].problem)
+
+
+def collectives(problem: Problem) -> tuple[list[str], dict[str, int]]:
+    """Return their names in order, and for gathers of the backward the products that run beside them."""
     before = [0, *accumulate(op.name.startswith("mm") for op in problem.ops)]  # products before each step
 
     def beside(each: Collective) -> int:
@@ -90,3 +95,20 @@ def test_a_budget_that_is_enough_for_larger_inputs_still_is_behind_smaller_ones(
     peaks_bytes = [each.plan.forecast.peak_bytes for each in tencache_fx.regions()[before:]]
     assert len(peaks_bytes) == 2
     assert max(peaks_bytes) <= 5_500_000
+
+
+def test_what_may_leave_the_device_leaves_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parameters stay on the device; larger inputs, which need that room, get it."""
+    monkeypatch.setattr(compilation, "may_overlap", lambda *_: True)
+    model = tencache_fx.offload(nn.Sequential(*(Block() for _ in range(4))), "cpu", shard=True)
+    run = torch.compile(model, backend="tencache", dynamic=False, options={**OPTIONS, "device_budget": "16MB"})
+    before = len(tencache_fx.regions())
+    for rows in (WIDTH, 2 * WIDTH):
+        run(torch.randn(rows, WIDTH)).square().mean().backward()
+    first, second = tencache_fx.regions()[before:]
+    assert floor_bytes(first.problem) > 8_000_000, "what stays is more than half of the budget"
+    assert len(first.plan.resident) == 8
+    _, beside = collectives(first.problem)
+    assert [*beside.values()][1:] == [2] * 6
+    assert collectives(second.problem)[0] == collectives(first.problem)[0]
+    assert second.plan.forecast.peak_bytes <= 16_000_000

@@ -14,7 +14,7 @@ from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.problem import Budgets, Collective, CollectiveKind, Problem, Step
 from tencache_fx.planning.search import make_plan
 from tencache_fx.region.candidate import Candidate
-from tencache_fx.region.overlap_choice import better, may_gain_in_turn
+from tencache_fx.region.overlap_choice import better, leaves_room, may_gain_in_turn
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,14 @@ class Planned:
     plan: Plan | BudgetError
 
     rank = Candidate.rank
+
+
+@dataclass(frozen=True)
+class Split:
+    """What `leaves_room` asks of a `Candidate`."""
+
+    captured: Problem
+    problem: Problem
 
 
 def planned(problem: Problem) -> Planned:
@@ -94,6 +102,15 @@ def test_a_region_that_is_planned_with_its_step_leaves_room_for_others(limit: in
     one = planned(copying(None))
     assert floor_bytes(one.problem) == 300
     assert may_gain_in_turn(Planner(limit, by_step=True), one) == again
+
+
+@pytest.mark.parametrize(("limit", "early"), [(None, True), (599, False), (600, True)])
+def test_what_was_chosen_to_stay_takes_no_room(limit: int | None, *, early: bool):
+    """Another plan gives its room back, for a rank with less memory, or for larger inputs."""
+    captured = copying(None)
+    split = Split(captured, replace(captured, external_bytes=200))  # state that is to be on the device
+    assert (floor_bytes(split.captured), floor_bytes(split.problem)) == (300, 500)
+    assert leaves_room(Planner(limit), split) == early
 
 
 @settings(max_examples=150)
