@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -155,31 +155,23 @@ class StepPlanner:
         links = links_of(device, options)
         read = self._residency.read_by(program.visits)
         beside_bytes = self._residency.bytes_beside(read)
-        to_come_bytes = self._host_bytes_to_come(program)
-        budgets = self._budgets(program, options, beside_bytes, to_come_bytes)
+        tries = self._budgets_to_try(program, options, beside_bytes)
         if options.may_recompute:
-            self.choices.choose(program.visits, links, budgets, frozenset(self._points.shared))
+            self.choices.choose(program.visits, links, tries[0], frozenset(self._points.shared))
         program.rounds.watch(read.first_trained)
-        joined = join(program.visits, links, budgets, frozenset(self._points.shared), read.names)
+        joined = join(program.visits, links, tries[-1], frozenset(self._points.shared), read.names)
         early = read.first_trained is not None and is_updated_in_backward(read.first_trained)
         often = replace(joined.problem, accumulation=program.accumulation, updates_in_backward=early, sums_stay=False)
         joined = replace(joined, problem=often)
         plan, schedule, refusal, transfers = None, FRUGAL, None, self._points.engine.transfers
         try:
-            try:
-                joined, plan = self._plan(program, joined, read, options)
-            except BudgetError:
-                if not to_come_bytes or self._points.engine.store is None:
-                    raise
-                budgets = self._budgets(program, options, beside_bytes, 0)  # what finds no room goes to disk
-                joined = replace(joined, problem=replace(joined.problem, budgets=budgets))
-                joined, plan = self._plan(program, joined, read, options)
+            joined, plan = self._plan_within(tries, program, joined, read, options)
             self._reserve(program, plan)
         except (BudgetError, StoreError) as error:
             plan, transfers.unplanned = None, str(error)
             again = other and options.may_recompute and program.has_plan
             shared = frozenset(self._points.shared)
-            if again and self.choices.choose_again(program.visits, links, budgets, shared):
+            if again and self.choices.choose_again(program.visits, links, tries[-1], shared):
                 log.info("%s recomputes more from now on: %s", _name(program), str(error))
             elif _has_lost_room(program, joined, options):
                 refusal = f"{_name(program)} has no plan within the budgets that were configured: {error}"
@@ -216,6 +208,19 @@ class StepPlanner:
     def bytes_beside(self, program: Program) -> int:
         """Return the bytes of parameters that stay on the device, and that a program with a plan does not read."""
         return 0 if program.planned is None else self._residency.bytes_beside(program.planned.read)
+
+    def _plan_within(
+        self, tries: Sequence[Budgets], program: Program, joined: StepProblem, read: ReadParameters, options: Options
+    ) -> tuple[StepProblem, Plan]:
+        """Return what `_plan` does for the first of these budgets that have a plan.
+
+        `joined` has the last of them, for which `BudgetError` is raised if there is none.
+        """
+        for budgets in tries[:-1]:
+            with contextlib.suppress(BudgetError):
+                stated = replace(joined, problem=replace(joined.problem, budgets=budgets))
+                return self._plan(program, stated, read, options)
+        return self._plan(program, joined, read, options)
 
     def _plan(
         self, program: Program, joined: StepProblem, read: ReadParameters, options: Options
@@ -285,14 +290,25 @@ class StepPlanner:
             staging = (*staging, PoolClass(nbytes=round_up(_largest(program), PAGE_BYTES), count=1))
         self._points.engine.reserve(pool=plan.pool, staging=staging, disk_bytes=plan.forecast.disk_bytes)
 
+    def _budgets_to_try(self, program: Program, options: Options, beside_bytes: int) -> tuple[Budgets, ...]:
+        """Return the budgets to look for a plan within, one behind the other.
+
+        The first leave free what external memory may grow by, and host memory for what offloaded parameters will take.
+        The step would fit without either: where there is a disk, what finds no room in host memory goes there.
+        """
+        limit, to_come_bytes = options.device_budget, self._host_bytes_to_come(program)
+        to_come = (to_come_bytes, 0) if to_come_bytes and self._points.engine.store is not None else (to_come_bytes,)
+        drifts = (drift_bytes(limit), 0) if limit is not None else (0,)
+        return tuple(
+            self._budgets(program, options, beside_bytes + drift, taken) for drift in drifts for taken in to_come
+        )
+
     def _budgets(self, program: Program, options: Options, beside_bytes: int, to_come_bytes: int) -> Budgets:
         device, limit = self._points.engine.device, options.device_budget
         used, reserved_bytes = usage(device), beside_bytes
         staging_bytes = round_up(_largest(program), PAGE_BYTES) if self._points.engine.store is not None else 0
-        if limit is not None:
-            reserved_bytes += drift_bytes(limit)
-            if held_bytes(device):  # a CPU's allocator does not count
-                reserved_bytes += expected_state_bytes(device)
+        if limit is not None and held_bytes(device):  # a CPU's allocator does not count
+            reserved_bytes += expected_state_bytes(device)
         taken_bytes = used.host_acquired_bytes + to_come_bytes
         return Budgets(
             device_bytes=None if limit is None else limit - reserved_bytes,

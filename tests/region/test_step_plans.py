@@ -19,6 +19,7 @@ from tencache_fx.errors import BudgetError, OptionError, UsageError
 from tencache_fx.kept_code import Phase
 from tencache_fx.passes import costs
 from tencache_fx.passes.op_kinds import count_flops
+from tencache_fx.planning.planner import floor_bytes
 from tencache_fx.planning.problem import Tier
 from tencache_fx.planning.step import FRUGAL
 from tencache_fx.region.compiled_region import Compiled, CompiledRegion, WrittenPlan, keep_boxed
@@ -325,6 +326,20 @@ def test_a_budget_below_what_any_schedule_needs_is_refused_at_once(engine: Engin
     model = one_by_one(blocks(), device_budget=2_000_000)
     with pytest.raises(BudgetError, match=r"region \d+, call 0 of the step, needs .* the budget is 2 MB"):
         gradients(model, model, inputs())
+
+
+def test_a_step_that_needs_all_of_the_budget_has_a_plan(engine: Engine) -> None:
+    """What plans leave free for drift is left where there is room for it."""
+    model = one_by_one(blocks(), device_budget=BUDGETS["some"], recompute="none")
+    gradients(model, model, inputs())
+    gradients(model, model, inputs())
+    least = floor_bytes(tencache_fx.steps()[-1].problem)
+    torch.compiler.reset()
+    model = one_by_one(blocks(), device_budget=least, recompute="none")
+    for step in range(3):
+        gradients(model, model, inputs(step))
+    (record,) = tencache_fx.steps()
+    assert least - least // 256 < record.plan.forecast.peak_bytes <= least
 
 
 def test_nothing_is_left_behind(engine: Engine) -> None:
