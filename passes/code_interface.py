@@ -1,15 +1,17 @@
 """What generated code does not tell by itself, noted of a graph before the compiler takes it over."""
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from tencache_fx.passes.graphs import output_args, placeholders, with_bodies
 from tencache_fx.passes.parameter_markers import is_away
 from tencache_fx.passes.symbols import evaluate
-from tencache_fx.tensors import allocated_bytes, byte_hint, storage_of, tensors_of
+from tencache_fx.tensors import allocated_bytes, byte_hint, storage_of, tensors_of, upper_bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +52,11 @@ def read_interface(
 ) -> Interface:
     """Return what `graph` takes, returns and calls; symbols have the values in `sizes`, else those seen in tracing.
 
+    Symbols that only a run gives a value to have the most that they can be.
     `node_scratch` are the bytes that kernels allocate for themselves, by the names of nodes; others are taken for none.
     """
     inputs = placeholders(graph)
-    sizes = {**_hints(inputs), **sizes}
+    sizes = {**_bounds(graph), **_hints(inputs), **sizes}
 
     def part(value: object, given: Collection[int] = ()) -> Part | None:
         if not isinstance(value, torch.Tensor) or value.device.type != device.type:
@@ -106,6 +109,15 @@ def _number(size: "int | torch.SymInt", sizes: Mapping[str, int]) -> int:
         return sizes[formula]
     known = {symbol: sizes[str(symbol)] for symbol in expression.free_symbols if str(symbol) in sizes}
     return evaluate(expression, known) if len(known) == len(expression.free_symbols) else byte_hint(size)
+
+
+def _bounds(graph: fx.Graph) -> dict[str, int]:
+    """Return the most that symbols of lengths can be that only a run knows, as far as there is a bound."""
+    tensors = (tensor for each in with_bodies(graph) for node in each.nodes for tensor in tensors_of(node))
+    lengths: Iterable[object] = itertools.chain.from_iterable(tensor.shape for tensor in tensors)
+    symbols = {str(n.node.expr): n for n in lengths if isinstance(n, torch.SymInt) and n.node.expr.is_Symbol}
+    bounds = {name: upper_bound(size) for name, size in symbols.items() if free_unbacked_symbols(size)}
+    return {name: most for name, most in bounds.items() if most is not None}
 
 
 def _hints(inputs: Iterable[fx.Node]) -> dict[str, int]:

@@ -279,6 +279,24 @@ def test_code_that_cannot_be_read_runs_as_forecast(
     assert tencache_fx.regions()[-1].code_peak_bytes is None
 
 
+def test_lengths_that_only_a_run_knows_count_with_the_most_that_they_can_be(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    up, down = nn.Linear(64, 256), nn.Linear(256, 64)
+    x, mask = torch.randn(512, 64), torch.rand(512) > 0.5
+
+    def f(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        chosen = torch.relu(up(x))[mask]
+        return down(torch.relu(chosen * 2)).square().sum()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = torch.compile(f, backend="tencache", options={**INDUCTOR, "device_budget": "3MB"})(x, mask)
+        found.backward()
+    torch.testing.assert_close(found, f(x, mask))
+    (region,) = tencache_fx.regions()
+    assert region.plan is not None
+    assert "cannot be read" not in caplog.text
+
+
 @pytest.mark.usefixtures("hollow_kernels")
 def test_code_that_stays_too_large_says_so(
     tower: tuple[nn.Module, torch.Tensor, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
