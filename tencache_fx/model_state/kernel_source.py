@@ -134,8 +134,8 @@ class _Writer(TorchDispatchMode):
             self._set(result, self._as(result.dtype, args[0]))
         elif name in _FULL:
             self._set(result, _literal(_FULL[name], result.dtype))
-        elif name == "where":
-            condition, *others = args
+        elif name in ("where", "masked_fill"):
+            condition, *others = args if name == "where" else (args[1], args[2], args[0])
             if condition.dtype != torch.bool:
                 raise UncoveredError(f"{func} of {condition.dtype} is not written")
             first, second = (self._as(result.dtype, each) for each in others)

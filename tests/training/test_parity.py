@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import CASES, Case, Gpt2, Llama, case, text
 
 import tencache_fx
+from tencache_fx import compat
 from tencache_fx.planning.liveness import live_bytes
 from tencache_fx.planning.problem import Problem
 from tencache_fx.runtime.engine import Engine
@@ -49,9 +50,9 @@ def assert_close(ours: Outcome, theirs: Outcome, *, tolerance: float) -> None:
 
 
 FUSED = "as fused, it is largest at an op of the backward that reads all that is there"
-ALONE = "torch does not trace recurrent modules, and the region of the loss holds 1 KiB"
+ALONE = "the recurrent module runs outside, and the region of the loss holds 1 KiB"
 NOTHING_TO_MOVE = {
-    ("eager", "lstm-default"): ALONE,
+    **({("eager", "lstm-default"): ALONE} if compat.TORCH < (2, 15) else {}),
     ("inductor", "lstm-default"): ALONE,
     ("inductor", "convnet"): FUSED,
     ("inductor", "convnet-autocast"): FUSED,
@@ -156,7 +157,7 @@ def test_inductor_zoo(each: Case, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_cases_with_nothing_to_move_are_few_and_exist() -> None:
     assert {name for _, name in NOTHING_TO_MOVE} <= {each.name for each in CASES}
-    assert len(NOTHING_TO_MOVE) == 4
+    assert len(NOTHING_TO_MOVE) <= 4
 
 
 @pytest.mark.slow
