@@ -263,7 +263,9 @@ def test_marked_layers_are_compiled_once_if_that_is_asked_for() -> None:
         assert len({record.region for record in tencache_fx.regions()} - before) == len(calls)
 
 
-fails_alone = pytest.mark.skipif(compat.TORCH >= (2, 15), reason="torch 2.15 cannot trace it, for its own backends either")
+fails_alone = pytest.mark.skipif(
+    compat.TORCH >= (2, 15), reason="torch 2.15 cannot trace it, for its own backends either"
+)
 
 
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=fails_alone)])
