@@ -14,7 +14,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tencache_fx.compat import compile_lock
+from tencache_fx.errors import InvariantError
 
+_MOST_ELEMENTS = 1 << 30  # of a tensor in one call: a GPU's kernel counts in 32 bits what is as short as the examples
 _EXACT_ARITHMETIC = {
     "emulate_precision_casts": True,  # no fused multiply-add
     "eager_numerics.division_rounding": True,
@@ -40,23 +42,46 @@ def compile_for_threads(function: Callable[..., None], examples: Sequence[torch.
     their sizes. Tensors that the function has besides are read where they are. Runs once, on `examples`, so that no
     later call chooses between kernels by timing them.
 
-    `function` consists of torch's ops on these tensors: they are recorded as they run on fake ones, without Dynamo,
-    which would take several times as long to find them. Raises what the function does, and what Inductor does.
+    `function` consists of torch's ops on these tensors, which treat each row by itself: very long ones are given to it
+    a part at a time. The ops are recorded as they run on fake tensors, without Dynamo, which would take several times
+    as long to find them. Raises what the function does, what Inductor does, and `InvariantError` if the function
+    depends on the length.
     """
     on_cpu = examples[0].device.type == "cpu"
     settings = {"cpp_wrapper": True, "cpp.threads": threads_beside_others()} if on_cpu else _EXACT_ARITHMETIC
     with compile_lock(), _as_no_caller_has_it(examples[0].device):
-        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        examples = [each.clone() if each.is_inference() else each for each in examples]  # which only such a mode writes
+        shape_env = ShapeEnv()
+        mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
         fakes = _fakes_of_any_length(examples, mode)
         graph, others = _record(function, fakes, mode)
+        if shape_env.guards:
+            conditions = ", ".join(str(guard.expr) for guard in shape_env.guards)
+            raise InvariantError(f"a function to compile for any length is one for some only: {conditions}.")
         inputs = [*fakes, *(mode.from_tensor(each, static_shapes=True) for each in others)]
         with torch._guards.tracing(torch._guards.TracingContext(mode)):
             compiled: Any = compile_fx(graph, inputs, config_patches=settings)
-
-        def call(*tensors: torch.Tensor) -> None:
-            compiled(*tensors, *others)
-
+        call = _in_parts(compiled, others, examples)
         call(*examples)
+    return call
+
+
+def _in_parts(
+    compiled: Callable[..., object], others: Sequence[torch.Tensor], examples: Sequence[torch.Tensor]
+) -> Callable[..., None]:
+    """Return what calls `compiled` with the others besides, and with a part of the rows at a time if there are many."""
+    by_row = [_has_rows(each, examples) for each in examples]
+    most = max(1, _MOST_ELEMENTS // max(each[0].numel() for each in examples if _has_rows(each, examples)))
+
+    def call(*tensors: torch.Tensor) -> None:
+        length = len(tensors[0])
+        if length <= most:
+            compiled(*tensors, *others)
+            return
+        for start in range(0, length, most):
+            some = [each[start : start + most] if cut else each for each, cut in zip(tensors, by_row, strict=True)]
+            compiled(*some, *others)
+
     return call
 
 
@@ -78,17 +103,22 @@ def _as_no_caller_has_it(device: torch.device) -> Iterator[None]:
 
 def _fakes_of_any_length(examples: Sequence[torch.Tensor], mode: FakeTensorMode) -> list[torch.Tensor]:
     """Return fakes of examples, whose rows are one symbol; lists have the length that they have."""
-    length, dim = examples[0].shape[0], examples[0].dim()
+    length = examples[0].shape[0]
     assert length > 1  # of 0 and 1 there is no symbol
     assert all(each.shape[0] == length or each.dim() == 1 for each in examples)
 
     def fake(example: torch.Tensor) -> torch.Tensor:
         dims = [DimDynamic.STATIC] * example.dim()
-        if example.shape[0] == length and example.dim() == dim:  # else it is a list of as many numbers
+        if _has_rows(example, examples):
             dims[0] = DimDynamic.DUCK  # the same symbol for the same length
         return mode.from_tensor(example, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dims))
 
     return [fake(each) for each in examples]
+
+
+def _has_rows(example: torch.Tensor, examples: Sequence[torch.Tensor]) -> bool:
+    """Return whether one of the examples is of any length; else it is a list, also of as many numbers."""
+    return len(example) == len(examples[0]) and example.dim() == examples[0].dim()
 
 
 def _record(

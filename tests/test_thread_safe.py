@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tencache_fx import compat
+from tencache_fx import compat, thread_safe
+from tencache_fx.errors import InvariantError
 from tencache_fx.model_state.decoded_update import on_parts
 from tencache_fx.model_state.eight_bit_form import SIGNED_8BIT
 from tencache_fx.model_state.stored_form import BLOCK
@@ -119,15 +120,15 @@ class _Seen(TorchDispatchMode):
     ],
 )
 def test_what_is_compiled_is_the_same_in_whatever_mode_of_the_caller(mode: Callable[[], Any]) -> None:
-    def multiply(one: Tensor, other: Tensor) -> None:
-        one.copy_(one @ other)
+    def multiply(rows: Tensor) -> None:
+        rows.copy_(rows @ square)
 
-    square = torch.rand(16, 16)
-    examples, other = [torch.eye(16), torch.eye(16)], square.clone()
+    square, rows = torch.rand(8, 8), torch.rand(5, 8)
+    examples, product = [torch.zeros(16, 8)], rows @ square
     with mode():
         compiled = compile_for_threads(multiply, examples)
-    compiled(square, other)
-    assert torch.equal(square, other @ other)
+    compiled(rows)
+    assert torch.equal(rows, product)
 
 
 def test_dynamo_is_not_asked() -> None:
@@ -144,3 +145,50 @@ def test_threads_compile_at_once() -> None:
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(compiled, range(3))) == [0, 4, 8]
+
+
+def test_examples_may_be_made_where_the_caller_trains_nothing() -> None:
+    with torch.inference_mode():
+        add = compile_for_threads(_adding, [torch.zeros(16, 4), torch.ones(3)])
+    rows = torch.zeros(3, 4)
+    add(rows, torch.ones(3))
+    assert torch.equal(rows, torch.ones(3, 4))
+
+
+def _halving(array: Tensor) -> None:
+    if array.shape[0] > 8:
+        array.div_(2)
+
+
+def _adding_in_fours(array: Tensor) -> None:
+    array.add_(array.view(-1, 4).sum(1).repeat_interleave(4))
+
+
+@pytest.mark.parametrize(
+    "function", [_halving, _adding_in_fours, lambda array: array.add_(len(array))], ids=["if", "fours", "number"]
+)
+def test_a_function_of_the_length_is_refused(function: Callable[[Tensor], None]) -> None:
+    with pytest.raises(InvariantError, match="some only: .*(8|4|16)"):
+        compile_for_threads(function, [torch.zeros(16)])
+
+
+def test_more_elements_than_a_gpu_counts_in_32_bits_are_given_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    def compile_noting(*args: Any, **options: Any) -> Callable[..., object]:
+        compiled: Any = compile_fx(*args, **options)
+
+        def call(*tensors: Tensor) -> object:
+            lengths.append(len(tensors[0]))
+            return compiled(*tensors)
+
+        return call
+
+    compile_fx = thread_safe.compile_fx
+    monkeypatch.setattr(thread_safe, "compile_fx", compile_noting)
+    monkeypatch.setattr(thread_safe, "_MOST_ELEMENTS", 64)
+    add = compile_for_threads(_adding, [torch.zeros(16, 4), numbers := torch.arange(20.0)])
+    rows = torch.zeros(37, 4)
+    add(rows, numbers)
+    assert torch.equal(rows, torch.full((37, 4), 19.0))
+    assert lengths == [16, 16, 16, 5]
