@@ -25,14 +25,15 @@ class DonatedInputs:
     """The inputs of one region, by position, that its caller is expected to drop.
 
     At first those that are neither given by the user nor parameters: they require a gradient, and something has made
-    them. The offloaded ones are watched.
+    them. `last_read` are those of which that is known beforehand. The offloaded ones are watched.
     """
 
     optional = False
 
-    def __init__(self, inputs: Sequence[object]) -> None:
+    def __init__(self, inputs: Sequence[object], last_read: frozenset[int] = frozenset()) -> None:
         tensors = ((index, value) for index, value in enumerate(inputs) if isinstance(value, Tensor))
-        self._expected = frozenset(index for index, value in tensors if value.requires_grad and not value.is_leaf)
+        made = frozenset(index for index, value in tensors if value.requires_grad and not value.is_leaf)
+        self._expected = made | last_read
         self._kept: frozenset[int] = frozenset()
         self._watches = True
         self._waiting: deque[Mapping[int, StorageWeakRef]] = deque(maxlen=_REMEMBERED)

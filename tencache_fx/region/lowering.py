@@ -25,7 +25,7 @@ from tencache_fx.passes.transfers import insert_transfers
 from tencache_fx.passes.verify_code import planned_calls, verify_code
 from tencache_fx.passes.verify_graph import verify_graphs
 from tencache_fx.planning.plan import Plan, TransferKind
-from tencache_fx.planning.problem import Problem
+from tencache_fx.planning.problem import Problem, Tier
 from tencache_fx.planning.recalibration import Scales
 from tencache_fx.planning.swap_region import Points, within_swap_points
 from tencache_fx.planning.verify import verify_plan
@@ -252,8 +252,19 @@ class PlannedLowering:
         engine.reserve_gradients(stored, adds=self._request.adds)
         if not by_step:
             return engine.id, None
+        self._map_for_calls(engine, plan)
         points = swap_points(engine)
         return points.id, recorder_of(points)
+
+    def _map_for_calls(self, engine: Engine, plan: Plan) -> None:
+        """Begin to map what the calls of a piece have away in its first step, which has no plan: all that may leave.
+
+        One call has its buffers already.
+        """
+        calls = self._source.calls or 1
+        if self._request.sizes is None and self._source.options.device_budget is not None:
+            swaps = [each for each in plan.transfers if each.kind is TransferKind.SWAP and each.tier is Tier.HOST]
+            engine.map_for_calls([each.nbytes for each in swaps] * (calls - 1))
 
     def _is_timeable(self, plan: Plan) -> bool:
         """Return whether the times of the graphs say something about the plan.

@@ -114,32 +114,39 @@ def _compile_pieces(
         len(step_nodes(modules[counts.most_common(1)[0][0]].graph)),
         max(counts.values()),
     )
-    runs: dict[int, Compiled] = {}
-    for piece in pieces:
-        if piece.form not in runs:
-            runs[piece.form] = _compile_form(source, modules[piece.form], counts[piece.form], arriving)
     places = {name: index for index, name in enumerate((*given, *(name for each in pieces for name in each.outputs)))}
     outputs = [places[node.name] for node in output_args(source.graph.graph) if isinstance(node, fx.Node)]
     last = {places[name]: turn for turn, piece in enumerate(pieces) for name in (*piece.outputs, *piece.inputs)}
+    over = [{index for index, at in last.items() if at == turn and index not in outputs} for turn in range(len(pieces))]
+    runs: dict[int, Compiled] = {}
+    indices = {form: REGIONS.next_index() for form in range(len(modules))}
+    for form, count in counts.most_common():  # what its calls need is made ready while the others are compiled
+        read = [
+            {at for at, name in enumerate(piece.inputs) if places[name] in gone and name not in arriving}
+            for piece, gone in zip(pieces, over, strict=True)
+            if piece.form == form
+        ]
+        last_read = frozenset(set.intersection(*read))
+        part = replace(source, index=indices[form], graph=modules[form], calls=count, last_read=last_read)
+        runs[form] = _compile_form(part, arriving)
     calls = [
         Call(
             run=runs[piece.form],
             arguments=tuple(places[name] for name in piece.inputs),
             results=tuple(places[name] for name in piece.outputs),
-            over=tuple(index for index, at in last.items() if at == turn and index not in outputs),
+            over=tuple(gone),
         )
-        for turn, piece in enumerate(pieces)
+        for piece, gone in zip(pieces, over, strict=True)
     ]
     return Pieces(calls, len(places), outputs)
 
 
-def _compile_form(source: RegionSource, module: fx.GraphModule, calls: int, arriving: dict[str, Any]) -> Compiled:
+def _compile_form(part: RegionSource, arriving: dict[str, Any]) -> Compiled:
     """Compile one form, with a context of its own: torch keeps there what it knows of the one graph of a context."""
     values = [
         arriving[node.name] if node.name in arriving else node.meta["example_value"]
-        for node in placeholders(module.graph)
+        for node in placeholders(part.graph.graph)
     ]
-    context = copy.copy(source.context)
+    context = copy.copy(part.context)
     with torch._guards.tracing(context):
-        part = replace(source, index=REGIONS.next_index(), graph=module, context=context, calls=calls)
-        return Variants(part, values)
+        return Variants(replace(part, context=context), values)

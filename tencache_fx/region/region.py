@@ -54,7 +54,7 @@ class Region:
     ) -> None:
         self.index, self.device = source.index, source.device
         self.boundary_memory = BoundaryMemory(source.index, source.device, source.options.device_budget)
-        self.donated_inputs = DonatedInputs(inputs)
+        self.donated_inputs = DonatedInputs(inputs, source.last_read)
         self._options = CurrentOptions(source)
         self.step = StepMonitor(source, self._options)
         self.scope = Scope(source, inputs, self.step)

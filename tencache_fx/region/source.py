@@ -27,7 +27,7 @@ class RegionSource:
 
     These were given with the compilation; `compilers` has all that torch's compilers were set to then. `own` are the
     names of options that were given with the compilation, `configured` is what the process was told by then. A piece of
-    a captured graph has so many `calls` in each run of that.
+    a captured graph has so many `calls` in each run of that, and nobody reads its inputs `last_read` behind it.
     """
 
     index: int
@@ -37,6 +37,7 @@ class RegionSource:
     settings: Mapping[str, Any]
     own: frozenset[str] = frozenset({"device_budget", "host_budget", "spill_budget", "spill_dir"})
     calls: int | None = None
+    last_read: frozenset[int] = frozenset()
     configured: Mapping[str, object] = field(default_factory=lambda: SETTINGS.given)
     compile_id: str = field(default_factory=lambda: str(torch._guards.CompileContext.current_compile_id() or ""))
     context: torch._guards.TracingContext | None = field(default_factory=torch._guards.TracingContext.try_get)

@@ -288,7 +288,9 @@ class StepPlanner:
         staging = plan.staging
         if self._points.engine.store is not None:
             staging = (*staging, PoolClass(nbytes=round_up(_largest(program), PAGE_BYTES), count=1))
-        self._points.engine.reserve(pool=plan.pool, staging=staging, disk_bytes=plan.forecast.disk_bytes)
+        engine = self._points.engine
+        engine.reserve(pool=plan.pool, staging=staging, disk_bytes=plan.forecast.disk_bytes)
+        engine.end_map_for_calls()
 
     def _budgets_to_try(self, program: Program, options: Options, beside_bytes: int) -> tuple[Budgets, ...]:
         """Return the budgets to look for a plan within, one behind the other.

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import tencache_fx
 from tencache_fx.passes.lifetimes import measure_lifetimes
 from tencache_fx.planning.problem import Kind, Storage
+from tencache_fx.records import RegionRecord
 
 ROWS, WIDE = 512, 512
 
@@ -50,8 +51,8 @@ def compiled(model: nn.Module, budget: object = "4.2MB", **options: object) -> C
     return torch.compile(model, backend="tencache", options={**OPTIONS, "device_budget": budget, **options})
 
 
-def inputs_away() -> list[str]:
-    record = tencache_fx.regions()[-1]
+def inputs_away(record: RegionRecord | None = None) -> list[str]:
+    record = record or tencache_fx.regions()[-1]
     kinds = {storage.name: storage.kind for storage in record.problem.storages}
     return [transfer.name for transfer in record.plan.transfers if kinds[transfer.name] is Kind.INPUT]
 
@@ -71,6 +72,42 @@ def test_blocks_compiled_one_by_one_keep_no_inputs(meter: Meter, caplog: pytest.
         assert len(inputs_away()) == 1
     assert caplog.text.count("planning again") <= 5, "the first block is a region, all others share one"
     assert same(found, expected(layers(16)))
+
+
+class Equal(nn.Module):
+    """Equal layers; of what was made before them all of them read a value, if they skip."""
+
+    def __init__(self, *, skips: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.skips = nn.Linear(64, 64), skips
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.LayerNorm(64)) for _ in range(8)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = skip = torch.tanh(self.first(x))
+        for layer in self.layers:
+            x = layer(x * skip if self.skips else x)
+        return x
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_equal_layers_of_a_whole_graph_keep_no_inputs_that_nobody_reads_behind_them(
+    caplog: pytest.LogCaptureFixture,
+    skips: bool,  # noqa: FBT001
+) -> None:
+    caplog.set_level(logging.INFO, "tencache_fx")
+    batch = torch.randn(2048, 64, generator=torch.Generator().manual_seed(1))
+    plain, model = Equal(skips=skips), Equal(skips=skips)
+    options = {**OPTIONS, "scope": "auto", "device_budget": "10MB" if skips else "8MB", "repeated_layers": "once"}
+    run = torch.compile(model, backend="tencache", options=options)
+    wanted = gradients(plain, plain(batch).square().mean())
+    for _ in range(3):
+        assert same(gradients(model, run(batch).square().mean()), wanted)
+    layer = next(each for each in tencache_fx.regions() if "calls" in each.name)
+    assert len(inputs_away(layer)) == 1
+    assert "keeps inputs" not in caplog.text
 
 
 def test_inputs_that_the_caller_keeps_do_not_leave(meter: Meter, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,10 @@ from tencache_fx.errors import BudgetError
 from tencache_fx.hardware.cache import folder
 from tencache_fx.model_state.parameter_store import ParameterStore
 from tencache_fx.planning.plan import PoolClass
+from tencache_fx.region import pieces
 from tencache_fx.region.lowering import PlannedLowering
+from tencache_fx.region.source import RegionSource
+from tencache_fx.region.variants import Variants
 from tencache_fx.runtime import engine_registry
 from tencache_fx.runtime.buffers import Use
 from tencache_fx.runtime.engine import Engine
@@ -45,9 +48,9 @@ def engine() -> Engine:
 def ahead() -> Ahead:
     """Return the bytes that are mapped ahead, by their use."""
     found: Ahead = {}
-    for (use, size), coming in engine().pool.ahead._coming.items():
+    for key, coming in engine().pool.ahead._coming.items():
         if coming:
-            found[use] = found.get(use, 0) + size * len(coming)
+            found[key.use] = found.get(key.use, 0) + key.size * len(coming)
     return found
 
 
@@ -174,6 +177,38 @@ def test_nothing_stays_mapped_of_what_others_reserve(new_engine: Callable[..., E
     engine.reserve_ahead(foreseen)
     assert engine.pool.ahead.nbytes == 2 << 20  # the other is there
     engine.reserve_ahead(())
+
+
+def test_buffers_for_equal_layers_are_mapped_while_the_others_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step has no plan: all of its storages leave, of each call of a layer."""
+    torch.compiler.reset()
+    layers = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.LayerNorm(64)) for _ in range(8)]
+    model = nn.Sequential(*layers)
+    options = {**OPTIONS, "device_budget": "10MB", "scope": "auto", "repeated_layers": "once", "compiler": "eager"}
+    run = torch.compile(model, backend="tencache", options=options)
+    seen: list[int] = []
+    compile_region = pieces.Variants
+
+    def noting(source: RegionSource, inputs: Any) -> Variants:
+        seen.append(source.calls or 0)
+        compiled = compile_region(source, inputs)
+        seen.append(ahead().get(Use.SWAP, 0))
+        return compiled
+
+    monkeypatch.setattr(pieces, "Variants", noting)
+    batch = torch.randn(2048, 64)
+    loss = run(batch).square().mean()
+    calls, mapped_bytes, *_ = seen
+    assert calls >= 6
+    assert mapped_bytes >= (calls - 1) * batch.nbytes
+    assert sorted(seen[::2], reverse=True) == seen[::2]
+    assert seen[-1] == mapped_bytes  # no region that is compiled later gives them back
+    left = ahead().get(Use.SWAP, 0)
+    assert left < mapped_bytes // 4, "what was mapped is not what the first forward acquires"
+    loss.backward()
+    run(batch).square().mean().backward()
+    assert ahead().get(Use.SWAP, 0) == 0
+    assert all(record.plan is not None for record in tencache_fx.steps())
 
 
 def test_another_budget_corrects_what_was_mapped_as_before(start: Callable[..., Start]) -> None:

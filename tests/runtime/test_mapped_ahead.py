@@ -163,6 +163,26 @@ def test_only_the_last_wish_counts(pool: Pool, streams: SlowPins) -> None:
     assert streams.pins == 4  # one of the first is kept
 
 
+def test_more_are_beside_what_others_wish_until_they_end(pool: Pool, streams: SlowPins) -> None:
+    streams.may_pin.set()
+    pool.ahead.begin_more([SIZE, SIZE], Use.STATE)
+    begin(pool, SIZE)
+    pool.ahead.begin_more([2 * SIZE], Use.STATE)
+    assert pool.ahead.nbytes == 5 * SIZE
+    begin(pool)
+    assert pool.ahead.nbytes == 4 * SIZE
+    begin(pool, SIZE)
+    wait_idle()
+    pool.acquire(SIZE, Use.STATE)
+    pool.acquire(SIZE, Use.STATE)
+    assert len(streams.pinned) == 4
+    pool.ahead.end_more(Use.SWAP)
+    assert pool.ahead.nbytes == 3 * SIZE
+    pool.ahead.end_more(Use.STATE)
+    assert pool.ahead.nbytes == 0
+    assert len(streams.pinned) == 2
+
+
 def test_what_the_driver_refuses_to_pin_is_told_by_who_wants_it(pool: Pool, streams: SlowPins) -> None:
     streams.refuse = True
     streams.may_pin.set()
