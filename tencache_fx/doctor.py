@@ -1,7 +1,6 @@
 """`tencache doctor`: the rates of this machine, measured again, and warnings about what looks wrong."""
 
 import contextlib
-import mmap
 import os
 import resource
 import time
@@ -23,6 +22,7 @@ from tencache_fx.model_state.arguments import find_device
 from tencache_fx.options import Options
 from tencache_fx.planning.problem import Links
 from tencache_fx.reporting.tables import show_measured
+from tencache_fx.runtime.buffers import new_mapping
 from tencache_fx.runtime.cuda_streams import open_streams
 from tencache_fx.units import format_bytes, format_flops, format_rate
 
@@ -188,8 +188,8 @@ def device_findings(report: Report) -> Iterator[str]:
         )
     elif report.pin_ns > _SLOW_PIN_NS:
         yield (
-            f"Pinning takes {report.pin_ns / 1e9:.2g} s/GiB, which the first step waits for; turn on transparent huge "
-            "pages (/sys/kernel/mm/transparent_hugepage/enabled), or set a smaller host_budget: to pin all of that "
+            f"Pinning takes {report.pin_ns / 1e9:.2g} s/GiB, which the first step waits for; allow huge pages (write "
+            "madvise to /sys/kernel/mm/transparent_hugepage/enabled), or set a smaller host_budget: to pin all of that "
             f"would take {(report.pin_ns - _USUAL_PIN_NS) / 1e9 * report.host_budget_bytes / _GiB:.0f} s less."
         )
 
@@ -323,7 +323,7 @@ def _pageable_rates(device: torch.device) -> tuple[int, int]:
 def _pin_ns(device: torch.device) -> int | None:
     """Return the time to pin a GiB, the way the runtime pins; None if the driver refuses."""
     streams = open_streams(device)
-    memory = np.frombuffer(mmap.mmap(-1, _PIN_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+    memory = np.frombuffer(new_mapping(_PIN_BYTES), dtype=np.uint8)
     try:
         start_ns = time.perf_counter_ns()
         pinned = streams.pin(memory)
