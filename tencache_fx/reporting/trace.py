@@ -5,6 +5,7 @@ bytes in host memory and on disk, are counters. An arrow leads from each copy ou
 way of its write and its read where it goes to disk.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -32,13 +33,14 @@ def write_trace(path: Path, views: Sequence[View]) -> int:
 
 def trace_events(views: Sequence[View]) -> Iterator[dict[str, Any]]:
     """Yield the events of all views: slices by lane in the order of time, then arrows, then counters."""
+    numbers = itertools.count(1)
     for place, view in enumerate(views):
         planned, measured = 2 * place + 1, 2 * place + 2
         timeline = view.timeline
         yield _named("process_name", planned, f"planned: {view.name}")
         yield _named("process_sort_index", planned, planned, key="sort_index")
         yield from _slices(planned, timeline.bars, measured=False)
-        yield from _flows(planned, place, timeline.bars)
+        yield from _flows(planned, numbers, timeline.bars)
         yield from _counters(planned, timeline)
         if view.measured.bars:
             yield _named("process_name", measured, f"measured: {view.name}")
@@ -47,12 +49,13 @@ def trace_events(views: Sequence[View]) -> Iterator[dict[str, Any]]:
 
 
 def _slices(process: int, bars: Sequence[Bar], *, measured: bool) -> Iterator[dict[str, Any]]:
-    for thread, lane in enumerate(Lane):
+    for place, lane in enumerate(Lane):
         found = sorted((bar for bar in bars if bar.lane is lane), key=lambda bar: bar.start_ns)
         if not found:
             continue
+        thread = _thread(process, lane)
         yield {**_named("thread_name", process, lane_name(lane, measured=measured)), "tid": thread}
-        yield {**_named("thread_sort_index", process, thread, key="sort_index"), "tid": thread}
+        yield {**_named("thread_sort_index", process, place, key="sort_index"), "tid": thread}
         ends = [min(bar.end_ns, after.start_ns) for bar, after in pairwise(found)]  # times are rounded
         for bar, end_ns in zip(found, [*ends, found[-1].end_ns], strict=True):
             yield {
@@ -67,28 +70,36 @@ def _slices(process: int, bars: Sequence[Bar], *, measured: bool) -> Iterator[di
             }
 
 
-def _flows(process: int, place: int, bars: Sequence[Bar]) -> Iterator[dict[str, Any]]:
-    """Yield the arrows of the swaps: a begin, a step for each lane between, and an end, each within its slice."""
-    threads = {lane: thread for thread, lane in enumerate(Lane)}
+def _flows(process: int, numbers: Iterator[int], bars: Sequence[Bar]) -> Iterator[dict[str, Any]]:
+    """Yield the arrows of the swaps: a begin, a step for each lane between, and an end, each within its slice.
+
+    Perfetto's importer reads no ids but numbers.
+    """
     ways: dict[str, list[Bar]] = {}
     for bar in bars:
         if bar.storage:
             ways.setdefault(bar.storage, []).append(bar)
-    for number, (storage, found) in enumerate(ways.items()):
+    for storage, found in ways.items():
         way = sorted(found, key=lambda bar: _FLOW.index(bar.lane))
         if len(way) < 2 or way[0].lane is not Lane.OUT:  # a load or a store
             continue
+        number = next(numbers)
         for bar, phase in zip(way, ("s", *"t" * (len(way) - 2), "f"), strict=True):
             yield {
                 "ph": phase,
                 "pid": process,
-                "tid": threads[bar.lane],
+                "tid": _thread(process, bar.lane),
                 "ts": bar.start_ns / 1000,
-                "id": f"{place}.{number}",
+                "id": number,
                 "name": storage,
                 "cat": "swap",
                 **({"bp": "e"} if phase == "f" else {}),
             }
+
+
+def _thread(process: int, lane: Lane) -> int:
+    """Return the number of a lane, which no other process or lane has: Perfetto takes them for one track."""
+    return 1000 * process + list(Lane).index(lane)
 
 
 def _counters(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import shutil
+import subprocess
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -45,8 +47,15 @@ def lanes(events: list[Event], process: int) -> dict[str, list[Event]]:
 
 
 def check_form(events: list[Event]) -> None:
-    """What the importer drops without a word does not occur: slices that overlap, and arrows outside of any slice."""
+    """What Perfetto's importer drops or merges without a word does not occur.
+
+    Slices that overlap, arrows outside of any slice or whose id is no number, and threads of several lanes.
+    """
     assert json.loads(json.dumps(events)) == events
+    threads = {(each["pid"], each["tid"]) for each in events if each["ph"] == "X"}
+    assert len({thread for _, thread in threads}) == len(threads)
+    assert not {thread for _, thread in threads} & {0, *(process for process, _ in threads)}
+    assert all(isinstance(each["id"], int) for each in events if each["ph"] in "stf")
     slices: dict[tuple[int, int], list[Event]] = {}
     for each in events:
         assert each["ph"] in "MXstfC"
@@ -56,7 +65,7 @@ def check_form(events: list[Event]) -> None:
     for found in slices.values():
         for early, late in pairwise(found):
             assert early["ts"] + early["dur"] <= late["ts"] + 1e-6
-    arrows: dict[str, list[Event]] = {}
+    arrows: dict[int, list[Event]] = {}
     for each in events:
         if each["ph"] in "stf":
             arrows.setdefault(each["id"], []).append(each)
@@ -148,6 +157,34 @@ def test_a_dump_as_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     page = tmp_path / "page.html"
     assert main(["view", str(tmp_path), "--trace", str(path), "--html", str(page)]) == 0
     assert page.exists()
+
+
+@pytest.mark.skipif(
+    shutil.which("trace_processor_shell") is None, reason="Perfetto's trace_processor_shell is not here"
+)
+def test_perfettos_own_processor_counts_the_same(tmp_path: Path) -> None:
+    write_step(tmp_path, 0, small_step())
+    write_region(tmp_path, slow_region())
+    write_measured(tmp_path, 0, {"call_to_call_ns": 5_000, "calls_seen": 9})
+    path = tmp_path / "trace.json"
+    assert main(["view", str(tmp_path), "--trace", str(path)]) == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    slices = [each for each in events if each["ph"] == "X"]
+    arrows = sum(each["ph"] in "st" for each in events)
+    assert arrows
+    query = tmp_path / "query.sql"
+    query.write_text(
+        "select (select count(*) from slice), (select sum(dur) from slice), (select max(depth) from slice), "
+        "(select count(*) from flow), (select count(*) from (select distinct utid, thread.name from slice "
+        "join thread_track on track_id = thread_track.id join thread using (utid))), "
+        "(select count(*) from stats where severity in ('error', 'data_loss') and value > 0);"
+    )
+    command = ["trace_processor_shell", "-q", str(query), str(path)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    lanes = {(each["pid"], each["tid"]) for each in slices}
+    duration_ns = sum(round(each["dur"] * 1000) for each in slices)
+    found = [int(number) for number in printed.splitlines()[-1].split(",")]
+    assert found == [len(slices), duration_ns, 0, arrows, len(lanes), 0]
 
 
 def test_a_trace_that_cannot_be_written_is_told_in_a_sentence(
