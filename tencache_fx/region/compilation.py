@@ -140,8 +140,9 @@ def compile_region(
         set_back()
         raise
     if (record := compiled.record) is not None:
-        summary = show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes)
-        log.info(f"region {source.index} on {source.device}:\n{summary}")
+        if log.isEnabledFor(logging.INFO):
+            summary = show_summary(record.problem, record.plan, record.captured, record.code_peak_bytes)
+            log.info("region %d on %s:\n%s", source.index, source.device, summary)
         if source.options.dump_dir is not None:
             write_region(source.options.dump_dir, record)
     return compiled

@@ -124,13 +124,14 @@ def _lack_of_room(visit: Visit, nbytes: int, limit: int, points: SwapPoints) -> 
     """Return the error that refuses a run which needs so many bytes, of which some found no room in host memory."""
     host_bytes, over_bytes = points.engine.pool.budget_bytes, nbytes - limit
     wanted_bytes = points.stranded.host_bytes()
+    follow = f"\n  Each forward like it that follows saves up to {visit.region.swapped_bytes} bytes, which come on top."
     return BudgetError(
         f"the {'backward' if visit.backward else 'forward'} of region {visit.index}, call {visit.call} of the step,"
         f" needs {format_bytes(nbytes)} on the device, {over_bytes} bytes more than device_budget, which is "
         f"{format_bytes(limit)}: {wanted_bytes} bytes of what should leave it find no room in host memory, for "
         f"host_budget is {format_bytes(host_bytes)}.\n"
         f"  Set host_budget to {at_least(host_bytes + wanted_bytes)} or more, device_budget to {at_least(nbytes)} or "
-        "more, set spill_dir, or shrink the batch."
+        f"more, set spill_dir, or shrink the batch.{'' if visit.backward else follow}"
     )
 
 

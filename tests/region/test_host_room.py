@@ -94,6 +94,7 @@ def test_a_step_that_has_room_nowhere_is_refused_before_the_device_is_over_its_b
     assert re.search(r"needs [\d.]+ MB on the device, \d+ bytes more than device_budget, which is 4.2 MB", text)
     assert "host_budget is " in text
     assert "set spill_dir" in text
+    assert ("the forward of" in text) == bool(re.search(r"that follows saves up to \d+ bytes, which come on top", text))
 
 
 def refusal(meter: Meter, host_budget: int) -> str:
