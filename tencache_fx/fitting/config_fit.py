@@ -5,7 +5,9 @@ micro-batches two are (`few_layers.py`), and the fastest is searched for (`micro
 is read (`captures.py`).
 """
 
+import contextlib
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -190,19 +192,25 @@ class _Captures:
         return self._between[micro_batch]
 
     def _interpolated(self, micro_batch: int) -> Problem:
-        """Return the problem between two that are captured; where the smaller is unlike, the next one takes its place.
+        """Return the problem between two that are captured, if these are alike.
 
-        For BERT torch leaves out an op at 2, too. Raises what `at` does.
+        Else the next largest one is captured, then the next smallest one, and so on: of OPT torch keeps other values
+        for the backward at the largest, and for BERT it leaves out an op at 2. Raises what `at` does.
         """
-        low, high = self._ends
-        try:
-            return between(self.at(low)[1], self.at(high)[1], (low, high), micro_batch)
-        except NotEvenError:
-            others = [each for each in self.tried if low < each < high]
-        if not others or others[0] == micro_batch:
-            return self.at(micro_batch)[1]
-        self._ends = (others[0], high)
-        return self._interpolated(micro_batch)
+        lows, highs = [self._ends[0]], [self._ends[1]]
+        while True:
+            for low, high in itertools.product(lows, highs):
+                with contextlib.suppress(NotEvenError):
+                    found = between(self.at(low)[1], self.at(high)[1], (low, high), micro_batch)
+                    self._ends = low, high
+                    return found
+            inner = [each for each in self.tried if lows[-1] < each < highs[-1]]
+            if inner in ([], [micro_batch]):
+                return self.at(micro_batch)[1]
+            if len(highs) == len(lows):
+                highs.append(inner[-1])
+            else:
+                lows.append(inner[0])
 
     @property
     def trained_count(self) -> int:

@@ -138,15 +138,30 @@ def test_micro_batches_in_between_are_as_captured_ones() -> None:
         between(low, captured(5), (2, 8), 6)
 
 
-def test_where_a_small_micro_batch_is_unlike_the_next_one_takes_its_place() -> None:
-    captures = _Captures(Workload(config="any", samples=16), Target.find(None, "h100", GIVEN))
+@pytest.mark.parametrize(
+    ("unlike", "ends"),
+    [((2,), (4, 64)), ((64,), (2, 32)), ((2, 64), (4, 32))],
+    ids=["smallest", "largest", "both"],
+)
+def test_where_a_micro_batch_is_unlike_the_others_the_next_one_takes_its_place(
+    unlike: tuple[int, ...], ends: tuple[int, int]
+) -> None:
+    captures = _Captures(Workload(config="any", samples=64), Target.find(None, "h100", GIVEN))
     captures.sequence = 1
-    problems = {2: captured(5), 4: captured(4, rows=1 << 15), 16: captured(4, rows=1 << 17)}
-    captures._found = {each: (cast(Capture, None), problem) for each, problem in problems.items()}
+    asked = []
+
+    def capture(micro_batch: int) -> tuple[Capture, Problem]:
+        asked.append(micro_batch)
+        problem = captured(3 + micro_batch) if micro_batch in unlike else captured(2, rows=micro_batch)
+        return cast(Capture, None), problem
+
+    captures._captured = capture  # type: ignore[method-assign]
     found = {each: captures.problem(each) for each in captures.tried}
-    assert list(found) == [1, 2, 4, 8, 16]
-    assert {each: found[each] for each in problems} == problems
-    assert all(found[each] == between(problems[4], problems[16], (4, 16), each) for each in (1, 8))
+    assert list(found) == [1, 2, 4, 8, 16, 32, 64]
+    assert len(asked) == len({*asked}) <= 4
+    low, high = (captures._found[each][1] for each in ends)
+    assert all(found[each] == between(low, high, ends, each) for each in found if each not in asked)
+    assert 16 not in asked
 
 
 class Beside:
