@@ -2,11 +2,13 @@
 
 import contextlib
 import gc
+import re
 import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from torch import nn
 
 import tencache_fx
 from tencache_fx.model_state.offloading import Offloading
-from tencache_fx.runtime.buffers import Use
+from tencache_fx.runtime.buffers import Buffer, Use, map_buffer
 from tencache_fx.runtime.engine_registry import find_engine
 from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.streams import CpuStreams
@@ -314,3 +316,25 @@ def test_parameters_are_mapped_while_those_before_them_are_copied(
     assert len(by) == 4
     assert sum(name.startswith("tencache-map") for name in by) >= 3
     assert engine.pool.ahead.nbytes == 0
+
+
+def advised_huge(buffer: Buffer) -> bool:
+    """Return whether the kernel was asked for huge pages where a buffer is."""
+    address, flags = buffer.raw.ctypes.data, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            within = int(found[1], 16) <= address < int(found[2], 16)
+        elif within and line.startswith("VmFlags:"):
+            flags = line
+    return "hg" in flags.split()
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no transparent huge pages"
+)
+def test_large_buffers_are_in_huge_pages() -> None:
+    streams = CpuStreams()
+    large, small = (map_buffer(nbytes, Use.SWAP, streams) for nbytes in (4 << 20, 1 << 20))
+    assert advised_huge(large)
+    assert not advised_huge(small)
+    streams.close()

@@ -10,7 +10,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from types import FrameType
 
 import numpy as np
@@ -23,7 +22,7 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 from tencache_fx.errors import BudgetError, OptionError, TencacheError
 from tencache_fx.planning.plan import PoolClass
 from tencache_fx.runtime import waiters
-from tencache_fx.runtime.buffers import Buffer, Use, map_buffer
+from tencache_fx.runtime.buffers import Buffer, Use
 from tencache_fx.runtime.pool import Pool
 from tencache_fx.runtime.streams import CpuStreams, Event
 from tencache_fx.units import PAGE_BYTES, round_up
@@ -580,25 +579,3 @@ def test_an_interrupt_never_leaves_the_pool_to_one_thread(deed: str) -> None:
         assert results, f"behind return {at}"
         if returns <= at:
             break
-
-
-def advised_huge(buffer: Buffer) -> bool:
-    """Return whether the kernel was asked for huge pages where a buffer is."""
-    address, flags = buffer.raw.ctypes.data, ""
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            within = int(found[1], 16) <= address < int(found[2], 16)
-        elif within and line.startswith("VmFlags:"):
-            flags = line
-    return "hg" in flags.split()
-
-
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no transparent huge pages"
-)
-def test_large_buffers_are_in_huge_pages() -> None:
-    streams = CpuStreams()
-    large, small = (map_buffer(nbytes, Use.SWAP, streams) for nbytes in (4 << 20, 1 << 20))
-    assert advised_huge(large)
-    assert not advised_huge(small)
-    streams.close()
