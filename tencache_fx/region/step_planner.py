@@ -181,6 +181,7 @@ class StepPlanner:
             if not self._residency.agrees(read, plan):
                 self._residency.decide(program.order, limit, read, plan)
             schedule = to_schedule(joined, plan)
+        self._points.engine.end_map_for_calls()
         program.planned = StepPlan(
             options=options,
             beside_bytes=beside_bytes,
@@ -288,9 +289,7 @@ class StepPlanner:
         staging = plan.staging
         if self._points.engine.store is not None:
             staging = (*staging, PoolClass(nbytes=round_up(_largest(program), PAGE_BYTES), count=1))
-        engine = self._points.engine
-        engine.reserve(pool=plan.pool, staging=staging, disk_bytes=plan.forecast.disk_bytes)
-        engine.end_map_for_calls()
+        self._points.engine.reserve(pool=plan.pool, staging=staging, disk_bytes=plan.forecast.disk_bytes)
 
     def _budgets_to_try(self, program: Program, options: Options, beside_bytes: int) -> tuple[Budgets, ...]:
         """Return the budgets to look for a plan within, one behind the other.

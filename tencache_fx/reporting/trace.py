@@ -73,7 +73,7 @@ def _slices(process: int, bars: Sequence[Bar], *, measured: bool) -> Iterator[di
 def _flows(process: int, numbers: Iterator[int], bars: Sequence[Bar]) -> Iterator[dict[str, Any]]:
     """Yield the arrows of the swaps: a begin, a step for each lane between, and an end, each within its slice.
 
-    Perfetto's importer reads no ids but numbers.
+    Perfetto's importer drops arrows whose id is not a number.
     """
     ways: dict[str, list[Bar]] = {}
     for bar in bars:
@@ -98,7 +98,11 @@ def _flows(process: int, numbers: Iterator[int], bars: Sequence[Bar]) -> Iterato
 
 
 def _thread(process: int, lane: Lane) -> int:
-    """Return the number of a lane, which no other process or lane has: Perfetto takes them for one track."""
+    """Return the number of a lane's thread, unique in the trace.
+
+    Perfetto shows threads of one number as one. It takes thread 0, and a thread with its process's number, for the main
+    thread.
+    """
     return 1000 * process + list(Lane).index(lane)
 
 

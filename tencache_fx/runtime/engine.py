@@ -158,14 +158,14 @@ class Engine:
         self.pool.ahead.begin(self.pool.missing_sizes(pool, Use.SWAP), Use.SWAP, compiles=False)
 
     def map_for_calls(self, sizes: Iterable[int]) -> None:
-        """Begin to map buffers of these sizes beside all others, for calls of a step that has no plan yet.
+        """Begin to map buffers of these sizes beside all others, for the first calls of a region in a step.
 
-        They are unmapped with `end_map_for_calls`, as far as nobody has taken them by then.
+        `end_map_for_calls` unmaps those that nobody has taken by then.
         """
         self.pool.ahead.begin_more(sizes, Use.SWAP)
 
     def end_map_for_calls(self) -> None:
-        """Unmap what is left of the buffers for calls of steps without a plan: the step has one."""
+        """Unmap what is left of the buffers for first calls: a step is over, and those that it took are free."""
         self.pool.ahead.end_more(Use.SWAP)
 
     def forget_reserved(self) -> None:

@@ -19,6 +19,7 @@ from tencache_fx.planning.plan import PoolClass
 from tencache_fx.region import pieces
 from tencache_fx.region.lowering import PlannedLowering
 from tencache_fx.region.source import RegionSource
+from tencache_fx.region.step_planner import StepPlanner
 from tencache_fx.region.variants import Variants
 from tencache_fx.runtime import engine_registry
 from tencache_fx.runtime.buffers import Use
@@ -179,8 +180,16 @@ def test_nothing_stays_mapped_of_what_others_reserve(new_engine: Callable[..., E
     engine.reserve_ahead(())
 
 
-def test_buffers_for_equal_layers_are_mapped_while_the_others_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step has no plan: all of its storages leave, of each call of a layer."""
+@pytest.mark.parametrize("refused", [False, True])
+def test_buffers_for_equal_layers_are_mapped_while_the_others_are_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+    refused: bool,  # noqa: FBT001
+) -> None:
+    """The first step has no plan: all of its storages leave, of each call of a layer. The next one may have none."""
+
+    def refuse(*_: Any) -> None:
+        raise BudgetError("there is no plan.")
+
     torch.compiler.reset()
     layers = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.LayerNorm(64)) for _ in range(8)]
     model = nn.Sequential(*layers)
@@ -205,10 +214,14 @@ def test_buffers_for_equal_layers_are_mapped_while_the_others_are_compiled(monke
     assert seen[-1] == mapped_bytes  # no region that is compiled later gives them back
     left = ahead().get(Use.SWAP, 0)
     assert left < mapped_bytes // 4, "what was mapped is not what the first forward acquires"
+    engine().map_for_calls([1 << 20])  # nobody takes it
+    if refused:
+        monkeypatch.setattr(StepPlanner, "_plan_within", refuse)
     loss.backward()
+    assert ahead()[Use.SWAP] >= 1 << 20
     run(batch).square().mean().backward()
-    assert ahead().get(Use.SWAP, 0) == 0
-    assert all(record.plan is not None for record in tencache_fx.steps())
+    assert Use.SWAP not in ahead()
+    assert len(tencache_fx.steps()) == (not refused)
 
 
 def test_another_budget_corrects_what_was_mapped_as_before(start: Callable[..., Start]) -> None:
